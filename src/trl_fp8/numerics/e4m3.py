@@ -1,0 +1,65 @@
+"""The e4m3 number format: its limits, a cast that saturates, and power-of-two scales.
+
+e4m3 (`torch.float8_e4m3fn`) has 4 exponent and 3 mantissa bits, no infinity, and a largest value of 448. Two facts
+decide how it is used here:
+
+- A cast rounds to nearest even, so an element in the normal range is off by at most 1/16 of itself, and an element at
+  the top of the range (256 .. 448, spacing 32) by at most 16, both in units of the scale.
+- An e4m3 value times a power of two has 4 significant bits, so it is exact in BF16. With power-of-two scales the
+  dequantized operands of an FP8 GEMM can therefore be fed to an ordinary BF16 GEMM without a second rounding.
+"""
+
+from typing import Literal
+
+import torch
+
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+
+ScaleFormat = Literal["pow2", "fp32"]
+SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
+
+
+def check_scale_format(scale_format: str) -> None:
+    """Raise `ValueError` unless `scale_format` is one of `SCALE_FORMATS`."""
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(
+            f"scale_format={scale_format!r} is not a scale format: expected 'pow2' (a power of two, exact in BF16) or "
+            "'fp32' (amax / 448, one rounding less but inexact in BF16)."
+        )
+
+
+def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
+    """Cast `values` to e4m3, with finite overflow and infinities going to +-448 and NaN staying NaN.
+
+    Clamps `values` in place first: torch before 2.12 casts overflow to NaN, and an explicit clamp makes every version
+    agree.
+    """
+    return values.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+
+
+def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
+    """Smallest power of two that is not below each element of `values` (fp32, positive; NaN and inf pass through).
+
+    Works on the exponent bits, so it is exact where `exp2(ceil(log2(x)))` depends on how log2 rounds.
+    """
+    mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
+    is_pow2 = mantissa == 0.5
+    power = torch.ldexp(torch.ones_like(values), exponent - is_pow2.to(exponent.dtype))
+    return torch.where(torch.isfinite(values), power, values)
+
+
+def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
+    """The multiplier that dequantizes (vLLM's `scale_inv`) for blocks whose largest magnitude is `amax`.
+
+    Args:
+        amax: Largest magnitudes, any shape.
+        scale_format: `"fp32"` gives amax / 448, `"pow2"` the next power of two, in an fp32 container either way.
+        amax_floor: Lower bound of `amax`, so that an all-zero block gets a scale that divides without NaN.
+
+    Returns:
+        fp32 scales of `amax`'s shape. A NaN or infinite amax gives a NaN or infinite scale.
+    """
+    scale = amax.to(torch.float32).clamp_min(amax_floor) / E4M3_MAX
+    return ceil_pow2(scale) if scale_format == "pow2" else scale
