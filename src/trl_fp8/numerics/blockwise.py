@@ -112,7 +112,9 @@ def _quantize(
     return Float8Tensor(qdata, scale, block_size=block_size, dtype=values.dtype)
 
 
-def _padded_blocks(values: torch.Tensor, blocks: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+def _padded_blocks(
+    values: torch.Tensor, blocks: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """An fp32 copy of `values`, zero-padded to whole blocks; its view by blocks; the dims inside a block."""
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
     counts = [-(-size // block) for size, block in zip(tail, blocks, strict=True)]

@@ -1,0 +1,241 @@
+"""`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
+
+Each flag is described once, in its `help`; docs/configuration.md is generated from here. Three defaults of TRL's own
+depend on whether anything is FP8, so they are declared as None and resolved in `__post_init__`: with every FP8 flag
+off the config is TRL's, field for field.
+"""
+
+from dataclasses import dataclass, field, fields
+
+from torch import nn
+from trl import GRPOConfig
+
+from .numerics.e4m3 import check_scale_format
+from .recipe import FP8Recipe, recipe_for_model
+
+
+KV_CACHE_DTYPES = ("fp8", "auto")
+# What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
+RESERVED_ENGINE_KWARGS = (
+    *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
+    *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "model_impl", "trust_remote_code"),
+)
+
+
+@dataclass
+class FP8GRPOConfig(GRPOConfig):
+    """Configuration of `FP8GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
+
+    Raises:
+        ValueError: From `__post_init__`, if a flag's value is unknown or does not go with another; the message names
+            flag, value, reason and remedy.
+    """
+
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
+
+    fp8_weights: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether the engine runs the policy's linear layers in FP8 (W8A8, 128x128 weight blocks, 1x128 "
+            "activation groups). Weights are quantized from the policy at every sync."
+        },
+    )
+    kv_cache_dtype: str = field(
+        default="fp8",
+        metadata={
+            "help": "Type of the engine's KV cache: 'fp8' (e4m3 with per-tensor scales, recalibrated on the policy at "
+            "every sync) or 'auto' (the model's type)."
+        },
+    )
+    fp8_scale_format: str = field(
+        default="pow2",
+        metadata={
+            "help": "Format of the weight scales: 'pow2' (powers of two: exact in BF16, and lossless where vLLM's "
+            "DeepGEMM path requantizes) or 'fp32' (amax / 448)."
+        },
+    )
+    fp8_ignored_modules: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Linear layers to keep in high precision, by exact name, e.g. 'model.layers.0.mlp.down_proj'. "
+            "Layers that vLLM fuses with a named one (q, k, v and gate, up) are kept too."
+        },
+    )
+    kv_scale_margin: float = field(
+        default=1.05,
+        metadata={
+            "help": "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
+            "calibration did not see. At least 1. The scale is then rounded up to a power of two."
+        },
+    )
+    kv_calibration_tokens: int = field(
+        default=8192,
+        metadata={
+            "help": "Most tokens per process that a calibration of the KV cache scales runs through the policy. They "
+            "are taken from the coming prompts and the previous rollouts."
+        },
+    )
+    vllm_engine_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. '{\"enforce_eager\": true}'. "
+            "What the trainer sets itself (quantization, KV cache type, parallelism, seed, ...) is refused."
+        },
+    )
+
+    # Defaults of TRL's that depend on the flags above; None means "not set by the user"
+    use_vllm: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to generate completions with vLLM. Not set: True if anything is FP8, else False, as in TRL."
+        },
+    )
+    vllm_importance_sampling_mode: str | None = field(
+        default=None,
+        metadata={
+            "help": "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
+            "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
+            "anything is FP8, else 'sequence_mask', as in TRL."
+        },
+    )
+    vllm_importance_sampling_clip_max: float | str | None = field(
+        default="auto",
+        metadata={
+            "help": "Upper bound of the importance ratio, or None for no upper bound. 'auto': 2.0 if anything is FP8, "
+            "else 3.0, as in TRL."
+        },
+    )
+
+    @property
+    def any_fp8(self) -> bool:
+        return self.fp8_weights or self.kv_cache_dtype != "auto"
+
+    def __post_init__(self):
+        self._check_values()
+        self._resolve_defaults()
+        super().__post_init__()
+        if self.any_fp8:
+            self._check_rollouts()
+            self._check_sampling()
+            self._check_engine_kwargs()
+
+    def recipe_for(self, model: nn.Module) -> FP8Recipe:
+        """Which tensors of `model` are FP8 under these flags."""
+        return recipe_for_model(
+            model,
+            fp8_weights=self.fp8_weights,
+            kv_cache_dtype=self.kv_cache_dtype,
+            scale_format=self.fp8_scale_format,
+            kv_scale_margin=self.kv_scale_margin,
+            tensor_parallel_size=self.vllm_tensor_parallel_size,
+            ignored_modules=tuple(self.fp8_ignored_modules or ()),
+        )
+
+    def _check_values(self) -> None:
+        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
+            self.kv_cache_dtype = "fp8"
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported: its scales cannot be calibrated and read "
+                "back (on CPU, vLLM even computes garbage with types such as 'fp8_per_token_head' without an error). "
+                f"Use one of {list(KV_CACHE_DTYPES)}."
+            )
+        try:
+            check_scale_format(self.fp8_scale_format)
+        except ValueError as error:
+            raise ValueError(f"fp8_{error}") from None
+        if not self.kv_scale_margin >= 1:
+            raise ValueError(
+                f"kv_scale_margin={self.kv_scale_margin} is below 1: the largest calibrated value itself would not "
+                "fit into the KV cache. Use 1.0 or more (default 1.05)."
+            )
+        if self.kv_calibration_tokens < 1:
+            raise ValueError(
+                f"kv_calibration_tokens={self.kv_calibration_tokens} leaves nothing to calibrate the KV cache on. Use "
+                "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
+            )
+
+    def _resolve_defaults(self) -> None:
+        trl_defaults = {item.name: item.default for item in fields(GRPOConfig)}
+        if self.use_vllm is None:
+            self.use_vllm = True if self.any_fp8 else trl_defaults["use_vllm"]
+        if self.vllm_importance_sampling_mode is None:
+            name = "vllm_importance_sampling_mode"
+            self.vllm_importance_sampling_mode = "token_truncate" if self.any_fp8 else trl_defaults[name]
+        if self.vllm_importance_sampling_clip_max == "auto":
+            name = "vllm_importance_sampling_clip_max"
+            self.vllm_importance_sampling_clip_max = 2.0 if self.any_fp8 else trl_defaults[name]
+        elif isinstance(self.vllm_importance_sampling_clip_max, str):
+            self.vllm_importance_sampling_clip_max = float(self.vllm_importance_sampling_clip_max)
+
+    def _check_rollouts(self) -> None:
+        flags = f"fp8_weights={self.fp8_weights}, kv_cache_dtype={self.kv_cache_dtype!r}"
+        off = "fp8_weights=False with kv_cache_dtype='auto'"
+        if not self.use_vllm:
+            raise ValueError(
+                f"use_vllm=False with {flags}: FP8 rollouts run in vLLM. Set use_vllm=True, or switch FP8 off: {off}."
+            )
+        if self.vllm_mode != "colocate":
+            raise ValueError(
+                f"vllm_mode={self.vllm_mode!r} with {flags}: FP8 weights and KV scales can only be synced into, and "
+                f"read back from, a colocated engine so far. Set vllm_mode='colocate', or switch FP8 off: {off}."
+            )
+        if self.vllm_model_impl == "transformers":
+            raise ValueError(
+                "vllm_model_impl='transformers' wraps the model's class for the whole process, and the trainer's own "
+                "model of that class then fails in a colocated engine. Set vllm_model_impl='vllm'."
+            )
+        modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+        if self.vllm_importance_sampling_mode not in modes:
+            raise ValueError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not a correction mode. Use "
+                f"one of {list(modes)}."
+            )
+        if self.fsdp and int(self.fsdp_plugin_args.get("fsdp_version", 2)) == 1:
+            raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
+
+    def _check_sampling(self) -> None:
+        """Correction compares log-probs of the full softmax; truncated sampling renormalizes those of the rollout."""
+        if not self.vllm_importance_sampling_correction:
+            return
+        truncating = {
+            "top_p": (self.top_p, 1.0),
+            "top_k": (self.top_k, 0),
+            "min_p": (self.min_p, None),
+            "repetition_penalty": (self.repetition_penalty, 1.0),
+        }
+        neutral = {"top_k": (-1, None), "min_p": (0.0,)}
+        set_by_user = {
+            name: value
+            for name, (value, off) in truncating.items()
+            if value != off and value not in neutral.get(name, ())
+        }
+        set_by_user |= {
+            name: value
+            for name, value in (self.generation_kwargs or {}).items()
+            if name in truncating and value != truncating[name][1] and value not in neutral.get(name, ())
+        }
+        if set_by_user:
+            given = ", ".join(f"{name}={value}" for name, value in set_by_user.items())
+            raise ValueError(
+                f"{given} with vllm_importance_sampling_correction=True: vLLM renormalizes log-probs over the tokens "
+                "that survive, the trainer does not, so every importance ratio would be off by the surviving mass. "
+                "Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0), or set "
+                "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
+            )
+
+    def _check_engine_kwargs(self) -> None:
+        reserved = sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS))
+        if reserved:
+            raise ValueError(
+                f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's own "
+                "flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
+            )
+
+
+def fsdp1_message(given: str, remedy: str) -> str:
+    """Why FSDP1 is refused, for the flag or launcher setting `given` and its `remedy`."""
+    return (
+        f"{given} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the weight "
+        f"sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."
+    )

@@ -1,0 +1,86 @@
+"""A recipe as keyword arguments of `vllm.LLM`: a pure function, so that a test can read what the engine is told.
+
+The engine starts from dummy weights with the recipe's `quantization_config` put into the model's config: no FP8
+checkpoint has to exist, and TRL syncs the whole policy before the first rollout in any case. Kernels and attention
+backend are pinned, because vLLM's automatic choice depends on the batch size (FlashInfer below 32 rows, DeepGEMM
+above) and takes kernels whose weights or scales could not be read back.
+"""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from ..recipe import FP8Recipe
+
+
+CPU_BLOCK = 128  # tokens per KV cache block of vLLM's CPU backend
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where the engine runs: `"cpu"` or `"cuda"`, and there the compute capability, e.g. (9, 0)."""
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+
+def engine_arguments(
+    recipe: FP8Recipe,
+    config: PretrainedConfig,
+    device: Device,
+    *,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    user: dict | None = None,
+) -> dict:
+    """What to pass to `LLM(...)` over what TRL passes.
+
+    Args:
+        recipe: What is FP8.
+        config: The policy's config (for the size of a CPU engine's KV cache).
+        device: See `Device`.
+        max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
+        user: `vllm_engine_kwargs`; they win over the pinned backends.
+
+    Raises:
+        ValueError: The device cannot run what the recipe asks for; the message says what can.
+    """
+    arguments = {"load_format": "dummy", "dtype": "bfloat16"}
+    if recipe.quantization_config is not None:
+        arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
+        arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
+    if device.type == "cpu":
+        arguments |= _cpu_arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
+    else:
+        arguments |= _cuda_arguments(recipe, device)
+    return arguments | (user or {})
+
+
+def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
+    backends = {9: ("cutlass", "FLASH_ATTN"), 8: ("triton", "TRITON_ATTN")}
+    major, minor = device.capability
+    if (major, minor) < (8, 9) or major not in backends:
+        given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
+        raise ValueError(
+            f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9) and Hopper (9.0). Older "
+            "GPUs have no FP8 units; on newer ones vLLM's FP8 kernels repack weights and cache KV scales, so that "
+            "delivery could not be verified. Switch FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
+        )
+    linear, attention = backends[major]
+    arguments = {}
+    if recipe.fp8_weights:
+        arguments["linear_backend"] = linear
+    if recipe.fp8_kv_cache:
+        arguments["attention_backend"] = attention
+    return arguments
+
+
+def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None) -> dict:
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    length = max_model_len or config.max_position_embeddings
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    per_token *= 1 if recipe.fp8_kv_cache else 2
+    blocks = -(-length // CPU_BLOCK) + 1
+    # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
+    budget = max(per_token * CPU_BLOCK * blocks, min(per_token * CPU_BLOCK * blocks * max_num_seqs, 2 * 2**30))
+    return {"enforce_eager": True, "kv_cache_memory_bytes": budget}

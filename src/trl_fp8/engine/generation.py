@@ -1,0 +1,225 @@
+"""`FP8VLLMGeneration`: TRL's `VLLMGeneration` with an FP8 engine, a reload-based sync and an audit.
+
+start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments.engine_arguments
+sync:     policy finite? -> calibrate KV scales -> reload [weight_stream -> ledger] -> audit -> verify KV scales
+          -> reset prefix cache                     any failure: abort, and refuse to generate until a whole sync
+generate: TRL's own, behind that refusal
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, nullcontext
+from dataclasses import dataclass
+
+import torch
+import trl.generation.vllm_generation as trl_generation
+from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
+from trl.generation.vllm_generation import VLLMGeneration
+from vllm import LLM
+
+from ..numerics.kv_scales import KVScales
+from ..recipe import FP8Recipe
+from . import cpu_kernel, upstream
+from .arguments import Device, engine_arguments
+from .audit import Ledger, require_auditable
+from .cpu_attention import reference_attention
+from .kv_cache import verify_kv_scales
+from .layout import engine_layout, fp8_kernels
+from .weight_stream import Named, StreamReport, require_finite, weight_stream
+
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One finished sync. Seconds are wall time; `quantize_seconds` is the part spent outside the engine's reload."""
+
+    seconds: float
+    quantize_seconds: float
+    calibration_seconds: float
+    audited_tensors: int
+    bytes_sent: int
+    fp8_weights: int
+    weight_relative_error: float
+    kv_scales: KVScales | None
+
+
+class FP8VLLMGeneration(VLLMGeneration):
+    """Colocated vLLM engine whose weights and KV cache follow a recipe.
+
+    Args:
+        recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
+        calibrate: Called once per sync if the KV cache is FP8; returns the scales of the current policy, the same on
+            every rank.
+        engine_kwargs: The user's `vllm_engine_kwargs`.
+        **kwargs: As for TRL's `VLLMGeneration`.
+
+    Attributes:
+        last_sync: `SyncReport` of the latest sync, or None.
+        audit_failures: Number of syncs that failed their audit (each raised).
+    """
+
+    def __init__(
+        self,
+        *,
+        recipe: FP8Recipe,
+        calibrate: Callable[[], KVScales] | None = None,
+        engine_kwargs: dict | None = None,
+        **kwargs,
+    ):
+        self.recipe = recipe
+        self.calibrate = calibrate
+        self.engine_kwargs = engine_kwargs
+        self.last_sync: SyncReport | None = None
+        self.audit_failures = 0
+        self._engine_is_whole = False
+        super().__init__(**kwargs)
+
+    def _init_vllm(self) -> None:
+        if not self.model.name_or_path:
+            raise ValueError(
+                "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
+                "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
+            )
+        on_cpu = self.accelerator.device.type == "cpu"
+        device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
+        if on_cpu:
+            cpu_kernel.register_cpu_kernel()
+        overrides = engine_arguments(
+            self.recipe,
+            self.model.config,
+            device,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_length,
+            user=self.engine_kwargs,
+        )
+        with (
+            reference_attention() if on_cpu and self.recipe.fp8_kv_cache else nullcontext(),
+            upstream.substituted(trl_generation, "LLM", lambda **kwargs: LLM(**(kwargs | overrides))),
+        ):
+            super()._init_vllm()
+        engine = upstream.engine_model(self.llm)
+        self.kernels = fp8_kernels(engine)
+        require_auditable(self.kernels)
+        self._layout = engine_layout(engine)
+        logger.info(f"engine FP8 linear kernels: {self.kernels or 'none'}")
+        if self._layout.unreadable:
+            reasons = sorted(set(self._layout.unreadable.values()))
+            logger.warning(
+                f"{len(self._layout.unreadable)} high-precision tensors are synced but cannot be read back by the "
+                f"audit: {'; '.join(reasons)}."
+            )
+
+    def _iter_named_params(self) -> Iterator[Named]:
+        """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
+        try:
+            yield from super()._iter_named_params()
+        finally:
+            if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
+                self.model.unmerge_adapter()
+
+    def sync_weights(self) -> None:
+        """Bring the engine to the policy's current weights and KV scales, and prove it.
+
+        Raises:
+            ValueError: The policy holds NaN or infinities (nothing was sent), or its q, k, v cannot be calibrated.
+            RuntimeError: The reload failed (retried once on a single process), or the audit found a difference. The
+                engine refuses to generate until a sync succeeds.
+        """
+        start = time.perf_counter()
+        require_finite(self.model)
+        self._wake_weights()
+        kv_scales = self.calibrate() if self.recipe.fp8_kv_cache else None
+        calibrated = time.perf_counter()
+        self._engine_is_whole = False
+        try:
+            ledger, stream, waiting = self._reload(kv_scales)
+        except RuntimeError as error:
+            if self.accelerator.num_processes > 1:  # the other ranks may be through: a lone retry would hang
+                raise
+            logger.warning(f"weight sync failed and is repeated once: {error}")
+            ledger, stream, waiting = self._reload(kv_scales)
+        audited = self._audit(ledger, kv_scales)
+        self._engine_is_whole = True
+        self.last_sync = SyncReport(
+            seconds=time.perf_counter() - start,
+            quantize_seconds=waiting,
+            calibration_seconds=calibrated - start,
+            audited_tensors=audited,
+            bytes_sent=stream.bytes_sent,
+            fp8_weights=stream.fp8_weights,
+            weight_relative_error=stream.weight_relative_error,
+            kv_scales=kv_scales,
+        )
+
+    def generate(self, *args, **kwargs) -> tuple:
+        """As TRL's, but only from an engine whose last sync was audited."""
+        will_sync = self.enable_sleep_mode and self._llm_weights_sleeping
+        if not (self._engine_is_whole or will_sync):
+            raise RuntimeError(
+                "the engine holds no complete policy: weights were never synced, or the last sync failed. Call "
+                "sync_weights() first."
+            )
+        return super().generate(*args, **kwargs)
+
+    def _wake_weights(self) -> None:
+        if self.enable_sleep_mode:
+            trl_generation.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+
+    def _reload(self, kv_scales: KVScales | None) -> tuple[Ledger, StreamReport, float]:
+        """One pass of the whole model into the engine. On any error the engine's own tensors are put back."""
+        engine, on_cpu = upstream.engine_model(self.llm), self.accelerator.device.type == "cpu"
+        ledger, report = Ledger(self._layout), StreamReport()
+        if on_cpu:
+            cpu_kernel.prepare_cpu_reload(engine)
+        try:
+            with closing(self._iter_named_params()) as parameters:
+                stream = weight_stream(parameters, self.recipe, kv_scales, report, copy=is_peft_model(self.model))
+                timed = _Timed(ledger.record(stream))
+                upstream.reload_weights(self.llm, self._transport(timed))
+        except BaseException:
+            upstream.abort_reload(self.llm)
+            raise
+        if on_cpu:
+            cpu_kernel.finish_cpu_reload(engine)
+        return ledger, report, timed.seconds
+
+    def _transport(self, stream: Iterator[Named]) -> Iterator[Named]:
+        """What lies between the ledger and the engine. Colocated: nothing."""
+        return stream
+
+    def _audit(self, ledger: Ledger, kv_scales: KVScales | None) -> int:
+        try:
+            audited = ledger.audit()
+            if kv_scales is not None:
+                verify_kv_scales(upstream.engine_model(self.llm), kv_scales)
+        except RuntimeError:
+            self.audit_failures += 1
+            raise
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError(
+                "vLLM did not reset its prefix cache after a weight sync, because requests are still running: cached "
+                "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
+            )
+        return audited
+
+
+class _Timed:
+    """An iterator that adds up the seconds spent producing its items."""
+
+    def __init__(self, items: Iterator[Named]):
+        self.items, self.seconds = items, 0.0
+
+    def __iter__(self) -> Iterator[Named]:
+        return self
+
+    def __next__(self) -> Named:
+        start = time.perf_counter()
+        try:
+            return next(self.items)
+        finally:
+            self.seconds += time.perf_counter() - start

@@ -1,0 +1,159 @@
+"""Where in the engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
+
+vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
+columns, and pads the vocabulary. The layout is read off the engine's own modules once; the audit uses it to cut the
+same piece out of what was sent and out of what is held.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from ..numerics.blockwise import BLOCK
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements `start .. start + size` of one dim."""
+
+    start: int
+    size: int
+
+    def blocks(self) -> "Span":
+        """The same span counted in blocks of 128 (of a scale)."""
+        return Span(self.start // BLOCK, -(-self.size // BLOCK))
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One checkpoint tensor's part in one engine parameter.
+
+    Attributes:
+        name: Name of the checkpoint tensor.
+        module, attribute: The engine parameter. Looked up at every use, since vLLM may replace it.
+        sent: For each dim, which part of the checkpoint tensor this rank holds (None: all of it).
+        held: For each dim, where in the engine parameter it is (None: everywhere).
+    """
+
+    name: str
+    module: nn.Module
+    attribute: str
+    sent: tuple[Span | None, ...] = ()
+    held: tuple[Span | None, ...] = ()
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        return getattr(self.module, self.attribute)
+
+    def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        return _cut(tensor, self.sent)
+
+    def of_engine(self) -> torch.Tensor:
+        return _cut(self.parameter, self.held)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Every parameter of an engine: `pieces` by checkpoint name, and `unreadable` ones with the reason."""
+
+    pieces: dict[str, Piece]
+    unreadable: dict[str, str]
+
+
+def engine_layout(model: nn.Module) -> Layout:
+    """Read the layout off an engine's model. Holds references to its modules, not to its tensors."""
+    pieces, unreadable, seen = {}, {}, set()
+    for prefix, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:  # a tied output head
+                continue
+            seen.add(id(parameter))
+            reason = _why_unreadable(module, parameter)
+            for piece in _pieces(model, prefix, module, attribute, parameter):
+                if reason:
+                    unreadable[piece.name] = reason
+                else:
+                    pieces[piece.name] = piece
+    return Layout(pieces, unreadable)
+
+
+def _why_unreadable(module: nn.Module, parameter: torch.Tensor) -> str | None:
+    if type(module).__name__ == "RoutedExperts":
+        return "experts are stored fused and shuffled"
+    if parameter.numel() == 0:
+        return "packed by vLLM's CPU kernel for unquantized layers"
+    return None
+
+
+def _pieces(
+    model: nn.Module, prefix: str, module: nn.Module, attribute: str, parameter: torch.Tensor
+) -> Iterator[Piece]:
+    in_blocks = attribute == "weight_scale_inv"
+    for name, rows, columns, offset in _shards(model, prefix, module):
+        if rows is None and columns is None:
+            yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute)
+            continue
+        held_rows = Span(offset, rows.size) if rows else None
+        spans = (rows, columns), (held_rows, None)
+        if in_blocks:
+            spans = tuple(tuple(span and span.blocks() for span in pair) for pair in spans)
+        dims = 1 if attribute == "bias" else 2
+        yield Piece(f"{name}.{attribute}", module, attribute, sent=spans[0][:dims], held=spans[1][:dims])
+
+
+def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
+    """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) for each part of `module`."""
+    parent, _, leaf = prefix.rpartition(".")
+    if isinstance(module, QKVParallelLinear):
+        kv_rank = module.tp_rank // module.num_kv_head_replicas
+        sizes = [
+            ("q_proj", module.num_heads * module.head_size, module.tp_rank),
+            ("k_proj", module.num_kv_heads * module.head_size, kv_rank),
+            ("v_proj", module.num_kv_heads * module.v_head_size, kv_rank),
+        ]
+    elif isinstance(module, MergedColumnParallelLinear):
+        names = model.packed_modules_mapping[leaf]
+        sizes = [(name, size, module.tp_rank) for name, size in zip(names, module.output_partition_sizes, strict=True)]
+    elif isinstance(module, RowParallelLinear):
+        columns = module.input_size_per_partition
+        yield prefix, None, Span(module.tp_rank * columns, columns), 0
+        return
+    elif isinstance(module, ColumnParallelLinear):
+        sizes = [(leaf, module.output_size_per_partition, module.tp_rank)]
+    elif isinstance(module, VocabParallelEmbedding):
+        indices = module.shard_indices
+        yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements), None, 0
+        return
+    else:
+        yield prefix, None, None, 0
+        return
+    offset = 0
+    for name, size, rank in sizes:
+        yield f"{parent}.{name}", Span(rank * size, size), None, offset
+        offset += size
+
+
+def _cut(tensor: torch.Tensor, spans: tuple[Span | None, ...]) -> torch.Tensor:
+    for dim, span in enumerate(spans):
+        if span is not None:
+            tensor = tensor.narrow(dim, span.start, span.size)
+    return tensor
+
+
+def fp8_kernels(model: nn.Module) -> dict[str, int]:
+    """Class names of the kernels that run the engine's FP8 linear layers -> number of layers."""
+    counts = {}
+    for module in model.modules():
+        if isinstance(module, LinearBase) and (kernel := getattr(module.quant_method, "fp8_linear", None)) is not None:
+            counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
+    return counts

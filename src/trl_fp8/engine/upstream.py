@@ -1,0 +1,65 @@
+"""Every private name of vLLM 0.31 and TRL 1.16 that this project relies on, in one place.
+
+Each is used by exactly one function here and held by a contract test (tests/engine/test_upstream.py), so that an
+upgrade breaks there, with a name, and not in a training run. (vllm is imported where it is used: the trainer needs
+`substituted` also where vLLM is not installed.) The two classes that TRL constructs by module-global name
+(`VLLMGeneration` in its trainer, `LLM` in its generation module) have no factory hook; they are substituted for the
+duration of one constructor call.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+@contextmanager
+def substituted(module: ModuleType, name: str, replacement: object) -> Iterator[None]:
+    """`module.name` is `replacement` inside the block, and what it was before after it, whatever happens.
+
+    TRL 1.16: `trl.trainer.grpo_trainer.VLLMGeneration` (constructed at line 1107) and
+    `trl.generation.vllm_generation.LLM` (line 347).
+    """
+    original = module.__dict__[name]
+    setattr(module, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def engine_model(llm: "LLM") -> nn.Module:
+    """This rank's model inside the engine. vLLM 0.31, in-process executors only (`external_launcher`)."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def reload_weights(llm: "LLM", weights: Iterator) -> None:
+    """Load a whole model's checkpoint tensors into the running engine (vLLM 0.31 `gpu_model_runner.reload_weights`).
+
+    Runs vLLM's own post-processing per layer and copies into the existing storage, so CUDA graphs stay valid. Must be
+    given every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+
+
+def abort_reload(llm: "LLM") -> None:
+    """After a reload that raised: put each layer's tensors back and forget what was buffered.
+
+    Without it a later reload mixes the shards of both (vLLM 0.31 has no abort). Layers that were finished before the
+    failure hold new weights, so the engine must be reloaded whole before it generates.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in engine_model(llm).modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()

@@ -1,0 +1,142 @@
+"""The policy's parameters as the checkpoint tensors that an FP8 engine loads, one at a time.
+
+    policy parameter ("...q_proj.weight", fp32 or bf16)
+        -> rounded to bf16                            what a BF16 engine would compute with
+        -> quantize_weight                            "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
+    any other parameter -> rounded to bf16
+    last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
+
+Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to.
+Yielded tensors never alias the policy where it could change under the consumer (merged adapters are unmerged again).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..numerics.blockwise import quantize_weight
+from ..numerics.kv_scales import QKV, KVScales
+from ..recipe import FP8Recipe, checkpoint_name
+
+
+Named = tuple[str, torch.Tensor]
+SCALE_SUFFIX = "_scale_inv"
+
+
+@dataclass
+class StreamReport:
+    """What one pass of `weight_stream` did. Complete when the stream is exhausted.
+
+    Attributes:
+        fp8_weights: Number of weights that went out in FP8.
+        bytes_sent: Bytes of everything that went out.
+        error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight, on the device.
+    """
+
+    fp8_weights: int = 0
+    bytes_sent: int = 0
+    error_sums: torch.Tensor | None = None
+
+    @property
+    def weight_relative_error(self) -> float:
+        """Root of the sampled squared quantization error over the squared weight. Waits for the device."""
+        if self.error_sums is None:
+            return 0.0
+        error, weight = self.error_sums.tolist()
+        return (error / weight) ** 0.5 if weight else 0.0
+
+
+def weight_stream(
+    parameters: Iterable[Named],
+    recipe: FP8Recipe,
+    kv_scales: KVScales | None,
+    report: StreamReport,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    copy: bool = False,
+) -> Iterator[Named]:
+    """Yield `(name, tensor)` for every checkpoint tensor of the engine.
+
+    Args:
+        parameters: The policy's `(checkpoint name, full tensor)`, in model order.
+        recipe: Which weights are FP8.
+        kv_scales: Scales for every attention layer; None if the KV cache is not FP8.
+        report: Filled on the way.
+        dtype: The engine's high-precision dtype; FP8 weights are quantized from values rounded to it.
+        copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
+
+    Raises:
+        RuntimeError: Modules of the recipe had no weight in `parameters`; the message lists them.
+    """
+    pending = set(recipe.fp8_modules)
+    for name, parameter in parameters:
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in recipe.fp8_modules_set:
+            pending.discard(module)
+            for item in _quantized(name, parameter.detach().to(dtype), recipe, report):
+                report.bytes_sent += item[1].nbytes
+                yield item
+        else:
+            tensor = parameter.detach().to(dtype, copy=copy)
+            report.bytes_sent += tensor.nbytes
+            yield name, tensor
+    if pending:
+        raise RuntimeError(
+            f"the policy has no weight for {len(pending)} modules that the engine expects in FP8: "
+            f"{sorted(pending)[:6]}. Were modules renamed or replaced after the trainer was made?"
+        )
+    if kv_scales is not None:
+        yield from kv_scale_stream(kv_scales)
+
+
+def _quantized(name: str, weight: torch.Tensor, recipe: FP8Recipe, report: StreamReport) -> Iterator[Named]:
+    quantized = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
+    report.fp8_weights += 1
+    sums = _block_row_error(weight, quantized.qdata, quantized.scale)
+    report.error_sums = sums if report.error_sums is None else report.error_sums + sums
+    yield name, quantized.qdata
+    yield name + SCALE_SUFFIX, quantized.scale
+
+
+def _block_row_error(weight: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Sums of squares (error, weight) over the first 128 rows: a sample of each weight for 1/N of the cost."""
+    rows = weight[..., :128, :].float()
+    restored = qdata[..., :128, :].float().unflatten(-1, (-1, 128)) * scale[..., :1, :, None]
+    return torch.stack([(rows - restored.flatten(-2)).square().sum(), rows.square().sum()])
+
+
+def kv_scale_stream(kv_scales: KVScales) -> Iterator[Named]:
+    """The KV cache scales under the names that vLLM maps onto its attention layers."""
+    for layer, values in enumerate(kv_scales.values):
+        for which, value in zip(QKV, values, strict=True):
+            yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
+
+
+def require_finite(model: nn.Module) -> None:
+    """Raise `ValueError` naming the parameters of `model` that hold NaN or infinite values.
+
+    Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
+    once (its local shard under FSDP2) and waits for the device once.
+    """
+    named = [
+        (name, local)
+        for name, parameter in model.named_parameters()
+        if (local := _local(parameter.detach())).numel() and local.is_floating_point()
+    ]
+    if not named:
+        return
+    largest = torch.stack(torch._foreach_norm([tensor for _, tensor in named], torch.inf)).float()
+    bad = [checkpoint_name(named[i][0]) for i in (~torch.isfinite(largest)).nonzero().flatten().tolist()]
+    if bad:
+        listed = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+        raise ValueError(
+            f"the policy holds NaN or infinite values in {len(bad)} of {len(named)} parameters: {listed}. Nothing was "
+            "sent; the engine still serves the previous weights. Look at the last optimizer step (learning_rate, "
+            "max_grad_norm, loss), and resume from the last good checkpoint."
+        )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

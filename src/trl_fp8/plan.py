@@ -1,0 +1,146 @@
+"""The plan: what a recipe means for one model in modules, parameters and bytes, printed before training starts.
+
+Rows group the layers that are alike (the layer number becomes `*`), so that a model of 400 linear layers is ten lines
+and the one layer that is kept in high precision stands out.
+"""
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import nn
+
+from .numerics.blockwise import BLOCK
+from .recipe import FP8Recipe, checkpoint_name, linear_layers
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """Modules that share name pattern, shape, precision and reason. Bytes are of all of them together."""
+
+    pattern: str
+    count: int
+    shape: tuple[int, ...]
+    precision: str
+    reason: str
+    parameters: int
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A model's plan: `rows`, and the totals over them. Bytes before are those of a BF16 engine."""
+
+    model_name: str
+    recipe: FP8Recipe
+    rows: tuple[PlanRow, ...]
+    kv_bytes_per_token_before: int
+    kv_bytes_per_token_after: int
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def fp8_parameters(self) -> int:
+        return sum(row.parameters for row in self.rows if row.precision == "fp8")
+
+    @property
+    def parameters(self) -> int:
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def fp8_share(self) -> float:
+        """Fraction of all parameters that are FP8."""
+        return self.fp8_parameters / self.parameters
+
+    def table(self) -> str:
+        """The plan as plain text, at most 119 columns for ordinary names."""
+        recipe = self.recipe
+        header = ("modules", "count", "shape", "parameters", "BF16", "engine", "precision")
+        body = [
+            (
+                row.pattern,
+                str(row.count),
+                " x ".join(map(str, row.shape)),
+                f"{row.parameters:,}",
+                format_bytes(row.bytes_before),
+                format_bytes(row.bytes_after),
+                row.precision if not row.reason else f"{row.precision} ({row.reason})",
+            )
+            for row in self.rows
+        ]
+        total = ("total", "", "", f"{self.parameters:,}", format_bytes(self.bytes_before))
+        body.append((*total, format_bytes(self.bytes_after), f"{self.fp8_share:.1%} of parameters fp8"))
+        widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
+        align = [str.ljust, str.rjust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
+        lines = [
+            "  ".join(pad(cell, width) for pad, cell, width in zip(align, line, widths, strict=True)).rstrip()
+            for line in [header, tuple("-" * width for width in widths), *body]
+        ]
+        weights = f"128x128 blocks, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
+        title = (
+            f"FP8 plan for {self.model_name} (tensor parallel size {recipe.tensor_parallel_size}, weights {weights})"
+        )
+        return "\n".join([title, "", *lines, "", self._kv_line()])
+
+    def _kv_line(self) -> str:
+        before, after = self.kv_bytes_per_token_before, self.kv_bytes_per_token_after
+        if not self.recipe.fp8_kv_cache:
+            return f"KV cache: the model's dtype, {format_bytes(before)} per token"
+        return (
+            f"KV cache: e4m3, q/k/v scales recalibrated at every sync, {format_bytes(before)} -> {format_bytes(after)} "
+            f"per token ({before / after:.1f}x the tokens)"
+        )
+
+
+def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
+    """Group the parameters of `model` (PEFT adapters left out) under `recipe`. Works on the meta device."""
+    groups = defaultdict(list)
+    linears = {name for name, _ in linear_layers(model)}
+    for name, parameter in model.named_parameters():
+        name = checkpoint_name(name)
+        if ".lora_" in name or "original_module" in name:
+            continue
+        module = name.rpartition(".")[0]
+        is_weight = name.endswith(".weight") or parameter.dim() == 3
+        fp8 = is_weight and module in recipe.fp8_modules_set
+        reason = recipe.kept_modules.get(module, "") if module in linears or parameter.dim() == 3 else ""
+        shape = tuple(parameter.shape)
+        label = module if name.endswith(".weight") else name
+        groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)].append(parameter)
+    rows = [_row(key, parameters) for key, parameters in groups.items()]
+    text = model.config.get_text_config()
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+    return Plan(
+        model_name=model.config.name_or_path or type(model).__name__,
+        recipe=recipe,
+        rows=tuple(rows),
+        kv_bytes_per_token_before=2 * per_token,
+        kv_bytes_per_token_after=per_token if recipe.fp8_kv_cache else 2 * per_token,
+    )
+
+
+def _row(key: tuple[str, tuple[int, ...], str, str], parameters: list[nn.Parameter]) -> PlanRow:
+    pattern, shape, precision, reason = key
+    numel = sum(parameter.numel() for parameter in parameters)
+    after = 2 * numel
+    if precision == "fp8":  # one byte an element and an fp32 scale a block
+        blocks = -(-shape[-2] // BLOCK) * -(-shape[-1] // BLOCK) * len(parameters)
+        after = numel + 4 * blocks
+    return PlanRow(pattern, len(parameters), shape, precision, reason, numel, 2 * numel, after)
+
+
+def format_bytes(count: int) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -1,0 +1,186 @@
+"""Which tensors of a model are FP8, and how: the one answer that every other part asks.
+
+The idea is that the decision is made once, by exact module name, before the engine starts. vLLM's own ignore list
+matches exact names only and drops what does not match without a word, so nothing here is a pattern: each linear layer
+is either in `fp8_modules` or in `kept_modules` with the reason why.
+
+A linear layer is FP8 if it is one of a decoder layer's projections and each of its shards at the engine's tensor
+parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up) stand or fall together.
+Output head, embeddings, norms, MoE routers and (for now) experts stay in high precision.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import nn
+
+from .numerics.blockwise import BLOCK
+from .numerics.e4m3 import ScaleFormat
+
+
+# What vLLM shards along N (columns of x @ W.T) and along K (rows).
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_PROJECTION = re.compile(
+    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp)\.(?P<kind>" + "|".join(COLUMN_PARALLEL + ROW_PARALLEL) + r")$"
+)
+_VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
+
+
+@dataclass(frozen=True)
+class FP8Recipe:
+    """What is FP8 in the engine. Made by `recipe_for_model`; every field is final once the engine has started.
+
+    Attributes:
+        fp8_modules: Exact names (as in the checkpoint) of the linear layers whose weights are FP8, in model order.
+        kept_modules: Name -> reason, for every linear layer (and expert module) that stays in high precision.
+        kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
+        scale_format: Format of the weights' scales, see `trl_fp8.numerics.e4m3`.
+        kv_scale_margin: What the calibrated amax of q, k and v is multiplied by before it becomes a scale.
+        tensor_parallel_size: Number of ranks that share one engine.
+    """
+
+    fp8_modules: tuple[str, ...]
+    kept_modules: dict[str, str] = field(default_factory=dict)
+    kv_cache_dtype: str = "fp8"
+    scale_format: ScaleFormat = "pow2"
+    kv_scale_margin: float = 1.05
+    tensor_parallel_size: int = 1
+
+    @cached_property
+    def fp8_modules_set(self) -> frozenset[str]:
+        return frozenset(self.fp8_modules)
+
+    @property
+    def fp8_weights(self) -> bool:
+        return bool(self.fp8_modules)
+
+    @property
+    def fp8_kv_cache(self) -> bool:
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def quantization_config(self) -> dict | None:
+        """The checkpoint's `quantization_config` as vLLM's `Fp8Config` reads it; None if nothing is FP8.
+
+        With FP8 KV cache but no FP8 weights it names every linear layer as not converted: only this config gives
+        vLLM's attention layers loadable q, k and v scales.
+        """
+        if not (self.fp8_weights or self.fp8_kv_cache):
+            return None
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": list(self.kept_modules),
+        }
+
+
+def recipe_for_model(
+    model: nn.Module,
+    *,
+    fp8_weights: bool = True,
+    kv_cache_dtype: str = "fp8",
+    scale_format: ScaleFormat = "pow2",
+    kv_scale_margin: float = 1.05,
+    tensor_parallel_size: int = 1,
+    ignored_modules: tuple[str, ...] = (),
+) -> FP8Recipe:
+    """Decide for each linear layer of `model` (a transformers or PEFT causal LM, meta device is fine).
+
+    Raises:
+        ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` names layers that do not exist.
+            The message lists them.
+    """
+    linears = dict(linear_layers(model))
+    _check_ignored(ignored_modules, linears)
+    reasons = {}
+    for name, linear in linears.items():
+        reason = "fp8_weights is off" if not fp8_weights else None
+        if name in ignored_modules:
+            reason = "listed in fp8_ignored_modules"
+        reasons[name] = reason or _why_not_fp8(name, linear, model, tensor_parallel_size)
+    for name in linears:  # what vLLM fuses is either all FP8 or all kept
+        blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
+        if reasons[name] is None and blocked:
+            reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
+    kept = {name: reason for name, reason in reasons.items() if reason}
+    if fp8_weights and len(kept) == len(linears):
+        offenders = "\n".join(f"  {name}: {reason}" for name, reason in list(kept.items())[:8])
+        raise ValueError(
+            f"fp8_weights=True, but none of the {len(linears)} linear layers of {type(model).__name__} can be FP8 at "
+            f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
+            "Block-FP8 needs shards that fill whole 128x128 blocks. Use a smaller tensor parallel size or another "
+            "model, or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
+        )
+    return FP8Recipe(
+        fp8_modules=tuple(name for name in linears if name not in kept),
+        kept_modules=kept | dict(_experts(model)),
+        kv_cache_dtype=kv_cache_dtype,
+        scale_format=scale_format,
+        kv_scale_margin=kv_scale_margin,
+        tensor_parallel_size=tensor_parallel_size,
+    )
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and ".lora_" not in name and "original_module" not in name:
+            yield checkpoint_name(name), module
+
+
+def checkpoint_name(name: str) -> str:
+    """The name that a module or parameter of a PEFT model has in the base model's checkpoint."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+
+
+def _why_not_fp8(name: str, linear: nn.Linear, model: nn.Module, tp_size: int) -> str | None:
+    match = _PROJECTION.search(name)
+    if name.rpartition(".")[2] == "lm_head":
+        return "output head"
+    if match is None or _VISION.search(name):
+        return "not a projection of a decoder layer"
+    rows, columns = shard_shape(match["kind"], linear, model, tp_size)
+    if rows % BLOCK or columns % BLOCK:
+        at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
+        return f"{rows:g} x {columns:g}{at} is not a multiple of {BLOCK} x {BLOCK}"
+    return None
+
+
+def shard_shape(kind: str, linear: nn.Linear, model: nn.Module, tp_size: int) -> tuple[float, float]:
+    """(N, K) of one rank's part of a projection; not integral where `tp_size` does not divide it."""
+    rows, columns = linear.out_features, linear.in_features
+    if kind in ROW_PARALLEL:
+        return rows, columns / tp_size
+    if kind in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, heads are replicated
+        heads = getattr(model.config.get_text_config(), "num_key_value_heads", tp_size)
+        return rows / min(tp_size, heads), columns
+    return rows / tp_size, columns
+
+
+def _fused_with(name: str) -> list[str]:
+    parent, _, kind = name.rpartition(".")
+    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group if peer != kind]
+
+
+def _check_ignored(ignored: tuple[str, ...], linears: dict[str, nn.Linear]) -> None:
+    unknown = [name for name in ignored if name not in linears]
+    if unknown:
+        raise ValueError(
+            f"fp8_ignored_modules={unknown} are not linear layers of the model. Names are matched exactly; the model "
+            f"has for example {list(linears)[:3]}."
+        )
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Expert modules (fused 3-D parameters) and routers, which vLLM would expect in FP8 unless they are named."""
+    for name, module in model.named_modules():
+        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+            yield checkpoint_name(name), "experts: FP8 experts are not supported yet"
+            yield f"{checkpoint_name(name).rpartition('.')[0]}.gate", "router"

@@ -1,0 +1,57 @@
+"""The checksum must change with any single byte and any exchange, whatever dtype, shape or stride."""
+
+import pytest
+import torch
+
+from trl_fp8.numerics.digest import digest
+
+
+def sample(dtype, shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+SHAPES = [(128, 256), (3, 64), (7,), (5, 3), (), (2, 3, 4)]
+
+
+def integer_oracle(tensor):
+    """The definition with Python's integers, word by word."""
+    data = bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist())
+    row = tensor.shape[-1] * tensor.element_size() if tensor.dim() else tensor.element_size()
+    data += bytes(-len(data) % 4)
+    words = [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
+    columns = row // 4 if row % 4 == 0 else len(words)
+    total = sum(word * (2 * (i // columns + i % columns * 0x1E3779B97F4A7C15) + 1) for i, word in enumerate(words))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_definition(dtype, shape):
+    tensor = sample(dtype, shape)
+    assert digest(tensor).item() == integer_oracle(tensor)
+
+
+@pytest.mark.parametrize("shape", [(8, 16), (5, 3), (9,)])
+def test_every_flipped_bit_is_seen(shape):
+    tensor = sample(torch.float8_e4m3fn, shape)
+    before = digest(tensor).item()
+    flat = tensor.view(torch.uint8).view(-1)
+    for position in range(flat.numel()):
+        for bit in range(8):
+            flat[position] ^= 1 << bit
+            assert digest(tensor).item() != before
+            flat[position] ^= 1 << bit
+    assert digest(tensor).item() == before
+
+
+def test_exchanged_rows_columns_and_transposition_are_seen():
+    tensor = sample(torch.bfloat16, (64, 64))
+    before = digest(tensor).item()
+    for changed in (tensor.flip(0), tensor.flip(1), tensor.T, tensor.roll(1, 0), tensor.roll(2, 1)):
+        assert digest(changed).item() != before
+
+
+def test_strides_do_not_matter():
+    tensor = sample(torch.bfloat16, (64, 128))
+    assert digest(tensor[16:48, 64:]).item() == digest(tensor[16:48, 64:].clone()).item()
