@@ -62,7 +62,9 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
     return ARCHITECTURES[architecture][0](**(values | overrides))
 
 
-def save_checkpoint(folder: Path, architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides) -> str:
+def save_checkpoint(
+    folder: Path, architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides
+) -> str:
     """Write a BF16 checkpoint and its tokenizer; returns the folder as a string."""
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).to(torch.bfloat16)

@@ -139,7 +139,9 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
         q_RQHD = query.new_zeros(*is_query_RQ.shape, self.num_heads, self.head_size, dtype=torch.float32)
         q_RQHD[is_query_RQ] = query[:tokens].view(tokens, self.num_heads, self.head_size).float()
 
-        keys, values = (self._gather(half, attn_metadata.block_table_tensor, length) for half in _split_cache(kv_cache))
+        keys, values = (
+            self._gather(half, attn_metadata.block_table_tensor, length) for half in _split_cache(kv_cache)
+        )
         k_RGSD, v_RGSD = keys * layer._k_scale_float, values * layer._v_scale_float
         key_position = torch.arange(length)
         query_position_RQ = (seq_lens - query_lens)[:, None] + position_in_request

@@ -64,10 +64,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """Every parameter of an engine: `pieces` by checkpoint name, and `unreadable` ones with the reason."""
+    """Every parameter of an engine.
+
+    Attributes:
+        pieces: Checkpoint name -> where it is.
+        unreadable: Checkpoint name (of all experts of a layer: `...mlp.experts`) -> why it cannot be read back.
+    """
 
     pieces: dict[str, Piece]
     unreadable: dict[str, str]
+
+    def unreadable_name(self, name: str) -> str | None:
+        """The entry of `unreadable` that a checkpoint tensor falls under, if any."""
+        head, experts, _ = name.partition(".experts.")
+        key = f"{head}.experts" if experts else name
+        return key if key in self.unreadable else None
 
 
 def engine_layout(model: nn.Module) -> Layout:
@@ -79,7 +90,10 @@ def engine_layout(model: nn.Module) -> Layout:
                 continue
             seen.add(id(parameter))
             reason = _why_unreadable(module, parameter)
-            for piece in _pieces(model, prefix, module, attribute, parameter):
+            if type(module).__name__ == "RoutedExperts":
+                unreadable[prefix.partition(".experts.")[0] + ".experts"] = reason
+                continue
+            for piece in _pieces(model, prefix, module, attribute):
                 if reason:
                     unreadable[piece.name] = reason
                 else:
@@ -95,9 +109,7 @@ def _why_unreadable(module: nn.Module, parameter: torch.Tensor) -> str | None:
     return None
 
 
-def _pieces(
-    model: nn.Module, prefix: str, module: nn.Module, attribute: str, parameter: torch.Tensor
-) -> Iterator[Piece]:
+def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     in_blocks = attribute == "weight_scale_inv"
     for name, rows, columns, offset in _shards(model, prefix, module):
         if rows is None and columns is None:

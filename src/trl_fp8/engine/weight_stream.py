@@ -31,7 +31,7 @@ class StreamReport:
 
     Attributes:
         fp8_weights: Number of weights that went out in FP8.
-        bytes_sent: Bytes of everything that went out.
+        bytes_sent: Bytes of all weights that went out, scales included (not the KV cache scales).
         error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight, on the device.
     """
 

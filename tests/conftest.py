@@ -1,0 +1,29 @@
+"""What every test needs: no network, quiet engines, tiny checkpoints."""
+
+import os
+import sys
+from pathlib import Path
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest  # noqa: E402
+import tiny_models  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """`checkpoint("qwen3", tied=True)` -> folder of a tiny checkpoint, made once per session and arguments."""
+    made = {}
+
+    def make(architecture: str = "qwen3", **options) -> str:
+        key = (architecture, *sorted(options.items()))
+        if key not in made:
+            made[key] = tiny_models.save_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
+        return made[key]
+
+    return make

@@ -1,0 +1,100 @@
+"""Real vLLM engines for the tests: the trainer's synced one, and a fresh one from a checkpoint on disk."""
+
+import gc
+import json
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer.utils import ensure_master_addr_port
+from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+from trl_fp8.engine.cpu_attention import reference_attention
+from trl_fp8.engine.cpu_kernel import register_cpu_kernel
+from trl_fp8.engine.generation import FP8VLLMGeneration
+from trl_fp8.engine.weight_stream import StreamReport, weight_stream
+from trl_fp8.numerics.kv_scales import KVScales
+from trl_fp8.recipe import FP8Recipe, recipe_for_model
+
+
+PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]
+
+
+def start(checkpoint: str, kv_scales: KVScales | None = None, generation=FP8VLLMGeneration, **recipe_flags):
+    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    return generation(
+        recipe=recipe_for_model(model, **recipe_flags),
+        calibrate=lambda: kv_scales,
+        model=model,
+        accelerator=Accelerator(cpu=True),
+        processing_class=AutoTokenizer.from_pretrained(checkpoint),
+        max_model_length=64,
+        max_num_seqs=8,
+        max_completion_length=8,
+    )
+
+
+def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> LLM:
+    """An engine that loads, from a checkpoint written to `folder`, what `generation` was last sent."""
+    recipe: FP8Recipe = generation.recipe
+    source = Path(generation.model.name_or_path)
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = recipe.quantization_config
+    (folder / "config.json").write_text(json.dumps(config))
+    stream = weight_stream(generation.model.named_parameters(), recipe, kv_scales, StreamReport())
+    save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
+    ensure_master_addr_port()
+    register_cpu_kernel()
+    with reference_attention() if recipe.fp8_kv_cache else nullcontext():
+        return LLM(
+            model=str(folder),
+            dtype="bfloat16",
+            kv_cache_dtype=recipe.kv_cache_dtype,
+            enforce_eager=True,
+            max_model_len=64,
+            max_num_seqs=8,
+            kv_cache_memory_bytes=2**24,
+            distributed_executor_backend="external_launcher",
+            logprobs_mode="processed_logprobs",
+        )
+
+
+def log_probs(llm: LLM) -> list[tuple]:
+    """Greedy tokens, their log-probs and the prompts' log-probs: equal only if the engines are, bit for bit."""
+    parameters = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    results = []
+    for output in llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False):
+        completion = output.outputs[0]
+        generated = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+        rows = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+        results.append((tuple(completion.token_ids), tuple(generated), tuple(row[t].logprob for row, t in rows)))
+    return results
+
+
+def shutdown(llm: LLM) -> None:
+    """End an in-process engine, so that the next one can start."""
+    llm.llm_engine.engine_core.shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
+    gc.collect()
+
+
+def perturb(model: torch.nn.Module, seed: int) -> None:
+    """Another policy: what an optimizer step would leave behind."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+
+
+def some_scales(layers: int, step: int) -> KVScales:
+    """Power-of-two scales, different for each layer and tensor of two layers and for each step, none of them 1."""
+    exponents = torch.arange(layers * 3).view(layers, 3) % 6 - 9 + step
+    return KVScales(torch.exp2(exponents.float()))

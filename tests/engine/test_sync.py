@@ -1,0 +1,102 @@
+"""The sync against real engines: what arrives is bit for bit what a freshly loaded engine would hold."""
+
+import pytest
+import torch
+
+from engine import engines
+
+
+pytestmark = pytest.mark.engine
+
+MODELS = {
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tied": True}),
+    "llama": ("llama", {}),
+    "qwen2": ("qwen2", {}),
+    "partly-aligned": ("qwen3", {"intermediate_size": 192}),
+    "qwen3-moe": ("qwen3_moe", {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_syncs_equal_fresh_engines_bit_for_bit(name, checkpoint, tmp_path):
+    architecture, options = MODELS[name]
+    scales = {}
+    generation = engines.start(checkpoint(architecture, **options))
+    generation.calibrate = lambda: scales["now"]
+    layers = generation.model.config.num_hidden_layers
+    results, folders = [], []
+    for step in (1, 2):
+        engines.perturb(generation.model, seed=step)
+        scales["now"] = engines.some_scales(layers, step)
+        generation.sync_weights()
+        results.append(engines.log_probs(generation.llm))
+        folders.append(tmp_path / f"step{step}")
+        if step == 1:
+            saved = {key: value.clone() for key, value in generation.model.state_dict().items()}
+    assert results[0] != results[1]
+    engines.shutdown(generation.llm)
+
+    second = engines.fresh(folders[1], generation, scales["now"])
+    assert engines.log_probs(second) == results[1]
+    engines.shutdown(second)
+    generation.model.load_state_dict(saved)
+    first = engines.fresh(folders[0], generation, engines.some_scales(layers, 1))
+    assert engines.log_probs(first) == results[0]
+    engines.shutdown(first)
+
+
+@pytest.mark.parametrize("flags", [{"fp8_weights": False}, {"kv_cache_dtype": "auto"}, {"scale_format": "fp32"}])
+def test_partial_recipes_sync_too(flags, checkpoint, tmp_path):
+    scales = engines.some_scales(2, 1) if flags.get("kv_cache_dtype") != "auto" else None
+    generation = engines.start(checkpoint("qwen3"), scales, **flags)
+    engines.perturb(generation.model, seed=1)
+    generation.sync_weights()
+    synced = engines.log_probs(generation.llm)
+    engines.shutdown(generation.llm)
+    again = engines.fresh(tmp_path / "fresh", generation, scales)
+    assert engines.log_probs(again) == synced
+    engines.shutdown(again)
+
+
+def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    generation.sync_weights()
+    report = generation.last_sync
+    parameters = dict(generation.model.named_parameters())
+    fp8 = {f"{name}.weight" for name in generation.recipe.fp8_modules}
+    sent = sum(p.numel() * (1 if name in fp8 else 2) for name, p in parameters.items())
+    sent += sum(4 * (parameters[name].numel() // 128**2) for name in fp8)
+    assert report.bytes_sent == sent
+    assert report.fp8_weights == len(fp8) == 14
+    assert report.audited_tensors == len(parameters) + len(fp8)
+    # e4m3 rounds to 4 significant bits: uniform relative error of at most 1/16 has an rms of a few percent
+    assert 0.02 < report.weight_relative_error < 0.03
+    assert generation.kernels == {"ReferenceFp8BlockKernel": 8}  # qkv, o, gate_up, down in 2 layers
+    assert torch.equal(report.kv_scales.values, engines.some_scales(2, 1).values)
+    engines.shutdown(generation.llm)
+
+
+def test_storage_of_the_engine_stays_where_it_was(checkpoint):
+    """CUDA graphs and compiled code hold addresses: a reload must write into the same tensors."""
+    from trl_fp8.engine.upstream import engine_model
+
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    model = engine_model(generation.llm)
+    before = {name: t.data_ptr() for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    for _ in range(2):
+        generation.sync_weights()
+    assert {name: t.data_ptr() for name, t in [*model.named_parameters(), *model.named_buffers()]} == before
+    engines.shutdown(generation.llm)
+
+
+def test_prefix_cache_does_not_survive_a_sync(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    generation.sync_weights()
+    engines.log_probs(generation.llm)
+    engines.perturb(generation.model, seed=3)
+    generation.sync_weights()
+    after = engines.log_probs(generation.llm)
+    assert generation.llm.reset_prefix_cache()
+    assert engines.log_probs(generation.llm) == after
+    engines.shutdown(generation.llm)
