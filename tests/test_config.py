@@ -1,0 +1,92 @@
+"""Flags: defaults, parsing, and an error with flag, value, reason and remedy for everything that cannot work."""
+
+import pytest
+from trl import GRPOConfig, TrlParser
+
+from trl_fp8 import FP8GRPOConfig
+
+
+def config(**flags):
+    return FP8GRPOConfig("out", **({"use_cpu": True} | flags))
+
+
+def test_defaults_are_fp8_with_token_truncation_at_two():
+    made = config()
+    assert made.use_vllm and made.fp8_weights and made.kv_cache_dtype == "fp8" and made.any_fp8
+    assert made.vllm_importance_sampling_mode == "token_truncate" and made.vllm_importance_sampling_clip_max == 2.0
+
+
+@pytest.mark.parametrize("flags", [{"fp8_weights": False}, {"kv_cache_dtype": "auto"}])
+def test_one_half_off_is_still_fp8(flags):
+    assert config(**flags).vllm_importance_sampling_mode == "token_truncate"
+
+
+def test_what_the_user_sets_wins():
+    made = config(vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_clip_max=5.0)
+    assert (made.vllm_importance_sampling_mode, made.vllm_importance_sampling_clip_max) == ("sequence_mask", 5.0)
+    unbounded = config(vllm_importance_sampling_clip_max=None, vllm_importance_sampling_clip_min=0.5)
+    assert unbounded.vllm_importance_sampling_clip_max is None
+    assert config(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"kv_cache_dtype": "fp8_per_token_head"}, ["kv_cache_dtype='fp8_per_token_head'", "garbage", "'fp8', 'auto'"]),
+        ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype='int8'", "Use one of"]),
+        ({"fp8_scale_format": "ue8m0"}, ["fp8_scale_format='ue8m0'", "'pow2'"]),
+        ({"kv_scale_margin": 0.9}, ["kv_scale_margin=0.9", "would not fit", "1.05"]),
+        ({"kv_scale_margin": float("nan")}, ["kv_scale_margin=nan"]),
+        ({"kv_calibration_tokens": 0}, ["kv_calibration_tokens=0", "8192"]),
+        ({"use_vllm": False}, ["use_vllm=False", "fp8_weights=True", "Set use_vllm=True", "fp8_weights=False"]),
+        ({"vllm_mode": "server"}, ["vllm_mode='server'", "read back", "vllm_mode='colocate'"]),
+        ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
+        ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
+        ({"vllm_importance_sampling_mode": "tokens"}, ["vllm_importance_sampling_mode='tokens'", "token_truncate"]),
+        ({"top_p": 0.9}, ["top_p=0.9", "renormalizes", "vllm_importance_sampling_correction=False"]),
+        ({"top_k": 20}, ["top_k=20", "surviving"]),
+        ({"min_p": 0.1}, ["min_p=0.1"]),
+        ({"repetition_penalty": 1.1, "top_k": 5}, ["top_k=5", "repetition_penalty=1.1"]),
+        ({"generation_kwargs": {"top_p": 0.8}}, ["top_p=0.8"]),
+        ({"vllm_engine_kwargs": {"seed": 1, "kv_cache_dtype": "auto"}}, ["['kv_cache_dtype', 'seed']", "own"]),
+        ({"fsdp": True, "fsdp_config": {"version": 1}}, ["FSDP1", "embeddings", "fsdp_config={'version': 2}"]),
+    ],
+)
+def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
+    with pytest.raises(ValueError) as error:
+        config(**flags)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"top_p": 0.9, "vllm_importance_sampling_correction": False},
+        {"top_k": -1, "min_p": 0.0},
+        {"fsdp": True, "fsdp_config": {"version": 2}},
+        {"vllm_engine_kwargs": {"enforce_eager": True}},
+    ],
+)
+def test_good_flags_pass(flags):
+    config(**flags)
+
+
+@pytest.mark.parametrize("flags", [{"top_p": 0.9}, {"vllm_mode": "server"}, {"use_vllm": False}, {"top_k": 50}])
+def test_with_fp8_off_trls_freedom_is_untouched(flags):
+    off = {"fp8_weights": False, "kv_cache_dtype": "auto"}
+    made = config(**flags, **off)
+    assert {name: getattr(made, name) for name in flags} == flags
+    assert made.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max
+
+
+def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("output_dir: out\nuse_cpu: true\nkv_scale_margin: 1.5\nfp8_ignored_modules: [a.b, c.d]\n")
+    parser = TrlParser(FP8GRPOConfig)
+    engine = '{"enforce_eager": true, "max_num_batched_tokens": 512}'
+    words = ["--config", str(path), "--fp8_weights", "false", "--vllm_engine_kwargs", engine, "--kv_cache_dtype", "fp8"]
+    (made,) = parser.parse_args_and_config(words)
+    assert made.kv_scale_margin == 1.5 and made.fp8_ignored_modules == ["a.b", "c.d"] and not made.fp8_weights
+    assert made.vllm_engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 512}
+    (bounded,) = parser.parse_args_and_config(["--config", str(path), "--vllm_importance_sampling_clip_max", "2.5"])
+    assert bounded.vllm_importance_sampling_clip_max == 2.5
