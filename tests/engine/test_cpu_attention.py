@@ -1,0 +1,132 @@
+"""The reference FP8 attention against a float64 re-derivation, through vLLM's real paged cache."""
+
+import pytest
+import torch
+from engine import engines
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
+from trl_fp8.engine.kv_cache import attention_layers
+from trl_fp8.engine.upstream import engine_model
+from trl_fp8.numerics.e4m3 import E4M3
+
+
+BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 64
+
+
+class Layer(torch.nn.Module):
+    _k_scale_float, _v_scale_float = 2**-6, 2**-5
+
+
+def implementation(window=None):
+    return ReferenceFp8AttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sliding_window=window)
+
+
+def metadata(query_lens, seq_lens, tables):
+    starts = torch.tensor([0, *torch.tensor(query_lens).cumsum(0).tolist()], dtype=torch.int32)
+    slots = []
+    for query, total, table in zip(query_lens, seq_lens, tables, strict=True):
+        slots += [table[p // BLOCK] * BLOCK + p % BLOCK for p in range(total - query, total)]
+    return CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        num_reqs=len(query_lens),
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=torch.tensor(tables, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        causal=True,
+    )
+
+
+def round_trip(states, scale):
+    return (states.double() / scale).clamp(-448, 448).to(E4M3).double() * scale
+
+
+def oracle(q, k, v, query_len, window):
+    """One request in float64; k, v `[S, G, D]` after the round trip, q `[Q, H, D]`."""
+    total, out = k.shape[0], []
+    for i in range(query_len):
+        position = total - query_len + i
+        low = 0 if window is None else max(0, position - window + 1)
+        rows = []
+        for head in range(HEADS):
+            keys, values = k[low : position + 1, head // 2], v[low : position + 1, head // 2]
+            weights = torch.softmax(keys @ q[i, head].double() * SIZE**-0.5, 0)
+            rows.append(weights @ values)
+        out.append(torch.stack(rows))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_prefill_chunk_and_decode_equal_the_formula(window):
+    generator = torch.Generator().manual_seed(0)
+    impl, layer = implementation(window), Layer()
+    seq_lens, tables = [40, 5, 33], [[3, 1], [0, 9], [7, 5]]
+    cache = torch.full((10, KV_HEADS, BLOCK, 2 * SIZE), 0x7F, dtype=torch.uint8)  # NaN: unused slots must not matter
+    states = [torch.randn(s, 2 * KV_HEADS + HEADS, SIZE, generator=generator).bfloat16() for s in seq_lens]
+    done = [0, 0, 0]
+    for query_lens in ([38, 4, 12], [1, 1, 20], [1, 0, 1]):  # prefill, decode beside a chunk, decode
+        active = [i for i, length in enumerate(query_lens) if length]
+        lens = [query_lens[i] for i in active]
+        done = [d + length for d, length in zip(done, query_lens, strict=True)]
+        new = torch.cat([states[i][done[i] - query_lens[i] : done[i]] for i in active])
+        key, value, query = new.split([KV_HEADS, KV_HEADS, HEADS], dim=1)
+        meta = metadata(lens, [done[i] for i in active], [tables[i] for i in active])
+        impl.do_kv_cache_update(layer, key, value, cache, meta.slot_mapping)
+        output = torch.full((len(new) + 2, HEADS * SIZE), 7.0, dtype=torch.bfloat16)
+        impl.forward(layer, query, key, value, cache, meta, output)
+        assert (output[len(new) :] == 7).all()  # padding rows are left alone
+        start = 0
+        for i, length in zip(active, lens, strict=True):
+            k, v, _ = states[i][: done[i]].split([KV_HEADS, KV_HEADS, HEADS], dim=1)
+            expected = oracle(
+                query[start : start + length], round_trip(k, 2**-6), round_trip(v, 2**-5), length, window
+            )
+            got = output[start : start + length].view(length, HEADS, SIZE).double()
+            # fp32 arithmetic, then one rounding to BF16 (2**-9 of the value)
+            assert ((got - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+            start += length
+
+
+def test_padding_slots_are_not_written():
+    cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)
+    ones = torch.ones(3, KV_HEADS, SIZE)
+    implementation().do_kv_cache_update(Layer(), ones, ones, cache, torch.tensor([-1, 33, -1]))
+    keys, values = _split_cache(cache)
+    assert keys[1, :, 1].bool().all() and keys.count_nonzero() == KV_HEADS * SIZE
+    assert values.count_nonzero() == KV_HEADS * SIZE
+
+
+@pytest.mark.parametrize(
+    "options, name",
+    [
+        ({"alibi_slopes": [1.0]}, "ALiBi"),
+        ({"logits_soft_cap": 30.0}, "soft-capping"),
+        ({"sinks": torch.ones(4)}, "sinks"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_by_name(options, name):
+    with pytest.raises(NotImplementedError, match=name):
+        ReferenceFp8AttentionImpl(HEADS, SIZE, 1.0, KV_HEADS, **options)
+
+
+@pytest.mark.engine
+def test_scales_reach_the_kernel_and_the_cache_holds_their_bytes(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    generation.sync_weights()
+    layer = attention_layers(engine_model(generation.llm))[0]
+    assert type(layer.impl) is ReferenceFp8AttentionImpl and layer.kv_cache.dtype == torch.uint8
+    base = engines.log_probs(generation.llm)
+    saturating = engines.some_scales(2, 1)
+    saturating.values.div_(64)
+    generation.calibrate = lambda: saturating
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) != base
+    generation.calibrate = lambda: engines.some_scales(2, 1)
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) == base
+    engines.shutdown(generation.llm)
