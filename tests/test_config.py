@@ -32,7 +32,10 @@ def test_what_the_user_sets_wins():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        ({"kv_cache_dtype": "fp8_per_token_head"}, ["kv_cache_dtype='fp8_per_token_head'", "garbage", "'fp8', 'auto'"]),
+        (
+            {"kv_cache_dtype": "fp8_per_token_head"},
+            ["kv_cache_dtype='fp8_per_token_head'", "garbage", "'fp8', 'auto'"],
+        ),
         ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype='int8'", "Use one of"]),
         ({"fp8_scale_format": "ue8m0"}, ["fp8_scale_format='ue8m0'", "'pow2'"]),
         ({"kv_scale_margin": 0.9}, ["kv_scale_margin=0.9", "would not fit", "1.05"]),
@@ -84,7 +87,16 @@ def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
     path.write_text("output_dir: out\nuse_cpu: true\nkv_scale_margin: 1.5\nfp8_ignored_modules: [a.b, c.d]\n")
     parser = TrlParser(FP8GRPOConfig)
     engine = '{"enforce_eager": true, "max_num_batched_tokens": 512}'
-    words = ["--config", str(path), "--fp8_weights", "false", "--vllm_engine_kwargs", engine, "--kv_cache_dtype", "fp8"]
+    words = [
+        "--config",
+        str(path),
+        "--fp8_weights",
+        "false",
+        "--vllm_engine_kwargs",
+        engine,
+        "--kv_cache_dtype",
+        "fp8",
+    ]
     (made,) = parser.parse_args_and_config(words)
     assert made.kv_scale_margin == 1.5 and made.fp8_ignored_modules == ["a.b", "c.d"] and not made.fp8_weights
     assert made.vllm_engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 512}

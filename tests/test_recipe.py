@@ -131,6 +131,8 @@ def test_plan_of_a_mixture_of_experts_counts_the_experts():
     assert all(row.precision == "bf16" and "experts" in row.reason for row in experts)
 
 
-@pytest.mark.parametrize("count, text", [(512, "512 B"), (1536, "1.5 KiB"), (5 * 2**20, "5.0 MiB"), (2**31, "2.0 GiB")])
+@pytest.mark.parametrize(
+    "count, text", [(512, "512 B"), (1536, "1.5 KiB"), (5 * 2**20, "5.0 MiB"), (2**31, "2.0 GiB")]
+)
 def test_bytes_read_well(count, text):
     assert format_bytes(count) == text

@@ -25,12 +25,19 @@ from trl_fp8.recipe import FP8Recipe, recipe_for_model
 PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]
 
 
-def start(checkpoint: str, kv_scales: KVScales | None = None, generation=FP8VLLMGeneration, **recipe_flags):
+def start(
+    checkpoint: str,
+    kv_scales: KVScales | None = None,
+    generation=FP8VLLMGeneration,
+    engine_kwargs: dict | None = None,
+    **recipe_flags,
+):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     return generation(
         recipe=recipe_for_model(model, **recipe_flags),
         calibrate=lambda: kv_scales,
+        engine_kwargs=engine_kwargs,
         model=model,
         accelerator=Accelerator(cpu=True),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),

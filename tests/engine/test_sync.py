@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from vllm import SamplingParams
 
 from engine import engines
 
@@ -91,12 +92,24 @@ def test_storage_of_the_engine_stays_where_it_was(checkpoint):
 
 
 def test_prefix_cache_does_not_survive_a_sync(checkpoint):
-    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    """Blocks of 32 tokens, a prompt of 50: its first block is reused, unless weights or scales changed."""
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs={"block_size": 32})
+    prompt = {"prompt_token_ids": [4 + 5 * position % 40 for position in range(50)]}
+    greedy = SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+
+    def sample():
+        output = generation.llm.generate([prompt], greedy, use_tqdm=False)[0]
+        rows = zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
+        return [row[token].logprob for row, token in rows], output.num_cached_tokens
+
     generation.sync_weights()
-    engines.log_probs(generation.llm)
+    assert sample()[1] == 0
+    assert sample()[1] == 32  # the cache works, so that the next assertion means something
+    generation.calibrate = lambda: engines.some_scales(2, 2)
     engines.perturb(generation.model, seed=3)
     generation.sync_weights()
-    after = engines.log_probs(generation.llm)
+    after, cached = sample()
+    assert cached == 0
     assert generation.llm.reset_prefix_cache()
-    assert engines.log_probs(generation.llm) == after
+    assert sample()[0] == after
     engines.shutdown(generation.llm)

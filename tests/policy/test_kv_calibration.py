@@ -26,7 +26,8 @@ def by_hooks(model, sequences):
         inputs = {}
         handles = [
             layer.self_attn.register_forward_pre_hook(
-                lambda module, args, kwargs, index=index: inputs.__setitem__(index, kwargs), with_kwargs=True
+                lambda module, args, kwargs, seen=inputs, index=index: seen.__setitem__(index, kwargs),
+                with_kwargs=True,
             )
             for index, layer in enumerate(layers)
         ]
