@@ -21,6 +21,7 @@ settings = dict(
     logging_steps=1,
     report_to="none",
     use_cpu=not torch.cuda.is_available(),
+    bf16=torch.cuda.is_available(),  # CPUs often emulate BF16
 )
 
 if __name__ == "__main__":

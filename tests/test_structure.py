@@ -18,10 +18,11 @@ ALLOWED = {
     "recipe": {"numerics"},
     "plan": {"recipe", "numerics"},
     "config": {"recipe", "numerics"},
+    "correction": {"numerics"},
     "policy": {"recipe", "numerics"},
     "engine": {"recipe", "numerics"},
     "report": {"plan", "recipe", "numerics"},
-    "trainer": {"config", "plan", "policy", "engine", "recipe", "numerics"},
+    "trainer": {"config", "correction", "plan", "policy", "engine", "recipe", "numerics"},
     "cli": {"trainer", "config", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "recipe", "trainer"},
 }

@@ -11,6 +11,8 @@ from torch import nn
 from trl import GRPOConfig
 
 from .numerics.e4m3 import check_scale_format
+from .numerics.importance import RolloutCorrection
+from .numerics.presets import correction_from
 from .recipe import FP8Recipe, recipe_for_model
 
 
@@ -31,7 +33,7 @@ class FP8GRPOConfig(GRPOConfig):
             flag, value, reason and remedy.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["vllm_engine_kwargs"]
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["rollout_correction", "vllm_engine_kwargs"]
 
     fp8_weights: bool = field(
         default=True,
@@ -75,6 +77,15 @@ class FP8GRPOConfig(GRPOConfig):
             "are taken from the coming prompts and the previous rollouts."
         },
     )
+    rollout_correction: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Correction of the rollout's mismatch beyond TRL's four modes: the name of a preset (e.g. "
+            "'fp8_geometric_token_tis', 'nemo_icepop', 'monitor') or the fields of `RolloutCorrection` as JSON, e.g. "
+            '\'{"level": "token", "bound_max": 2.0, "reject": ["token_veto:1e-4:"]}\'. Not set: what '
+            "`vllm_importance_sampling_mode` says. See docs/rollout_correction.md."
+        },
+    )
     vllm_engine_kwargs: dict | str | None = field(
         default=None,
         metadata={
@@ -112,12 +123,27 @@ class FP8GRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         self._check_values()
+        mode_set_by_user = self.vllm_importance_sampling_mode is not None
         self._resolve_defaults()
         super().__post_init__()
         if self.any_fp8:
             self._check_rollouts()
-            self._check_sampling()
             self._check_engine_kwargs()
+        if self.any_fp8 or self.rollout_correction is not None:
+            self._check_sampling()
+            self._check_correction(mode_set_by_user)
+
+    @property
+    def correction(self) -> RolloutCorrection | None:
+        """The correction in force; None where TRL does without one, or does it alone (nothing FP8, no preset)."""
+        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+            return None
+        if self.rollout_correction is not None:
+            return correction_from(self.rollout_correction)
+        if not self.any_fp8:
+            return None
+        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        return RolloutCorrection.from_trl_mode(self.vllm_importance_sampling_mode, *bounds)
 
     def recipe_for(self, model: nn.Module) -> FP8Recipe:
         """Which tensors of `model` are FP8 under these flags."""
@@ -222,6 +248,30 @@ class FP8GRPOConfig(GRPOConfig):
                 "that survive, the trainer does not, so every importance ratio would be off by the surviving mass. "
                 "Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0), or set "
                 "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
+            )
+
+    def _check_correction(self, mode_set_by_user: bool) -> None:
+        given = f"rollout_correction={self.rollout_correction!r}"
+        if self.rollout_correction is not None and mode_set_by_user:
+            raise ValueError(
+                f"{given} and vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} both choose the "
+                "correction. Remove one of them."
+            )
+        if self.rollout_correction is not None and not (self.use_vllm and self.vllm_importance_sampling_correction):
+            raise ValueError(
+                f"{given} with use_vllm={self.use_vllm}, vllm_importance_sampling_correction="
+                f"{self.vllm_importance_sampling_correction}: there is nothing to correct. Set both to True, or remove "
+                "rollout_correction (its preset 'monitor' only measures)."
+            )
+        try:
+            correction = self.correction
+        except ValueError as error:
+            flag = given if self.rollout_correction is not None else "vllm_importance_sampling_mode and clip bounds"
+            raise ValueError(f"{flag}: {error}") from None
+        if correction is not None and self.loss_type == "vespo" and not correction.fits_vespo:
+            raise ValueError(
+                f"loss_type='vespo' with a correction at level={correction.level!r}: VESPO sums log-weights over the "
+                "tokens, which would count a sequence's ratio once per token. Use level 'token' or 'geometric'."
             )
 
     def _check_engine_kwargs(self) -> None:

@@ -3,8 +3,8 @@
 What it adds to a step, all of it around TRL's own code:
 
     rollouts due   -> remember the prompts -> [sync: calibrate KV scales on them, stream, audit] -> generate (FP8)
-    old log-probs  -> importance ratios -> TRL's loss and optimizer step                          (all TRL)
-    metrics        -> fp8/*: sync time, quantization error, KV scales                             (logged as TRL's)
+    old log-probs  -> importance ratios: TRL's modes, or a RolloutCorrection -> TRL's loss and optimizer step
+    metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
 """
 
 from itertools import chain, zip_longest
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
+from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
@@ -20,7 +21,9 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .config import FP8GRPOConfig, fsdp1_message
+from .correction import apply_correction
 from .engine.upstream import substituted
+from .numerics.health import health_warnings
 from .numerics.kv_scales import KVScales, kv_scales_from_amax
 from .plan import Plan, plan_for_model
 from .policy.kv_calibration import observe_qkv_amax
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 
     from .engine.generation import FP8VLLMGeneration, SyncReport
 
+
+logger = get_logger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 
@@ -57,6 +62,7 @@ class FP8GRPOTrainer(GRPOTrainer):
     Attributes:
         recipe: `FP8Recipe` of the run; None if every FP8 flag is off.
         plan: `Plan` printed at the start; None likewise.
+        correction: `RolloutCorrection` in force; None if TRL does without one, or alone with everything FP8 off.
 
     Raises:
         ValueError: `args` is not an `FP8GRPOConfig`, or the model or launcher does not go with its FP8 flags.
@@ -92,6 +98,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             )
         self.recipe: FP8Recipe | None = None
         self.plan: Plan | None = None
+        self.correction = args.correction
+        self._warned: set[str] = set()
         self._coming_prompts: list[list[int]] = []
         self._recent_rollouts: list[list[int]] = []
         self._logged_sync: SyncReport | None = None
@@ -158,6 +166,23 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._recent_rollouts = [list(prompt) + list(completion) for prompt, completion in rollouts]
         self._log_sync()
         return completion_ids, logprobs
+
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
+        output = super()._generate_and_score_completions(inputs)
+        if self.correction is None:
+            return output
+        logged = self._metrics["train" if self.model.training else "eval"]
+        if self.correction.trl_mode is None:  # TRL described a ratio that is not used
+            for statistic in ("min", "mean", "max"):
+                logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
+        metrics = apply_correction(output, self.correction, self.accelerator)
+        for name, value in metrics.items():
+            logged[name].append(value)
+        for name, text in health_warnings(metrics, self.correction).items():
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(text)
+        return output
 
     def _log_sync(self) -> None:
         """Add the latest sync's figures to TRL's metrics, once per sync. All of them are on the host already."""

@@ -1,10 +1,9 @@
 """Rejection: each statistic against its oracle, independence from weighting, the denominator, and bands for FP8."""
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import oracles
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -16,10 +15,6 @@ from trl_fp8.numerics.health import health_warnings
 from trl_fp8.numerics.importance import RolloutCorrection, correct_rollout
 from trl_fp8.numerics.presets import PRESETS
 from trl_fp8.numerics.rejection import Rejection
-
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests/ is not a package
-import oracles  # noqa: E402
 
 
 UNWEIGHTED = RolloutCorrection(level=None)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from trl_fp8.numerics.tally import Tally
+from .tally import Tally
 
 
 _REJECTED = "correction.rejected_tokens."

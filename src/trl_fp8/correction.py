@@ -1,0 +1,49 @@
+"""Apply a rollout correction to a generation batch as TRL lays it out, and say what it did.
+
+TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
+them; where TRL itself can express the correction, its ratio is left as it computed it and only metrics are added.
+
+    importance_sampling_ratio   the correction's weights
+    tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
+    num_items_in_batch          likewise, over all ranks
+    old_per_token_logps         with bypass: the rollout's log-probs
+"""
+
+import torch
+from accelerate import Accelerator
+
+from .numerics.correction_report import correction_metrics
+from .numerics.importance import RolloutCorrection, correct_rollout
+from .numerics.mismatch import mismatch_tally, summarize_mismatch
+
+
+def apply_correction(
+    batch: dict[str, torch.Tensor], correction: RolloutCorrection, accelerator: Accelerator
+) -> dict[str, float]:
+    """Correct `batch` in place; one gather over ranks and one host synchronization.
+
+    Args:
+        batch: TRL's output for one generation batch, with `old_per_token_logps` and `sampling_per_token_logps` [B, T].
+        correction: What to do.
+        accelerator: For the collectives; every rank must call this.
+
+    Returns:
+        `mismatch/*` and `correction/*` metrics over all ranks, of the raw ratios and the mask before rejection.
+    """
+    mask_BT = batch["completion_mask"]
+    if "tool_mask" in batch:
+        mask_BT = mask_BT * batch["tool_mask"]
+    trainer_BT, rollout_BT = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+    corrected = correct_rollout(
+        trainer_BT, rollout_BT, mask_BT, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum")
+    )
+    if correction.trl_mode is None:
+        batch["importance_sampling_ratio"] = corrected.loss_weights
+        if correction.denominator == "shrink":
+            batch["tool_mask"] = corrected.loss_mask
+            batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
+        if corrected.old_logps is not None:
+            batch["old_per_token_logps"] = corrected.old_logps
+    tally = mismatch_tally(trainer_BT, rollout_BT, mask_BT) | corrected.report
+    sums = tally.gathered(accelerator.gather).read()
+    return summarize_mismatch(sums) | correction_metrics(sums)

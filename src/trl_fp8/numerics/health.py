@@ -1,0 +1,58 @@
+"""When a mismatch or correction metric has left the range in which others trained stably, and what to try then.
+
+Thresholds are those of the projects that published them; the text is what a user can change. Saying it once per run
+is the caller's business.
+"""
+
+from collections.abc import Mapping
+
+from .importance import RolloutCorrection
+
+
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
+MAX_TOKEN_MULT_PROB_ERROR = 1.05  # NeMo-RL plots a sample beyond this
+MAX_MASKED_SEQUENCES = 0.2
+
+
+def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection) -> dict[str, str]:
+    """Warnings by metric name, empty while all is well. NaN (nothing measured) is not a warning.
+
+    Args:
+        metrics: The union of `mismatch_metrics` and `correction_metrics`, or any part of it.
+        correction: The correction in force; at level `"sequence"` the sample size of sequence ratios counts.
+    """
+
+    def leaves(name: str, low: float = float("-inf"), high: float = float("inf")) -> bool:
+        return name in metrics and (metrics[name] < low or metrics[name] > high)
+
+    warnings = {}
+    sequence = correction.level == "sequence"
+    size = "correction/sequence_effective_sample_size" if sequence else "correction/effective_sample_size"
+    if leaves(size, low=MIN_EFFECTIVE_SAMPLE_SIZE):
+        warnings[size] = (
+            f"{size} = {metrics[size]:.3f} < {MIN_EFFECTIVE_SAMPLE_SIZE}: a few "
+            f"{'sequences' if sequence else 'tokens'} dominate the raw importance ratios. "
+            + ("Use level='token' or 'geometric'" if sequence else "Lower bound_max, or add a token_veto")
+            + ", and look for the cause in mismatch/k3_kl by position and length."
+        )
+    error = "mismatch/token_mult_prob_error"
+    if leaves(error, high=MAX_TOKEN_MULT_PROB_ERROR):
+        warnings[error] = (
+            f"{error} = {metrics[error]:.3f} > {MAX_TOKEN_MULT_PROB_ERROR}: engine and trainer disagree more than FP8 "
+            "alone explains. Check the audit after sync and the KV scales, keep lm_head in high precision, or run the "
+            "trainer's forward in FP8 too."
+        )
+    masked = "correction/fraction_masked_sequences"
+    if leaves("correction/all_rejected", high=0.5):
+        warnings["correction/all_rejected"] = (
+            "no token of this batch is trained on, the correction rejects or masks every one. Widen the rejection "
+            "bands (centre='measured' for geometric_ratio) or use level='token', bound='truncate'."
+        )
+    elif leaves(masked, high=MAX_MASKED_SEQUENCES):
+        warnings[masked] = (
+            f"{masked} = {metrics[masked]:.2f} > {MAX_MASKED_SEQUENCES}: that share of sequences is generated and "
+            "thrown away. For geometric_ratio use centre='measured' or a wider band; at level='sequence' use "
+            "bound='truncate', or level='token'."
+        )
+    note = "Monitor only, so nothing was applied: " if correction.monitor_only else ""
+    return {name: note + text if name.startswith("correction/") else text for name, text in warnings.items()}

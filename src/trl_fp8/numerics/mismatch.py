@@ -1,0 +1,176 @@
+"""How far engine and trainer disagree about the tokens the engine sampled.
+
+All of it is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, the
+same metrics fall to zero exactly when correction throws the evidence away.
+
+With log r = log pi_trainer - log pi_rollout on tokens sampled by the engine:
+
+    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer); k3 is never negative
+    chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
+    ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence
+    token_mult_prob_error = mean(exp|log r|)                1 is perfect; NeMo-RL's alarm metric
+    effective_sample_size = (sum r)^2 / (n sum r^2)         1 is perfect, 1/n is one token deciding everything
+
+Whether mismatch grows along a completion (error accumulating in an FP8 KV cache does) is answered three ways: k3_kl by
+position, k3_kl by completion length, and `late_over_early`, the ratio of k3_kl in the second half of each completion
+to that in the first.
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+import torch
+
+from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
+from .tally import Tally
+
+
+# Powers of four: the last bin is open. Fixed, so that ranks and steps agree on the vector's layout.
+BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
+BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
+
+
+def mismatch_metrics(
+    trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> dict[str, float]:
+    """Mismatch of one batch on one rank. Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
+
+    Args:
+        trainer_logps_BT: Log-probs of the sampled tokens under the trainer.
+        rollout_logps_BT: Log-probs under the engine; NaN or infinite means missing, which is counted, not averaged.
+        mask_BT: Nonzero at the tokens that are trained on, before any rejection.
+    """
+    return summarize_mismatch(mismatch_tally(trainer_logps_BT, rollout_logps_BT, mask_BT).read())
+
+
+def mismatch_tally(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> Tally:
+    """The sums behind `mismatch_metrics`, on the device."""
+    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+    log_r_BT = ratio.values_BT.double()
+    k3_BT = torch.expm1(log_r_BT) - log_r_BT
+    log_r_B = log_r_BT.sum(dim=-1)
+    return (
+        _token_tally(ratio, log_r_BT, k3_BT)
+        | _sequence_tally("sequence", log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), ratio)
+        | _sequence_tally("geometric", log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1), ratio)
+        | _growth_tally(ratio, k3_BT)
+    )
+
+
+def _token_tally(ratio: LogRatio, log_r_BT: torch.Tensor, k3_BT: torch.Tensor) -> Tally:
+    scored_BT = ratio.scored_BT
+    r_BT, distance_BT = log_r_BT.exp(), log_r_BT.abs()
+    return Tally.of(
+        {
+            "tokens": ratio.mask_BT.sum(),
+            "scored": scored_BT.sum(),
+            "missing": ratio.missing_BT.sum(),
+            "broken": ratio.broken_BT.sum(),
+            "clamped": ratio.clamped_BT.sum(),
+            "log_r": log_r_BT.sum(),
+            "k3": k3_BT.sum(),
+            "distance": distance_BT.sum(),
+            "mult_error": torch.where(scored_BT, distance_BT.exp(), 0.0).sum(),
+            "token.r": torch.where(scored_BT, r_BT, 0.0).sum(),
+            "token.r_squared": torch.where(scored_BT, r_BT.square(), 0.0).sum(),
+        },
+        minima={"token.r_min": _lowest(r_BT, scored_BT)},
+        maxima={"token.r_max": _highest(r_BT, scored_BT), "distance_max": _highest(distance_BT, scored_BT)},
+    )
+
+
+def _sequence_tally(name: str, log_r_B: torch.Tensor, ratio: LogRatio) -> Tally:
+    """Sums of one ratio per sequence, over sequences with at least one scored token."""
+    counts_B = ratio.scored_BT.any(dim=-1)
+    r_B = log_r_B.exp()
+    return Tally.of(
+        {
+            f"{name}.count": counts_B.sum(),
+            f"{name}.r": torch.where(counts_B, r_B, 0.0).sum(),
+            f"{name}.r_squared": torch.where(counts_B, r_B.square(), 0.0).sum(),
+            f"{name}.r_inverse": torch.where(counts_B, torch.exp(-log_r_B), 0.0).sum(),
+        },
+        minima={f"{name}.r_min": _lowest(r_B, counts_B)},
+        maxima={f"{name}.r_max": _highest(r_B, counts_B)},
+    )
+
+
+def _growth_tally(ratio: LogRatio, k3_BT: torch.Tensor) -> Tally:
+    """Sums of k3 and of scored tokens, by position, by completion length, and by half of the completion."""
+    scored_BT, mask_BT = ratio.scored_BT.double(), ratio.mask_BT
+    length_B1 = mask_BT.sum(dim=-1, keepdim=True)
+    is_late_BT = 2 * (mask_BT.cumsum(dim=-1) - 1) >= length_B1  # tokens the policy wrote; tool output has no half
+    sums = {
+        "late.k3": (k3_BT * is_late_BT).sum(),
+        "late.scored": (scored_BT * is_late_BT).sum(),
+        "early.k3": (k3_BT * ~is_late_BT).sum(),
+        "early.scored": (scored_BT * ~is_late_BT).sum(),
+    }
+    position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
+    by_position = (position_T, k3_BT.sum(dim=0), scored_BT.sum(dim=0))
+    by_length = (length_B1.squeeze(-1), k3_BT.sum(dim=-1), scored_BT.sum(dim=-1))
+    for axis, (where, k3, scored) in (("position", by_position), ("length", by_length)):
+        for name, low, high in zip(BIN_NAMES, BIN_EDGES, (*BIN_EDGES[1:], None), strict=True):
+            inside = where >= low if high is None else (where >= low) & (where < high)
+            sums[f"{axis}.{name}.k3"] = (k3 * inside).sum()
+            sums[f"{axis}.{name}.scored"] = (scored * inside).sum()
+    return Tally.of(sums)
+
+
+def _lowest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
+
+
+def _highest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    return -_lowest(-values, where)
+
+
+def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from the merged sums. A mean over nothing is NaN; a bin without tokens is left out.
+
+    Args:
+        sums: `Tally.read()` of a tally that contains a `mismatch_tally`.
+    """
+    scored = sums["scored"]
+
+    def mean(name: str, count: float = scored) -> float:
+        return sums[name] / count if count else float("nan")
+
+    metrics = {
+        "mismatch/k1_kl": -mean("log_r"),
+        "mismatch/k3_kl": mean("k3"),
+        "mismatch/chi2_token": mean("token.r_squared") - 1,
+        "mismatch/ppl_ratio": mean("geometric.r_inverse", sums["geometric.count"]),
+        "mismatch/token_mult_prob_error": mean("mult_error"),
+        "mismatch/logp_difference_mean": mean("distance"),
+        "mismatch/logp_difference_max": sums["distance_max"] if scored else float("nan"),
+        "mismatch/late_over_early": _quotient(
+            _quotient(sums["late.k3"], sums["late.scored"]), _quotient(sums["early.k3"], sums["early.scored"])
+        ),
+        "mismatch/fraction_missing": mean("missing", sums["tokens"]),
+        "mismatch/fraction_broken": mean("broken", sums["tokens"]),
+        "mismatch/fraction_clamped": mean("clamped"),
+    }
+    levels = (("", "token", scored), ("sequence_", "sequence", None), ("geometric_", "geometric", None))
+    for prefix, level, count in levels:
+        metrics |= _ratio_metrics(prefix, level, sums[f"{level}.count"] if count is None else count, sums)
+    for axis in ("position", "length"):
+        for name in BIN_NAMES:
+            if sums[f"{axis}.{name}.scored"]:
+                metrics[f"mismatch/k3_kl/{axis}_{name}"] = mean(f"{axis}.{name}.k3", sums[f"{axis}.{name}.scored"])
+    return metrics
+
+
+def _ratio_metrics(prefix: str, level: str, count: float, sums: Mapping[str, float]) -> dict[str, float]:
+    total, squared = sums[f"{level}.r"], sums[f"{level}.r_squared"]
+    nothing = not count
+    return {
+        f"correction/{prefix}ratio_min": float("nan") if nothing else sums[f"{level}.r_min"],
+        f"correction/{prefix}ratio_mean": float("nan") if nothing else total / count,
+        f"correction/{prefix}ratio_max": float("nan") if nothing else sums[f"{level}.r_max"],
+        f"correction/{prefix}effective_sample_size": float("nan") if nothing else total**2 / (count * squared),
+    }
+
+
+def _quotient(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else float("nan")

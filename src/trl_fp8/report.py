@@ -1,0 +1,203 @@
+"""What a run came to: a plain-text table of its summary and one picture of its training.
+
+Both take plain data, a summary and `trainer.state.log_history` or their JSON, so that a finished run can be reported again from
+its folder. What was not measured is left out: a missing row or panel is never a zero.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from .plan import format_bytes
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# Table
+
+
+def demo_table(summary: Mapping[str, Any]) -> str:
+    """One line per measured fact of `summary`, in a fixed order, then whatever else it holds under its own names.
+
+    Args:
+        summary: As in `outputs/demo/summary.json`. None means "not measured". Two keys that make one line (reward at start and
+            at end, bytes in BF16 and in the engine) stand alone under their names where the other is missing.
+    """
+    measured = {key: value for key, value in summary.items() if value not in (None, {}, [])}
+    lines = []
+    for label, keys, show in _LINES:
+        if measured.keys() >= set(keys):
+            lines.append((label, show(*(measured.pop(key) for key in keys))))
+    lines += [(key, _plain(value)) for key, value in measured.items()]
+    if not lines:
+        raise ValueError(f"summary={dict(summary)!r}: nothing in it was measured; pass the contents of summary.json")
+    width = max(len(label) for label, _ in lines)
+    rows = [f"{label:<{width}}  {value}" for label, value in lines]
+    rule = "-" * max(map(len, rows))
+    return "\n".join([rule, *rows, rule])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _byte_change(before: int, after: int) -> str:
+    return f"{format_bytes(before)} -> {format_bytes(after)} ({after / before:.0%})"
+
+
+# label, the summary's keys that make the line, their values -> text
+_LINES: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
+    ("reward on held-out problems", ("reward_start", "reward_end"), lambda a, b: f"{a:.3f} -> {b:.3f} ({b - a:+.3f})"),
+    ("mismatch, mean |log-prob difference|", ("mismatch_mean",), lambda nats: f"{nats:.5f} nats"),
+    ("FP8 linear layers", ("fp8_linears",), _plain),
+    ("FP8 share of parameters", ("fp8_share",), lambda share: f"{share:.1%}"),
+    ("weights, BF16 -> engine", ("weight_bytes_bf16", "weight_bytes_engine"), _byte_change),
+    ("KV cache", ("kv_cache_dtype",), _plain),
+    ("KV cache per token, BF16 -> engine", ("kv_bytes_per_token_bf16", "kv_bytes_per_token_engine"), _byte_change),
+    ("sync, median", ("sync_seconds_median",), _duration),
+    ("audit failures", ("audit_failures",), _plain),
+    ("steps", ("steps",), _plain),
+    ("training time", ("training_seconds",), _duration),
+)
+
+
+# Picture
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """One curve over the steps. `unit` is the axis label; logged values are multiplied by `factor` to be in it. `steady` values
+    are expected to stay put: they get their median, which one slow step does not move, instead of a moving mean."""
+
+    key: str
+    title: str
+    unit: str
+    factor: float = 1.0
+    steady: bool = False
+
+
+_PANELS = (
+    _Panel("reward", "Reward", "mean over a step's completions"),
+    _Panel(
+        "sampling/sampling_logp_difference/mean", "Mismatch of rollout and trainer", "mean |log-prob difference|, nats"
+    ),
+    _Panel("completions/mean_length", "Completion length", "mean, tokens"),
+    _Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
+)
+_RAW, _TREND, _HELD_OUT = "#9ecae1", "#08519c", "#d94801"
+
+
+def plot_training(
+    log_history: Iterable[Mapping[str, Any]],
+    path: str | Path,
+    title: str = "GRPO with FP8 rollouts",
+    held_out: Mapping[int, float] | None = None,
+) -> Path:
+    """Write reward, mismatch, completion length and sync time over the steps as one PNG.
+
+    Args:
+        log_history: `trainer.state.log_history`. Series that it lacks get no panel.
+        path: Of the PNG; its folder is made.
+        title: Above all panels.
+        held_out: Step -> reward on held-out problems, marked in the reward panel.
+
+    Raises:
+        ValueError: If `log_history` holds none of the series.
+        ImportError: If matplotlib is not installed.
+    """
+    rows = list(log_history)
+    found = [(panel, steps, values) for panel in _PANELS for steps, values in [_series(rows, panel)] if steps]
+    if not found:
+        raise ValueError(
+            f"log_history with {len(rows)} entries: no entry has a finite value of {', '.join(p.key for p in _PANELS)}; "
+            "train with logging_steps=1 and pass trainer.state.log_history"
+        )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot_training needs matplotlib: pip install 'trl-fp8[report]'") from error
+
+    columns = min(2, len(found))
+    lines = ceil(len(found) / columns)
+    # The object interface with its own canvas: no global backend or open figure of the caller's is touched
+    figure = Figure(figsize=(5.6 * columns, 0.6 + 3.2 * lines), dpi=125, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=14, fontweight="bold")
+    last = max(max(steps) for _, steps, _ in found)
+    for index, (panel, steps, values) in enumerate(found):
+        axes = figure.add_subplot(lines, columns, index + 1)
+        _draw(axes, panel, steps, values)
+        if panel.key == "reward" and held_out:
+            _mark_held_out(axes, held_out)
+        axes.set_xlim(-0.02 * last, 1.02 * last)
+        axes.set_xlabel("step", fontsize=9)
+        axes.legend(frameon=False, fontsize=9, loc="best")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and the `window - 1` before it; of fewer at the start."""
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def _series(rows: Sequence[Mapping[str, Any]], panel: _Panel) -> tuple[list[int], list[float]]:
+    """Steps in order and their values, without NaN and Inf. A step logged twice, by a resumed run, counts once: the last time."""
+    logged = {row["step"]: row[panel.key] for row in rows if "step" in row and panel.key in row}
+    points = [(step, panel.factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw(axes: "Axes", panel: _Panel, steps: Sequence[int], values: Sequence[float]) -> None:
+    middle, window = median(values), max(5, len(values) // 10)
+    axes.plot(steps, values, color=_RAW, linewidth=1, marker=".", markersize=4, label="logged")
+    if panel.steady:
+        axes.axhline(middle, color=_TREND, linewidth=1.5, label=f"median {middle:.3g}")
+    elif len(values) > window:
+        axes.plot(steps, moving_mean(values, window), color=_TREND, linewidth=2, label=f"moving mean of {window}")
+    if min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
+        axes.set_yscale("log", subs=(2, 5))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
+    axes.set_title(panel.title, fontsize=11, loc="left")
+    axes.set_ylabel(panel.unit, fontsize=9)
+    axes.tick_params(labelsize=9)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _mark_held_out(axes: "Axes", held_out: Mapping[int, float]) -> None:
+    steps, rewards = zip(*sorted(held_out.items()), strict=True)
+    axes.plot(
+        steps,
+        rewards,
+        linestyle="none",
+        marker="D",
+        markersize=7,
+        color=_HELD_OUT,
+        clip_on=False,
+        label="held-out problems",
+    )
+    for step, reward in zip(steps, rewards, strict=True):
+        # Inwards of the first and the last step, and on the side that a rising curve leaves free
+        offset, side = ((8, -14), "left") if step == steps[0] else ((-8, 8), "right")
+        axes.annotate(f"{reward:.2f}", (step, reward), offset, "data", "offset points", ha=side, color=_HELD_OUT)
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.15 * max(rewards)))
