@@ -33,7 +33,7 @@ from addition_task import (
     policy_sampler,
     reinforcement_dataset,
 )
-from transformers import TrainerCallback
+from transformers import ProgressCallback
 from trl import TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
@@ -48,18 +48,15 @@ class ScriptArguments:
     pretrain_seed: int = field(default=0, metadata={"help": "Seed of the policy's pretraining."})
 
 
-class RewardBar(TrainerCallback):
-    """Reward and mismatch beside the progress bar instead of a dictionary per step."""
+class RewardBar(ProgressCallback):
+    """A progress bar that shows the latest reward and mismatch, instead of a dictionary per step."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "reward" in logs and (state.global_step % 10 == 0 or state.global_step == 1):
-            mismatch = logs.get("sampling/sampling_logp_difference/mean")
-            shown = "" if mismatch is None else f"   |log-prob difference| {mismatch:.4f}"
-            length = logs["completions/mean_length"]
-            print(
-                f"  step {state.global_step:4d}   reward {logs['reward']:.3f}   tokens {length:4.1f}{shown}",
-                flush=True,
-            )
+        if self.training_bar is not None and "reward" in (logs or {}):
+            shown = {"reward": f"{logs['reward']:.2f}", "tokens": f"{logs['completions/mean_length']:.0f}"}
+            if (mismatch := logs.get("sampling/sampling_logp_difference/mean")) is not None:
+                shown["mismatch"] = f"{mismatch:.4f}"
+            self.training_bar.set_postfix(shown)
 
 
 def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float) -> dict:
@@ -98,8 +95,9 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
         reward_funcs=exact_answer,
         args=args,
         train_dataset=reinforcement_dataset(),
-        callbacks=[RewardBar()],
     )
+    trainer.remove_callback(ProgressCallback)
+    trainer.add_callback(RewardBar())
 
     def evaluate() -> float:
         generate = policy_sampler(trainer.model, trainer.processing_class, seed=1)

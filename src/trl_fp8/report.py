@@ -16,6 +16,7 @@ from .plan import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 # Table
@@ -106,7 +107,7 @@ def plot_training(
     title: str = "GRPO with FP8 rollouts",
     held_out: Mapping[int, float] | None = None,
 ) -> Path:
-    """Write reward, mismatch, completion length and sync time over the steps as one PNG.
+    """Write `training_figure` as one PNG and return its path.
 
     Args:
         log_history: `trainer.state.log_history`. Series that it lacks get no panel.
@@ -118,6 +119,17 @@ def plot_training(
         ValueError: If `log_history` holds none of the series.
         ImportError: If matplotlib is not installed.
     """
+    figure = training_figure(log_history, title, held_out)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def training_figure(
+    log_history: Iterable[Mapping[str, Any]], title: str, held_out: Mapping[int, float] | None = None
+) -> "Figure":
+    """Reward, mismatch, completion length and sync time over the steps, a panel each."""
     rows = list(log_history)
     found = [(panel, steps, values) for panel in _PANELS for steps, values in [_series(rows, panel)] if steps]
     if not found:
@@ -136,7 +148,7 @@ def plot_training(
     # The object interface with its own canvas: no global backend or open figure of the caller's is touched
     figure = Figure(figsize=(5.6 * columns, 0.6 + 3.2 * lines), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=14, fontweight="bold")
+    figure.suptitle(title, fontsize=14, fontweight="bold", wrap=True)
     last = max(max(steps) for _, steps, _ in found)
     for index, (panel, steps, values) in enumerate(found):
         axes = figure.add_subplot(lines, columns, index + 1)
@@ -146,10 +158,7 @@ def plot_training(
         axes.set_xlim(-0.02 * last, 1.02 * last)
         axes.set_xlabel("step", fontsize=9)
         axes.legend(frameon=False, fontsize=9, loc="best")
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png")
-    return path
+    return figure
 
 
 def moving_mean(values: Sequence[float], window: int) -> list[float]:
@@ -171,14 +180,16 @@ def _draw(axes: "Axes", panel: _Panel, steps: Sequence[int], values: Sequence[fl
         axes.axhline(middle, color=_TREND, linewidth=1.5, label=f"median {middle:.3g}")
     elif len(values) > window:
         axes.plot(steps, moving_mean(values, window), color=_TREND, linewidth=2, label=f"moving mean of {window}")
+    unit = panel.unit
     if min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
+        unit += ", log scale"
         axes.set_yscale("log", subs=(2, 5))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
     axes.set_title(panel.title, fontsize=11, loc="left")
-    axes.set_ylabel(panel.unit, fontsize=9)
+    axes.set_ylabel(unit, fontsize=9)
     axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
