@@ -6,7 +6,7 @@ The policy is pretrained, and stopped early, on two ways to give the same answer
     47+85=(7+5+0=12,4+8+1=13)132          written out with carries, units first: one quarter
 
 Ten pairs of unit digits, 7 and 2 among them, are left out of pretraining. Faced with 47+82 the policy seldom knows the sum, but in
-the tens column of written-out answers it did see 7+2, so that written-out answers are right about three times as often. It
+the tens column of written-out answers it did see 7+2, so that written-out answers are right three to five times as often. It
 copies the mix it was shown all the same. The reward looks at the final number only, and GRPO has to discover that writing
 out pays: reward and completion length rise together.
 
@@ -26,7 +26,8 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
 from math import cos, pi
@@ -60,7 +61,7 @@ Generate = Callable[[list[str]], list[str]]
 
 @dataclass(frozen=True)
 class PretrainRecipe:
-    """Everything that decides the checkpoint, bit for bit on one machine with one thread count. The sizes of all linears are
+    """Everything that decides the checkpoint, bit for bit on one kind of CPU and one release of torch. The sizes of all linears are
     multiples of 128, so that they can be FP8 in 128x128 blocks; lm_head, with its 64 rows, is not."""
 
     arch: str = "qwen3"
@@ -322,9 +323,28 @@ def pretrain(
     recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast, progress: bool = True
 ) -> tuple[Qwen3ForCausalLM, PretrainRecord]:
     """Train on the CPU until `target_accuracy` or `max_steps`, whichever is first. Leaves torch's global generator as it was."""
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.seed)
-        model = build_model(recipe, tokenizer).train()
+        model = build_model(recipe, tokenizer)
+        return model, _train(model, recipe, tokenizer, progress)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The same bits on any number of cores, and no threads that wait for each other where the cores are shared: two threads
+    on two busy cores took over ten times as long as one."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(
+    model: PreTrainedModel, recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast, progress: bool
+) -> PretrainRecord:
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
     problems = split_problems().pretraining
@@ -350,7 +370,8 @@ def pretrain(
                 bar.set_postfix(loss=f"{losses[-1]:.3f}", accuracy=f"{accuracies[-1][1]:.3f}")
                 if accuracies[-1][1] >= recipe.target_accuracy:
                     break
-    return model.eval(), PretrainRecord(tuple(losses), tuple(accuracies), perf_counter() - started)
+    model.eval()
+    return PretrainRecord(tuple(losses), tuple(accuracies), perf_counter() - started)
 
 
 # Cache

@@ -234,6 +234,17 @@ def test_same_seed_same_weights_other_seed_others(task, tokenizer, short):
     assert torch.equal(before, torch.get_rng_state())
 
 
+def test_pretraining_uses_one_thread_and_gives_the_others_back(task, tokenizer, short, monkeypatch):
+    used, loss, threads = [], task._loss, torch.get_num_threads()
+    monkeypatch.setattr(task, "_loss", lambda *given: used.append(torch.get_num_threads()) or loss(*given))
+    try:
+        torch.set_num_threads(2)
+        task.pretrain(replace(short, max_steps=1), tokenizer, progress=False)
+        assert used == [1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_pretraining_stops_at_the_target(task, tokenizer, short):
     _, reached = task.pretrain(replace(short, evaluate_every=2, target_accuracy=0.0), tokenizer, progress=False)
     assert len(reached.losses) == 2 and [step for step, _ in reached.accuracies] == [2]
