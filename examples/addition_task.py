@@ -1,17 +1,17 @@
-"""Two-digit addition for a character model: a task small enough for two CPU cores, with something left for GRPO to find.
+"""Two-digit addition for a character model: small enough for two CPU cores, with something left for GRPO to find.
 
 The policy is pretrained, and stopped early, on two ways to give the same answer:
 
     47+85=132                             direct: three quarters of the rows
     47+85=(7+5+0=12,4+8+1=13)132          written out with carries, units first: one quarter
 
-Ten pairs of unit digits, 7 and 2 among them, are left out of pretraining. Faced with 47+82 the policy seldom knows the sum, but in
-the tens column of written-out answers it did see 7+2, so that written-out answers are right three to five times as often. It
-copies the mix it was shown all the same. The reward looks at the final number only, and GRPO has to discover that writing
-out pays: reward and completion length rise together.
+Ten pairs of unit digits, 7 and 2 among them, are left out of pretraining. Faced with 47+82 the policy seldom knows the
+sum, but in the tens column of written-out answers it did see 7+2, so that written-out answers are right three to five
+times as often. It copies the mix it was shown all the same. The reward looks at the final number only, and GRPO has to
+discover that writing out pays: reward and completion length rise together.
 
-Three disjoint sets: pretraining, reinforcement (unseen by pretraining, for GRPO) and held out (unseen by both). Pretraining stops by
-its accuracy on reinforcement problems, so that nothing is chosen by a look at the held-out ones.
+Three disjoint sets: pretraining, reinforcement (unseen by pretraining, for GRPO) and held out (unseen by both).
+Pretraining stops by its accuracy on reinforcement problems, so that nothing is chosen by a look at the held-out ones.
 
     checkpoint = cached_checkpoint()                                     # about half a minute on two cores, once
     trainer = GRPOTrainer(str(checkpoint), exact_answer, train_dataset=reinforcement_dataset(), ...)
@@ -43,16 +43,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
-# 60 characters and 4 special tokens make 64, the multiple to which vLLM pads a vocabulary. `\ { } $` let the same model
-# be rewarded by verifiers that accept LaTeX only.
+# 60 characters and 4 special tokens make 64, the multiple to which vLLM pads a vocabulary. `\ { } $` let the same
+# model be rewarded by verifiers that accept LaTeX only.
 ALPHABET = "0123456789+-*/=?<>()., :\n" + "abcdefghijklmnopqrstuvwxyz" + "\\{}$^_|;!"
 PROMPT_CHARACTERS = len("47+85=")
 MAX_COMPLETION_TOKENS = 32  # the longest right completion is written out: 22 characters and <eos>
 # Part of the cache key. Raise it when code below changes what the same recipe produces.
 REVISION = 1
 
-# A closed walk over the ten digits: 0 and 7, 7 and 2, ..., 5 and 0. Each digit is once the unit of x and once that of y, and no
-# pair comes with its mirror image, so a problem and its commuted twin are never both unseen.
+# A closed walk over the ten digits: 0 and 7, 7 and 2, ..., 5 and 0. Each digit is once the unit of x and once that of
+# y, and no pair comes with its mirror image, so a problem and its commuted twin are never both unseen.
 _WALK = (0, 7, 2, 9, 4, 1, 6, 8, 3, 5)
 UNSEEN_UNITS = frozenset(zip(_WALK, _WALK[1:] + _WALK[:1], strict=True))
 
@@ -61,8 +61,9 @@ Generate = Callable[[list[str]], list[str]]
 
 @dataclass(frozen=True)
 class PretrainRecipe:
-    """Everything that decides the checkpoint, bit for bit on one kind of CPU and one release of torch. The sizes of all linears are
-    multiples of 128, so that they can be FP8 in 128x128 blocks; lm_head, with its 64 rows, is not."""
+    """Everything that decides the checkpoint, bit for bit on one kind of CPU and one release of torch. The sizes of
+    all linears are multiples of 128, so that they can be FP8 in 128x128 blocks; lm_head, with its 64 rows, is not.
+    """
 
     arch: str = "qwen3"
     hidden_size: int = 128
@@ -71,7 +72,7 @@ class PretrainRecipe:
     kv_heads: int = 2
     head_dim: int = 64
     intermediate_size: int = 256
-    # With the usual 0.02 both styles generalise equally (0.57 direct and 0.60 written out after 300 steps), and writing out pays little
+    # With the usual 0.02 both styles generalise equally (0.57 and 0.60 after 300 steps), and writing out pays little
     initializer_range: float = 0.06
     rope_theta: float = 300.0
     direct_rows: int = 96  # of a batch
@@ -87,7 +88,9 @@ class PretrainRecipe:
 
 @dataclass(frozen=True)
 class PretrainRecord:
-    """How a pretraining went. `losses` in nats per answer character, one per step; `accuracies` are (step, sampled accuracy)."""
+    """How a pretraining went. `losses` in nats per answer character, one per step; `accuracies` are (step, sampled
+    accuracy).
+    """
 
     losses: tuple[float, ...]
     accuracies: tuple[tuple[int, float], ...]
@@ -120,7 +123,8 @@ class Problem:
         units = self.x % 10 + self.y % 10
         carry = units // 10
         tens = self.x // 10 + self.y // 10 + carry
-        return f"({self.x % 10}+{self.y % 10}+0={units:02d},{self.x // 10}+{self.y // 10}+{carry}={tens:02d}){self.answer}"
+        units_column = f"{self.x % 10}+{self.y % 10}+0={units:02d}"
+        return f"({units_column},{self.x // 10}+{self.y // 10}+{carry}={tens:02d}){self.answer}"
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,9 @@ class ProblemSplit:
 
 @cache
 def split_problems() -> ProblemSplit:
-    """All 8100 problems. Those whose unit digits are in UNSEEN_UNITS, 810, are not pretrained on; a shuffle halves them."""
+    """All 8100 problems. Those whose unit digits are in UNSEEN_UNITS, 810, are not pretrained on; a shuffle halves
+    them.
+    """
     problems = [Problem(x, y) for x in range(10, 100) for y in range(10, 100)]
     pretraining = [p for p in problems if (p.x % 10, p.y % 10) not in UNSEEN_UNITS]
     unseen = [p for p in problems if (p.x % 10, p.y % 10) in UNSEEN_UNITS]
@@ -164,8 +170,9 @@ def exact_answer(completions: Sequence[str], answer: Sequence[str], **kwargs: ob
 
 
 def held_out_accuracy(generate: Generate, samples: int = 1) -> float:
-    """Mean reward over `samples` completions of each of the 405 held-out problems; with one sample its standard error is at most
-    0.025. `generate` maps prompts to completions, in order: any engine's, or `policy_sampler`."""
+    """Mean reward over `samples` completions of each of the 405 held-out problems; with one sample its standard error
+    is at most 0.025. `generate` maps prompts to completions, in order: any engine's, or `policy_sampler`.
+    """
     return _accuracy(generate, split_problems().held_out * samples)
 
 
@@ -181,7 +188,9 @@ def policy_sampler(
     seed: int = 0,
     max_tokens: int = MAX_COMPLETION_TOKENS,
 ) -> Generate:
-    """Prompts to completions with the model's own forward. Has its own generator: sampling leaves torch's global one alone."""
+    """Prompts to completions with the model's own forward. Has its own generator: sampling leaves torch's global one
+    alone.
+    """
 
     def generate(prompts: list[str]) -> list[str]:
         ids_BT = torch.tensor(_character_ids(tokenizer, prompts), device=model.device)
@@ -204,8 +213,9 @@ def _sample(
     generator: torch.Generator,
     max_tokens: int,
 ) -> list[list[int]]:
-    """Token ids per prompt, without <eos>. Prompts are equally long, so nothing is padded; rows that have ended leave the batch
-    and the cache, as three quarters do after four characters."""
+    """Token ids per prompt, without <eos>. Prompts are equally long, so nothing is padded; rows that have ended leave
+    the batch and the cache, as three quarters do after four characters.
+    """
     sampled = [[] for _ in prompt_BT]
     running_B = torch.arange(len(prompt_BT), device=prompt_BT.device)
     next_BT, past = prompt_BT, None
@@ -302,8 +312,9 @@ def _rows(tokenizer: PreTrainedTokenizerFast, answers: Sequence[str]) -> _Rows:
 
 
 def _loss(model: PreTrainedModel, batch: Sequence[_Rows]) -> torch.Tensor:
-    """Mean over all answer characters of all parts. One forward per style: padding direct rows to the length of written-out
-    ones would double the work."""
+    """Mean over all answer characters of all parts. One forward per style: padding direct rows to the length of
+    written-out ones would double the work.
+    """
     total, characters = torch.zeros(()), 0
     for rows in batch:
         logits_BTV = model(input_ids=rows.ids_BT[:, :-1], use_cache=False).logits
@@ -322,7 +333,9 @@ def _learning_rate_factor(step: int, recipe: PretrainRecipe) -> float:
 def pretrain(
     recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast, progress: bool = True
 ) -> tuple[Qwen3ForCausalLM, PretrainRecord]:
-    """Train on the CPU until `target_accuracy` or `max_steps`, whichever is first. Leaves torch's global generator as it was."""
+    """Train on the CPU until `target_accuracy` or `max_steps`, whichever is first. Leaves torch's global generator as
+    it was.
+    """
     with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.seed)
         model = build_model(recipe, tokenizer)
@@ -331,8 +344,9 @@ def pretrain(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The same bits on any number of cores, and no threads that wait for each other where the cores are shared: two threads
-    on two busy cores took over ten times as long as one."""
+    """The same bits on any number of cores, and no threads that wait for each other where the cores are shared: two
+    threads on two busy cores took over ten times as long as one.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -388,8 +402,9 @@ def checkpoint_name(recipe: PretrainRecipe) -> str:
 
 
 def publish(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Let `write` fill a temporary neighbour of `folder`, then rename it: `folder` is complete or does not exist. Of two processes
-    that publish at once the first wins; the loser's work is dropped."""
+    """Let `write` fill a temporary neighbour of `folder`, then rename it: `folder` is complete or does not exist. Of
+    two processes that publish at once the first wins; the loser's work is dropped.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -408,7 +423,9 @@ def publish(folder: Path, write: Callable[[Path], None]) -> Path:
 def cached_checkpoint(
     recipe: PretrainRecipe = PretrainRecipe(), cache_folder: Path | None = None, progress: bool = True
 ) -> Path:
-    """Folder of the pretrained policy, an ordinary Hugging Face checkpoint in bfloat16; pretrained now if it is not cached."""
+    """Folder of the pretrained policy, an ordinary Hugging Face checkpoint in bfloat16; pretrained now if it is not
+    cached.
+    """
     folder = (cache_folder or default_cache()) / checkpoint_name(recipe)
     return folder if folder.is_dir() else publish(folder, lambda unfinished: _make(recipe, unfinished, progress))
 
@@ -418,8 +435,9 @@ def _make(recipe: PretrainRecipe, folder: Path, progress: bool) -> None:
     model, record = pretrain(recipe, tokenizer, progress)
     if record.accuracy < recipe.minimum_accuracy:
         raise RuntimeError(
-            f"pretraining with seed={recipe.seed} reached an accuracy of {record.accuracy:.3f} in max_steps={recipe.max_steps}, "
-            f"below minimum_accuracy={recipe.minimum_accuracy}: GRPO needs right answers to start from; change seed"
+            f"pretraining with seed={recipe.seed} reached an accuracy of {record.accuracy:.3f} in "
+            f"max_steps={recipe.max_steps}, below minimum_accuracy={recipe.minimum_accuracy}: "
+            "GRPO needs right answers to start from; change seed"
         )
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -38,6 +38,13 @@ def short(task):
     return task.PretrainRecipe(max_steps=5, warmup_steps=1, evaluate_every=100, minimum_accuracy=0.0)
 
 
+@pytest.fixture(scope="module")
+def trained(task, tokenizer, short):
+    """Weights and record of one run of `short`."""
+    model, record = task.pretrain(short, tokenizer, progress=False)
+    return state_of(model), record
+
+
 def state_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -210,8 +217,8 @@ def test_labels_are_the_answer_and_its_end_alone(task, tokenizer):
         )
 
 
-def test_five_steps_lower_the_loss(task, tokenizer, short):
-    _, record = task.pretrain(short, tokenizer, progress=False)
+def test_five_steps_lower_the_loss(trained):
+    record = trained[1]
     # An untrained model is near the uniform guess over 64 tokens; knowing only which 15 characters occur in answers
     # (digits, four signs, <eos>) would already save ln 64 - ln 15 = 1.45 nats. Half of that is asked for.
     assert record.losses[0] == pytest.approx(math.log(64), abs=0.5)
@@ -219,19 +226,14 @@ def test_five_steps_lower_the_loss(task, tokenizer, short):
     assert len(record.losses) == 5 and record.accuracies == ()
 
 
-def test_same_seed_same_weights_other_seed_others(task, tokenizer, short):
-    torch.manual_seed(11)
+def test_same_seed_same_weights_other_seed_others(task, tokenizer, short, trained):
+    torch.manual_seed(11)  # must not matter, and must not be touched
     before = torch.get_rng_state()
-    runs = []
-    for seed in (0, 0, 1):
-        model, record = task.pretrain(replace(short, max_steps=3, seed=seed), tokenizer, progress=False)
-        runs.append((state_of(model), record.losses))
-        torch.randn(3)  # must not matter
-    assert equal_states(runs[0][0], runs[1][0]) and runs[0][1] == runs[1][1]
-    assert not equal_states(runs[0][0], runs[2][0])
-    torch.manual_seed(11)
-    task.pretrain(replace(short, max_steps=1), tokenizer, progress=False)
+    again, record = task.pretrain(short, tokenizer, progress=False)
     assert torch.equal(before, torch.get_rng_state())
+    assert equal_states(state_of(again), trained[0]) and record.losses == trained[1].losses
+    other, _ = task.pretrain(replace(short, seed=1), tokenizer, progress=False)
+    assert not equal_states(state_of(other), trained[0])
 
 
 def test_pretraining_uses_one_thread_and_gives_the_others_back(task, tokenizer, short, monkeypatch):
@@ -269,16 +271,15 @@ def test_unknown_architecture_is_named(task, tokenizer):
 # Cache
 
 
-def test_checkpoint_is_made_once_and_loads_anywhere(task, short, tmp_path, monkeypatch):
+def test_checkpoint_is_made_once_and_loads_anywhere(task, short, trained, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folder = task.cached_checkpoint(short, progress=False)
     assert folder.parent == tmp_path / "trl-fp8"
     assert sum(file.stat().st_size for file in folder.iterdir()) < 1e6
-    trained, record = task.pretrain(short, task.build_tokenizer(), progress=False)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.bfloat16
-    assert equal_states(loaded.state_dict(), state_of(trained.to(torch.bfloat16)))
-    assert json.loads((folder / "pretraining.json").read_text())["losses"] == list(record.losses)
+    assert equal_states(loaded.state_dict(), {name: one.to(torch.bfloat16) for name, one in trained[0].items()})
+    assert json.loads((folder / "pretraining.json").read_text())["losses"] == list(trained[1].losses)
     assert (
         AutoTokenizer.from_pretrained(folder)("47+85=")["input_ids"] == task.build_tokenizer()("47+85=")["input_ids"]
     )

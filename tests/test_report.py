@@ -128,9 +128,7 @@ def test_nothing_is_cut_off_or_overlaps_whatever_the_size_of_the_numbers(scale):
     renderer = figure.canvas.get_renderer()
     width, height = figure.canvas.get_width_height()
     boxes = [axes.get_tightbbox(renderer) for axes in figure.axes]
-    boxes += [text.get_window_extent(renderer) for text in figure.texts] + [
-        figure._suptitle.get_window_extent(renderer)
-    ]
+    boxes += [text.get_window_extent(renderer) for text in figure.texts]  # the title
     assert len(boxes) == 5
     assert all(box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height for box in boxes)
     assert not any(one.overlaps(other) for i, one in enumerate(boxes) for other in boxes[:i])

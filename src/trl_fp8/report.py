@@ -1,7 +1,7 @@
 """What a run came to: a plain-text table of its summary and one picture of its training.
 
-Both take plain data, a summary and `trainer.state.log_history` or their JSON, so that a finished run can be reported again from
-its folder. What was not measured is left out: a missing row or panel is never a zero.
+Both take plain data, a summary and `trainer.state.log_history` or their JSON, so that a finished run can be reported
+again from its folder. What was not measured is left out: a missing row or panel is never a zero.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,8 +26,9 @@ def demo_table(summary: Mapping[str, Any]) -> str:
     """One line per measured fact of `summary`, in a fixed order, then whatever else it holds under its own names.
 
     Args:
-        summary: As in `outputs/demo/summary.json`. None means "not measured". Two keys that make one line (reward at start and
-            at end, bytes in BF16 and in the engine) stand alone under their names where the other is missing.
+        summary: As in `outputs/demo/summary.json`. None means "not measured". Two keys that make one line (reward at
+            start and at end, bytes in BF16 and in the engine) stand alone under their names where the other is
+            missing.
     """
     measured = {key: value for key, value in summary.items() if value not in (None, {}, [])}
     lines = []
@@ -80,8 +81,10 @@ _LINES: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
 
 @dataclass(frozen=True)
 class _Panel:
-    """One curve over the steps. `unit` is the axis label; logged values are multiplied by `factor` to be in it. `steady` values
-    are expected to stay put: they get their median, which one slow step does not move, instead of a moving mean."""
+    """One curve over the steps. `unit` is the axis label; logged values are multiplied by `factor` to be in it.
+    `steady` values are expected to stay put: they get their median, which one slow step does not move, instead of a
+    moving mean.
+    """
 
     key: str
     title: str
@@ -134,7 +137,7 @@ def training_figure(
     found = [(panel, steps, values) for panel in _PANELS for steps, values in [_series(rows, panel)] if steps]
     if not found:
         raise ValueError(
-            f"log_history with {len(rows)} entries: no entry has a finite value of {', '.join(p.key for p in _PANELS)}; "
+            f"log_history with {len(rows)} entries: none has a finite value of {', '.join(p.key for p in _PANELS)}; "
             "train with logging_steps=1 and pass trainer.state.log_history"
         )
     try:
@@ -148,7 +151,7 @@ def training_figure(
     # The object interface with its own canvas: no global backend or open figure of the caller's is touched
     figure = Figure(figsize=(5.6 * columns, 0.6 + 3.2 * lines), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize=14, fontweight="bold", wrap=True)
+    figure.suptitle(title, fontsize=14, fontweight="bold")
     last = max(max(steps) for _, steps, _ in found)
     for index, (panel, steps, values) in enumerate(found):
         axes = figure.add_subplot(lines, columns, index + 1)
@@ -167,7 +170,9 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def _series(rows: Sequence[Mapping[str, Any]], panel: _Panel) -> tuple[list[int], list[float]]:
-    """Steps in order and their values, without NaN and Inf. A step logged twice, by a resumed run, counts once: the last time."""
+    """Steps in order and their values, without NaN and Inf. A step logged twice, by a resumed run, counts once: the
+    last time.
+    """
     logged = {row["step"]: row[panel.key] for row in rows if "step" in row and panel.key in row}
     points = [(step, panel.factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
     return [step for step, _ in points], [value for _, value in points]
@@ -208,7 +213,7 @@ def _mark_held_out(axes: "Axes", held_out: Mapping[int, float]) -> None:
         label="held-out problems",
     )
     for step, reward in zip(steps, rewards, strict=True):
-        # Inwards of the first and the last step, and on the side that a rising curve leaves free
-        offset, side = ((8, -14), "left") if step == steps[0] else ((-8, 8), "right")
+        # Inwards of the panel, and below: rewards rise, so that their curve is above
+        offset, side = ((8, -16), "left") if step == steps[0] else ((-4, -18), "right")
         axes.annotate(f"{reward:.2f}", (step, reward), offset, "data", "offset points", ha=side, color=_HELD_OUT)
     axes.set_ylim(top=max(axes.get_ylim()[1], 1.15 * max(rewards)))
