@@ -114,7 +114,12 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
     folder = Path(args.output_dir)
     if trainer.accelerator.is_main_process:
         (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        plot_training(trainer.state.log_history, folder / "report.png", title="GRPO with FP8 rollouts: addition")
+        plot_training(
+            trainer.state.log_history,
+            folder / "report.png",
+            title="GRPO with FP8 rollouts: addition",
+            held_out={0: summary["reward_start"], summary["steps"]: summary["reward_end"]},
+        )
         print(f"\n{demo_table(summary)}\n\nwritten: {folder / 'summary.json'}, {folder / 'report.png'}")
 
 

@@ -67,7 +67,8 @@ class FP8GRPOConfig(GRPOConfig):
         default=1.05,
         metadata={
             "help": "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
-            "calibration did not see. At least 1. The scale is then rounded up to a power of two."
+            "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen. The "
+            "scale is then rounded up to a power of two."
         },
     )
     kv_calibration_tokens: int = field(

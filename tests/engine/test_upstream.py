@@ -47,6 +47,7 @@ def test_trl_methods_that_are_overridden_or_called():
     ]
     assert list(inspect.signature(GRPOTrainer._generate).parameters) == ["self", "prompts"]
     assert list(inspect.signature(GRPOTrainer._tokenize_prompts).parameters) == ["self", "prompts"]
+    assert "return prompt_ids, completion_ids, " in inspect.getsource(GRPOTrainer._generate)
     assert list(inspect.signature(VLLMGeneration.sync_weights).parameters) == ["self"]
     assert inspect.isgeneratorfunction(VLLMGeneration._iter_named_params)
     source = inspect.getsource(VLLMGeneration.generate)

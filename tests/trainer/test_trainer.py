@@ -131,6 +131,30 @@ def test_evaluation_and_metrics_of_both_modes(checkpoint, tmp_path):
 
 
 @pytest.mark.engine
+def test_prompts_alone_are_given_twice_the_margin(checkpoint, tmp_path):
+    with training(checkpoint("qwen3"), arguments(tmp_path)) as trainer:
+        trainer._coming_prompts, trainer._recent_rollouts = [[5, 6, 7]], []
+        first = trainer._calibrate_kv_scales().values
+        trainer._recent_rollouts = [[5, 6, 7]]
+        assert torch.equal(first, 2 * trainer._calibrate_kv_scales().values)
+
+
+@pytest.mark.engine
+def test_a_rollout_function_is_synced_calibrated_and_logged_too(checkpoint, tmp_path):
+    def rollout(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        prompt_ids, completion_ids, logprobs, _ = trainer.vllm_generation.generate(ids, None, 1)
+        logprobs = [[token[0] for token in sequence] for sequence in logprobs]
+        return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": logprobs}
+
+    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2), rollout_func=rollout) as trainer:
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "loss" in row]
+        assert all(row["fp8/sync_seconds"] > 0 and row["mismatch/k3_kl"] > 0 for row in rows)
+        assert len(trainer._recent_rollouts) == 8
+
+
+@pytest.mark.engine
 def test_lora_trains_and_adapters_are_unmerged_after_a_broken_sync(checkpoint, tmp_path):
     from peft import LoraConfig
 

