@@ -237,6 +237,8 @@ def test_same_seed_same_weights_other_seed_others(task, tokenizer, short, traine
 
 
 def test_pretraining_uses_one_thread_and_gives_the_others_back(task, tokenizer, short, monkeypatch):
+    # vLLM's CPU worker replaces torch.set_num_threads for the whole process; engines of other tests may have run here
+    monkeypatch.setattr(torch, "set_num_threads", torch._C.set_num_threads)
     used, loss, threads = [], task._loss, torch.get_num_threads()
     monkeypatch.setattr(task, "_loss", lambda *given: used.append(torch.get_num_threads()) or loss(*given))
     try:

@@ -11,6 +11,8 @@ from hub_stand_in import HubStandIn
 from safetensors.torch import load
 
 
+# What engines of other tests in this process leave behind, and what forbids the network
+FOREIGN = ("HF_HUB_OFFLINE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -27,7 +29,7 @@ with training({checkpoint!r}, args) as trainer:
 def test_push_to_hub_writes_the_high_precision_policy_and_a_card(checkpoint, tmp_path):
     paths = dict(tests=str(Path(__file__).parents[1]), output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
     with HubStandIn() as hub:
-        environment = {k: v for k, v in os.environ.items() if k not in ("HF_HUB_OFFLINE", "RANK", "WORLD_SIZE")}
+        environment = {k: v for k, v in os.environ.items() if k not in FOREIGN}
         environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT.format(**paths)],
