@@ -1,7 +1,7 @@
 """Apply a rollout correction to a generation batch as TRL lays it out, and say what it did.
 
 TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
-them; where TRL itself can express the correction, its ratio is left as it computed it and only metrics are added.
+them; where TRL computed the very ratio that the correction asks for, only metrics are added.
 
     importance_sampling_ratio   the correction's weights
     tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
@@ -18,7 +18,11 @@ from .numerics.mismatch import mismatch_tally, summarize_mismatch
 
 
 def apply_correction(
-    batch: dict[str, torch.Tensor], correction: RolloutCorrection, accelerator: Accelerator
+    batch: dict[str, torch.Tensor],
+    correction: RolloutCorrection,
+    accelerator: Accelerator,
+    *,
+    ratio_from_trl: bool = False,
 ) -> dict[str, float]:
     """Correct `batch` in place; one gather over ranks and one host synchronization.
 
@@ -26,6 +30,7 @@ def apply_correction(
         batch: TRL's output for one generation batch, with `old_per_token_logps` and `sampling_per_token_logps` [B, T].
         correction: What to do.
         accelerator: For the collectives; every rank must call this.
+        ratio_from_trl: The batch's `importance_sampling_ratio` is the correction's already.
 
     Returns:
         `mismatch/*` and `correction/*` metrics over all ranks, of the raw ratios and the mask before rejection.
@@ -37,7 +42,7 @@ def apply_correction(
     corrected = correct_rollout(
         trainer_BT, rollout_BT, mask_BT, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum")
     )
-    if correction.trl_mode is None:
+    if not ratio_from_trl:
         batch["importance_sampling_ratio"] = corrected.loss_weights
         if correction.denominator == "shrink":
             batch["tool_mask"] = corrected.loss_mask

@@ -177,10 +177,13 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self.correction is None:
             return output
         logged = self._metrics["train" if self.model.training else "eval"]
-        if self.correction.trl_mode is None:  # TRL described a ratio that is not used
+        wanted = self.correction.trl_mode, self.correction.bound_min, self.correction.bound_max
+        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        from_trl = wanted == (self.vllm_importance_sampling_mode, *bounds)
+        if not from_trl:  # TRL described a ratio that is not used
             for statistic in ("min", "mean", "max"):
                 logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(output, self.correction, self.accelerator)
+        metrics = apply_correction(output, self.correction, self.accelerator, ratio_from_trl=from_trl)
         for name, value in metrics.items():
             logged[name].append(value)
         for name, text in health_warnings(metrics, self.correction).items():

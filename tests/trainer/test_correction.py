@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from trainer.runs import arguments, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
+from trl_fp8.correction import apply_correction
 from trl_fp8.numerics.presets import PRESETS, correction_from
 from trl_fp8.numerics.rejection import Rejection
 
@@ -64,9 +65,34 @@ def test_every_preset_runs_three_steps(checkpoint, tmp_path):
             assert logged == rules
 
 
+@pytest.mark.engine
+def test_a_preset_that_trl_could_express_is_what_the_loss_gets(checkpoint, tmp_path):
+    """TRL computes its own mode beside it (token_truncate at 2), which must not win."""
+    batches = []
+    narrow = '{"bound": "mask", "bound_min": 0.95, "bound_max": 1.05}'
+    with training(checkpoint("qwen3"), arguments(tmp_path, rollout_correction=narrow, max_steps=1)) as trainer:
+        assert trainer.correction.trl_mode == "token_mask"
+        original = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: batches.append(original(inputs)) or batches[0]
+        trainer.train()
+        assert "sampling/importance_sampling_ratio/mean" not in rows(trainer)[0]
+    batch = batches[0]
+    raw = torch.exp((batch["old_per_token_logps"] - batch["sampling_per_token_logps"]) * batch["completion_mask"])
+    outside = (raw < 0.95) | (raw > 1.05)
+    assert outside.any() and torch.equal(batch["importance_sampling_ratio"], raw.masked_fill(outside, 0))
+
+
+@pytest.mark.engine
+def test_thresholds_are_warned_about_once(checkpoint, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING), training(checkpoint("qwen3"), arguments(tmp_path)) as trainer:
+        trainer.train()
+        assert all(row["mismatch/token_mult_prob_error"] > 1.05 for row in rows(trainer))  # random weights
+    assert sum("token_mult_prob_error" in record.message for record in caplog.records) == 1
+
+
 @pytest.fixture(scope="module")
 def scored(checkpoint, tmp_path_factory):
-    """A trainer after one step, and the batch of that step as TRL scored it."""
+    """A trainer after one step, and the batch of that step as TRL scored it. No other engine may start while it lives."""
     batches = []
     args = arguments(tmp_path_factory.mktemp("scored"), max_steps=1, rollout_correction="monitor")
     with training(checkpoint("qwen3"), args) as trainer:
@@ -88,11 +114,9 @@ def loss_of(trainer, batch):
     return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 
-def corrected(trainer, batch, correction):
-    from trl_fp8.correction import apply_correction
-
+def corrected(trainer, batch, correction, **options):
     batch = dict(batch)
-    metrics = apply_correction(batch, correction, trainer.accelerator)
+    metrics = apply_correction(batch, correction, trainer.accelerator, **options)
     return batch, metrics
 
 
@@ -102,9 +126,6 @@ def test_equal_log_probs_give_trls_uncorrected_loss_bit_for_bit(name, scored):
     trainer, batch = scored
     equal = dict(batch, sampling_per_token_logps=batch["old_per_token_logps"].clone())
     equal.pop("importance_sampling_ratio")
-    if (mode := PRESETS[name].correction.trl_mode) is not None:  # then TRL's own ratio stays, exp(0)
-        width = 1 if mode.startswith("sequence") else equal["completion_ids"].shape[1]
-        equal["importance_sampling_ratio"] = torch.ones(len(equal["completion_ids"]), width)
     ours, metrics = corrected(trainer, equal, PRESETS[name].correction)
     assert torch.equal(ours["importance_sampling_ratio"], torch.ones_like(ours["importance_sampling_ratio"]))
     assert metrics["mismatch/logp_difference_max"] == 0 and metrics["correction/fraction_masked_tokens"] == 0
@@ -121,7 +142,7 @@ def test_equal_log_probs_give_trls_uncorrected_loss_bit_for_bit(name, scored):
 def test_trls_modes_are_left_to_trl(mode, scored):
     trainer, batch = scored
     correction = RolloutCorrection.from_trl_mode(mode, None, 2.0)
-    ours, metrics = corrected(trainer, batch, correction)
+    ours, metrics = corrected(trainer, batch, correction, ratio_from_trl=True)
     assert ours["importance_sampling_ratio"] is batch["importance_sampling_ratio"]
     assert ours["num_items_in_batch"] is batch["num_items_in_batch"] and "tool_mask" not in ours
     assert metrics["correction/ratio_max"] > 0
@@ -163,14 +184,6 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
     real = batch["completion_mask"].bool()
     assert torch.equal(ours["old_per_token_logps"][real], batch["sampling_per_token_logps"][real])
     assert not torch.equal(ours["old_per_token_logps"][real], batch["old_per_token_logps"][real])
-
-
-@pytest.mark.engine
-def test_thresholds_are_warned_about_once(checkpoint, tmp_path, caplog):
-    with caplog.at_level(logging.WARNING), training(checkpoint("qwen3"), arguments(tmp_path)) as trainer:
-        trainer.train()
-        assert all(row["mismatch/token_mult_prob_error"] > 1.05 for row in rows(trainer))  # random weights
-    assert sum("token_mult_prob_error" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,15 @@ import dataclasses
 import inspect
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.runs import arguments, dataset, training
+from trainer.runs import arguments, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
 
@@ -175,3 +177,28 @@ def test_lora_trains_and_adapters_are_unmerged_after_a_broken_sync(checkpoint, t
         # merge and unmerge round once each in fp32
         assert all((after[name] - base[name]).abs().max() <= 2**-22 * base[name].abs().max() for name in base)
         assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+
+def test_trls_config_is_refused_with_the_remedy(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match=r"args is a GRPOConfig.*FP8GRPOConfig\(\.\.\.\)"):
+        FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path, GRPOConfig), dataset())
+
+
+def test_fsdp1_from_the_launcher_is_refused(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_fp8.trainer.DistributedBackend", lambda accelerator: SimpleNamespace(fsdp_version=1))
+    with pytest.raises(
+        ValueError, match="fsdp_version: 1 in the accelerate configuration selects FSDP1.*fsdp_version: 2"
+    ):
+        FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path), dataset())
+
+
+def test_a_model_that_vllm_cannot_find_is_refused(tmp_path):
+    model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+    with pytest.raises(ValueError, match="no name_or_path.*save_pretrained"):
+        FP8GRPOTrainer(model, reward_digits, arguments(tmp_path), dataset(), processing_class=tiny_models.tokenizer())
+
+
+def test_a_model_with_nothing_to_quantize_is_refused_before_an_engine_starts(checkpoint, tmp_path):
+    small = checkpoint("qwen3", hidden_size=64, intermediate_size=96)
+    with pytest.raises(ValueError, match=r"(?s)none of the 15 linear layers .* not a multiple of 128"):
+        FP8GRPOTrainer(small, reward_digits, arguments(tmp_path), dataset())
