@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
+from trl_fp8.engine.arguments import Device, engine_arguments
 from trl_fp8.engine.cpu_attention import reference_attention
 from trl_fp8.engine.cpu_kernel import register_cpu_kernel
 from trl_fp8.engine.generation import FP8VLLMGeneration
@@ -34,12 +36,15 @@ def start(
 ):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    if torch.cuda.is_available():
+        model = model.cuda()
+        engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
     return generation(
         recipe=recipe_for_model(model, **recipe_flags),
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         model=model,
-        accelerator=Accelerator(cpu=True),
+        accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
         max_model_length=64,
         max_num_seqs=8,
@@ -58,18 +63,21 @@ def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | Non
     stream = weight_stream(generation.model.named_parameters(), recipe, kv_scales, StreamReport())
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
     ensure_master_addr_port()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    on_gpu = torch.cuda.is_available()
+    device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
+    sizes = {"max_num_seqs": 8, "max_model_len": 64}
+    arguments = engine_arguments(recipe, generation.model.config, device, **sizes, user=generation.engine_kwargs)
+    arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
+    del arguments["hf_overrides"]  # the checkpoint's own config says it
     register_cpu_kernel()
-    with reference_attention() if recipe.fp8_kv_cache else nullcontext():
+    with reference_attention() if recipe.fp8_kv_cache and not on_gpu else nullcontext():
         return LLM(
             model=str(folder),
-            dtype="bfloat16",
-            kv_cache_dtype=recipe.kv_cache_dtype,
-            enforce_eager=True,
-            max_model_len=64,
-            max_num_seqs=8,
-            kv_cache_memory_bytes=2**24,
             distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",
+            **sizes,
+            **arguments,
         )
 
 
@@ -98,7 +106,7 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
 
 
 def some_scales(layers: int, step: int) -> KVScales:
