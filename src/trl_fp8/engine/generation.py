@@ -129,7 +129,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                 engine refuses to generate until a sync succeeds.
         """
         start = time.perf_counter()
-        require_finite(self.model)
+        require_finite(self.model, _all_reduce_max if self.accelerator.num_processes > 1 else None)
         self._wake_weights()
         kv_scales = self.calibrate() if self.recipe.fp8_kv_cache else None
         calibrated = time.perf_counter()
@@ -206,6 +206,10 @@ class FP8VLLMGeneration(VLLMGeneration):
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
         return audited
+
+
+def _all_reduce_max(tensor: torch.Tensor) -> None:
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
 
 
 class _Timed:

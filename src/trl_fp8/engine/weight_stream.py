@@ -10,7 +10,7 @@ Nothing here loads, and nothing is kept: at most one parameter's copies exist be
 Yielded tensors never alias the policy where it could change under the consumer (merged adapters are unmerged again).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -114,25 +114,30 @@ def kv_scale_stream(kv_scales: KVScales) -> Iterator[Named]:
             yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
 
 
-def require_finite(model: nn.Module) -> None:
+def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
     """Raise `ValueError` naming the parameters of `model` that hold NaN or infinite values.
 
     Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
-    once (its local shard under FSDP2) and waits for the device once.
+    once and waits for the device once.
+
+    Args:
+        model: The policy. Under FSDP2 its local shards are read; under ZeRO-3 there is nothing to read here.
+        reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
+            went on alone would wait for the others in the next gather.
     """
-    named = [
-        (name, local)
-        for name, parameter in model.named_parameters()
-        if (local := _local(parameter.detach())).numel() and local.is_floating_point()
-    ]
-    if not named:
-        return
-    largest = torch.stack(torch._foreach_norm([tensor for _, tensor in named], torch.inf)).float()
-    bad = [checkpoint_name(named[i][0]) for i in (~torch.isfinite(largest)).nonzero().flatten().tolist()]
-    if bad:
-        listed = ", ".join(bad[:8]) + (f" and {len(bad) - 8} more" if len(bad) > 8 else "")
+    named = [(name, _local(p.detach())) for name, p in model.named_parameters() if p.is_floating_point()]
+    held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
+    bad = torch.zeros(len(named), device=named[0][1].device)
+    if held:
+        largest = torch.stack(torch._foreach_norm([named[index][1] for index in held], torch.inf))
+        bad[held] = (~torch.isfinite(largest)).float()
+    if reduce_max is not None:
+        reduce_max(bad)
+    names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
+    if names:
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ValueError(
-            f"the policy holds NaN or infinite values in {len(bad)} of {len(named)} parameters: {listed}. Nothing was "
+            f"the policy holds NaN or infinite values in {len(names)} of {len(named)} parameters: {listed}. Nothing was "
             "sent; the engine still serves the previous weights. Look at the last optimizer step (learning_rate, "
             "max_grad_norm, loss), and resume from the last good checkpoint."
         )

@@ -1,0 +1,84 @@
+"""What goes out to the engine, without an engine: names, order, dtypes, aliases, and what is refused."""
+
+import pytest
+import tiny_models
+import torch
+
+from trl_fp8.engine.weight_stream import StreamReport, require_finite, weight_stream
+from trl_fp8.numerics.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.numerics.kv_scales import KVScales
+from trl_fp8.recipe import recipe_for_model
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+
+
+def stream(model, **options):
+    recipe = recipe_for_model(model, **options)
+    scales = KVScales(torch.full((2, 3), 0.25))
+    return list(weight_stream(model.named_parameters(), recipe, scales, StreamReport())), recipe
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_fp8_weights_are_those_of_the_bf16_rounded_policy(model, scale_format):
+    sent, recipe = stream(model, scale_format=scale_format)
+    tensors = dict(sent)
+    assert len(tensors) == len(sent) == 25 + 14 + 6
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") in recipe.fp8_modules:
+            expected = quantize_weight(parameter.detach().bfloat16(), scale_format)
+            from_master = quantize_weight(parameter.detach(), scale_format)
+            assert torch.equal(tensors[name].view(torch.uint8), expected.qdata.view(torch.uint8))
+            assert torch.equal(tensors[f"{name}_scale_inv"], expected.scale)
+            # two roundings are not one: this is what quantizing the fp32 master would have sent
+            assert not torch.equal(dequantize_weight(expected, torch.float32), dequantize_weight(from_master))
+        else:
+            assert torch.equal(tensors[name], parameter.detach().bfloat16())
+
+
+def test_kv_scales_come_last_and_scales_follow_their_weight(model):
+    names = [name for name, _ in stream(model)[0]]
+    assert all(name.endswith(("q_scale", "k_scale", "v_scale")) for name in names[-6:])
+    for index, name in enumerate(names):
+        if name.endswith("_scale_inv"):
+            assert names[index - 1] == name.removesuffix("_scale_inv")
+
+
+def test_nothing_aliases_a_policy_that_will_change(model):
+    model = model.bfloat16()
+    recipe = recipe_for_model(model)
+    owned = {parameter.data_ptr() for parameter in model.parameters()}
+    for copy, expected in ((True, 0), (False, 11)):  # embedding, head, final norm and 4 norms in each of 2 layers
+        sent = weight_stream(model.named_parameters(), recipe, None, StreamReport(), copy=copy)
+        assert sum(tensor.data_ptr() in owned for _, tensor in sent) == expected
+
+
+def test_a_module_that_vanished_is_named(model):
+    recipe = recipe_for_model(model)
+    parameters = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]
+    with pytest.raises(RuntimeError, match=r"no weight for 1 modules .*model\.layers\.1\.mlp\.up_proj"):
+        list(weight_stream(parameters, recipe, None, StreamReport()))
+
+
+def test_all_ranks_refuse_what_one_of_them_saw(model):
+    require_finite(model)
+    seen = []
+
+    def other_rank_saw_the_third(flags):
+        seen.append(flags.clone())
+        flags[2] = 1
+
+    with pytest.raises(ValueError, match=f"1 of 25 parameters: {list(dict(model.named_parameters()))[2]}"):
+        require_finite(model, other_rank_saw_the_third)
+    assert seen[0].shape == (25,) and seen[0].count_nonzero() == 0
+
+
+def test_parameters_that_live_elsewhere_are_no_evidence(model):
+    model.lm_head.weight.data = torch.empty(0)  # as ZeRO-3 leaves them
+    require_finite(model)
+    model.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(ValueError, match="1 of 25 parameters: model.norm.weight"):
+        require_finite(model)
