@@ -84,7 +84,10 @@ def test_with_fp8_off_trls_freedom_is_untouched(flags):
 
 def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("output_dir: out\nuse_cpu: true\nkv_scale_margin: 1.5\nfp8_ignored_modules: [a.b, c.d]\n")
+    path.write_text(
+        "output_dir: out\nuse_cpu: true\nkv_scale_margin: 1.5\nfp8_ignored_modules: [a.b, c.d]\n"
+        "rollout_correction: {level: geometric, bound_max: 1.5, reject: ['token_veto:1e-4:']}\n"
+    )
     parser = TrlParser(FP8GRPOConfig)
     engine = '{"enforce_eager": true, "max_num_batched_tokens": 512}'
     words = [
@@ -98,6 +101,7 @@ def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
         "fp8",
     ]
     (made,) = parser.parse_args_and_config(words)
+    assert made.correction.level == "geometric" and made.correction.reject[0].statistic == "token_veto"
     assert made.kv_scale_margin == 1.5 and made.fp8_ignored_modules == ["a.b", "c.d"] and not made.fp8_weights
     assert made.vllm_engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 512}
     (bounded,) = parser.parse_args_and_config(["--config", str(path), "--vllm_importance_sampling_clip_max", "2.5"])
