@@ -41,8 +41,9 @@ def test_every_loss_trains_with_rejection_under_both_denominators(loss_type, che
         for row in rows(trainer):
             assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
             assert "sampling/importance_sampling_ratio/mean" not in row  # TRL's ratio is not what was used
-            assert 0 < row["correction/fraction_masked_sequences"] < 1
             assert row["mismatch/k3_kl"] > 0 and row["correction/effective_sample_size"] > 0.9
+        masked = [row["correction/fraction_masked_sequences"] for row in rows(trainer)]
+        assert 0 < sum(masked) < len(masked)  # some sequences rejected, some trained on
 
 
 @pytest.mark.engine
