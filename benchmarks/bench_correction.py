@@ -47,10 +47,10 @@ def main() -> None:
 
     apply = trainer_module.apply_correction
 
-    def timed(*args):
+    def timed(*args, **kwargs):
         start = time.perf_counter()
         try:
-            return apply(*args)
+            return apply(*args, **kwargs)
         finally:
             spent.append(time.perf_counter() - start)
 
