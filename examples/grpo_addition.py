@@ -63,6 +63,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
     rows = [row for row in trainer.state.log_history if "reward" in row]
     plan, engine = trainer.plan, getattr(trainer, "vllm_generation", None)
     sync = [row["fp8/sync_seconds"] for row in rows if "fp8/sync_seconds" in row]
+    calibration = [row["fp8/calibration_seconds"] for row in rows if "fp8/calibration_seconds" in row]
     mismatch = [row[key] for row in rows if (key := "sampling/sampling_logp_difference/mean") in row]
     return {
         "reward_start": start,
@@ -71,6 +72,12 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "fp8_linears": len(trainer.recipe.fp8_modules) if trainer.recipe else 0,
         "kv_cache_dtype": trainer.args.kv_cache_dtype,
         "sync_seconds_median": median(sync) if sync else None,
+        "simulate_kv_cache": trainer.args.simulate_kv_cache,
+        "kv_calibration": trainer.args.kv_calibration,
+        "kv_saturation_max": max((row.get("fp8/kv_saturation_fraction", 0.0) for row in rows), default=None),
+        "kv_margin_end": rows[-1].get("fp8/kv_margin") if rows else None,
+        "calibration_seconds_median": median(calibration) if calibration else None,
+        "step_seconds_median": median(row["step_time"] for row in rows) if rows else None,
         "audit_failures": getattr(engine, "audit_failures", 0),
         "fp8_share": plan.fp8_share if plan else 0.0,
         "weight_bytes_bf16": plan.bytes_before if plan else None,

@@ -41,6 +41,13 @@ def test_what_the_user_sets_wins():
         ({"kv_scale_margin": 0.9}, ["kv_scale_margin=0.9", "would not fit", "1.05"]),
         ({"kv_scale_margin": float("nan")}, ["kv_scale_margin=nan"]),
         ({"kv_calibration_tokens": 0}, ["kv_calibration_tokens=0", "8192"]),
+        ({"kv_calibration": "none"}, ["kv_calibration='none'", "no default scale", "'rollout', 'policy'"]),
+        ({"kv_cache_skip_layers": ["first"]}, ["kv_cache_skip_layers=['first']", "'auto'", "[0, 27]"]),
+        (
+            {"kv_cache_skip_layers": [1], "simulate_kv_cache": True, "kv_cache_dtype": "auto"},
+            ["simulate_kv_cache=True", "kv_cache_skip_layers=['1']", "kv_cache_dtype='auto'"],
+        ),
+        ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"use_vllm": False}, ["use_vllm=False", "fp8_weights=True", "Set use_vllm=True", "fp8_weights=False"]),
         ({"vllm_mode": "server"}, ["vllm_mode='server'", "read back", "vllm_mode='colocate'"]),
         ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
@@ -72,6 +79,14 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
 )
 def test_good_flags_pass(flags):
     config(**flags)
+
+
+@pytest.mark.parametrize(
+    "given, numbers",
+    [(None, ()), ([0, 27], (0, 27)), (["0", "27"], (0, 27)), ("3", (3,)), ("auto", None), (["auto"], None)],
+)
+def test_skipped_layers_come_in_every_form_a_command_line_or_yaml_gives(given, numbers):
+    assert config(kv_cache_skip_layers=given).skip_layers == numbers
 
 
 @pytest.mark.parametrize("flags", [{"top_p": 0.9}, {"vllm_mode": "server"}, {"use_vllm": False}, {"top_k": 50}])

@@ -136,3 +136,18 @@ def test_plan_of_a_mixture_of_experts_counts_the_experts():
 )
 def test_bytes_read_well(count, text):
     assert format_bytes(count) == text
+
+
+def test_skipped_kv_layers_are_checked_counted_and_shown():
+    model = build()
+    recipe = recipe_for_model(model, kv_cache_skip_layers=(1,))
+    plan = plan_for_model(model, recipe)
+    assert recipe.kv_cache_skip_layers == (1,)
+    per_layer = 2 * 2 * 64  # k and v, 2 heads of 64
+    assert plan.kv_bytes_per_token_before == 2 * per_layer * 2
+    assert plan.kv_bytes_per_token_after == per_layer + 2 * per_layer
+    assert "layers [1] stay in BF16" in plan.table()
+    with pytest.raises(ValueError, match=r"layers \[2, 5\], but the model's layers are 0 .. 1"):
+        recipe_for_model(model, kv_cache_skip_layers=(2, 5))
+    with pytest.raises(ValueError, match="all 2 layers.*kv_cache_dtype='auto'"):
+        recipe_for_model(model, kv_cache_skip_layers=(0, 1))

@@ -10,22 +10,23 @@ from dataclasses import dataclass, field, fields
 from torch import nn
 from trl import GRPOConfig
 
+from .flags.kv_cache import KVCacheFlags
 from .numerics.e4m3 import check_scale_format
 from .numerics.importance import RolloutCorrection
 from .numerics.presets import correction_from
 from .recipe import FP8Recipe, recipe_for_model
 
 
-KV_CACHE_DTYPES = ("fp8", "auto")
 # What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
 RESERVED_ENGINE_KWARGS = (
     *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
-    *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "model_impl", "trust_remote_code"),
+    *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("model_impl", "trust_remote_code"),
 )
 
 
 @dataclass
-class FP8GRPOConfig(GRPOConfig):
+class FP8GRPOConfig(KVCacheFlags, GRPOConfig):
     """Configuration of `FP8GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
 
     Raises:
@@ -42,13 +43,6 @@ class FP8GRPOConfig(GRPOConfig):
             "activation groups). Weights are quantized from the policy at every sync."
         },
     )
-    kv_cache_dtype: str = field(
-        default="fp8",
-        metadata={
-            "help": "Type of the engine's KV cache: 'fp8' (e4m3 with per-tensor scales, recalibrated on the policy at "
-            "every sync) or 'auto' (the model's type)."
-        },
-    )
     fp8_scale_format: str = field(
         default="pow2",
         metadata={
@@ -61,21 +55,6 @@ class FP8GRPOConfig(GRPOConfig):
         metadata={
             "help": "Linear layers to keep in high precision, by exact name, e.g. 'model.layers.0.mlp.down_proj'. "
             "Layers that vLLM fuses with a named one (q, k, v and gate, up) are kept too."
-        },
-    )
-    kv_scale_margin: float = field(
-        default=1.05,
-        metadata={
-            "help": "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
-            "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen. The "
-            "scale is then rounded up to a power of two."
-        },
-    )
-    kv_calibration_tokens: int = field(
-        default=8192,
-        metadata={
-            "help": "Most tokens per process that a calibration of the KV cache scales runs through the policy. They "
-            "are taken from the coming prompts and the previous rollouts."
         },
     )
     rollout_correction: dict | str | None = field(
@@ -146,12 +125,13 @@ class FP8GRPOConfig(GRPOConfig):
         bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         return RolloutCorrection.from_trl_mode(self.vllm_importance_sampling_mode, *bounds)
 
-    def recipe_for(self, model: nn.Module) -> FP8Recipe:
-        """Which tensors of `model` are FP8 under these flags."""
+    def recipe_for(self, model: nn.Module, kv_cache_skip_layers: tuple[int, ...] = ()) -> FP8Recipe:
+        """Which tensors of `model` are FP8 under these flags; `kv_cache_skip_layers` with 'auto' resolved."""
         return recipe_for_model(
             model,
             fp8_weights=self.fp8_weights,
             kv_cache_dtype=self.kv_cache_dtype,
+            kv_cache_skip_layers=self.skip_layers or kv_cache_skip_layers,
             scale_format=self.fp8_scale_format,
             kv_scale_margin=self.kv_scale_margin,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
@@ -159,28 +139,11 @@ class FP8GRPOConfig(GRPOConfig):
         )
 
     def _check_values(self) -> None:
-        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
-            self.kv_cache_dtype = "fp8"
-        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
-            raise ValueError(
-                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported: its scales cannot be calibrated and read "
-                "back (on CPU, vLLM even computes garbage with types such as 'fp8_per_token_head' without an error). "
-                f"Use one of {list(KV_CACHE_DTYPES)}."
-            )
+        self.check_kv_cache()
         try:
             check_scale_format(self.fp8_scale_format)
         except ValueError as error:
             raise ValueError(f"fp8_{error}") from None
-        if not self.kv_scale_margin >= 1:
-            raise ValueError(
-                f"kv_scale_margin={self.kv_scale_margin} is below 1: the largest calibrated value itself would not "
-                "fit into the KV cache. Use 1.0 or more (default 1.05)."
-            )
-        if self.kv_calibration_tokens < 1:
-            raise ValueError(
-                f"kv_calibration_tokens={self.kv_calibration_tokens} leaves nothing to calibrate the KV cache on. Use "
-                "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
-            )
 
     def _resolve_defaults(self) -> None:
         trl_defaults = {item.name: item.default for item in fields(GRPOConfig)}

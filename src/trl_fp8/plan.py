@@ -96,6 +96,7 @@ class Plan:
         return (
             f"KV cache: e4m3, q/k/v scales recalibrated at every sync, {format_bytes(before)} -> {format_bytes(after)} "
             f"per token ({before / after:.1f}x the tokens)"
+            + (f"; layers {list(skipped)} stay in BF16" if (skipped := self.recipe.kv_cache_skip_layers) else "")
         )
 
 
@@ -117,13 +118,14 @@ def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
     rows = [_row(key, parameters) for key, parameters in groups.items()]
     text = model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim
+    per_layer = 2 * text.num_key_value_heads * head_dim  # elements of a token
+    fp8_layers = text.num_hidden_layers - len(recipe.kv_cache_skip_layers) if recipe.fp8_kv_cache else 0
     return Plan(
         model_name=model.config.name_or_path or type(model).__name__,
         recipe=recipe,
         rows=tuple(rows),
-        kv_bytes_per_token_before=2 * per_token,
-        kv_bytes_per_token_after=per_token if recipe.fp8_kv_cache else 2 * per_token,
+        kv_bytes_per_token_before=2 * per_layer * text.num_hidden_layers,
+        kv_bytes_per_token_after=per_layer * (2 * text.num_hidden_layers - fp8_layers),
     )
 
 

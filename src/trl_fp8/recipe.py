@@ -39,6 +39,7 @@ class FP8Recipe:
         fp8_modules: Exact names (as in the checkpoint) of the linear layers whose weights are FP8, in model order.
         kept_modules: Name -> reason, for every linear layer (and expert module) that stays in high precision.
         kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
+        kv_cache_skip_layers: Decoder layers whose KV cache stays in the model's dtype.
         scale_format: Format of the weights' scales, see `trl_fp8.numerics.e4m3`.
         kv_scale_margin: What the calibrated amax of q, k and v is multiplied by before it becomes a scale.
         tensor_parallel_size: Number of ranks that share one engine.
@@ -47,6 +48,7 @@ class FP8Recipe:
     fp8_modules: tuple[str, ...]
     kept_modules: dict[str, str] = field(default_factory=dict)
     kv_cache_dtype: str = "fp8"
+    kv_cache_skip_layers: tuple[int, ...] = ()
     scale_format: ScaleFormat = "pow2"
     kv_scale_margin: float = 1.05
     tensor_parallel_size: int = 1
@@ -86,6 +88,7 @@ def recipe_for_model(
     *,
     fp8_weights: bool = True,
     kv_cache_dtype: str = "fp8",
+    kv_cache_skip_layers: tuple[int, ...] = (),
     scale_format: ScaleFormat = "pow2",
     kv_scale_margin: float = 1.05,
     tensor_parallel_size: int = 1,
@@ -94,11 +97,12 @@ def recipe_for_model(
     """Decide for each linear layer of `model` (a transformers or PEFT causal LM, meta device is fine).
 
     Raises:
-        ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` names layers that do not exist.
-            The message lists them.
+        ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
+            layers that do not exist, or all layers. The message lists them.
     """
     linears = dict(linear_layers(model))
     _check_ignored(ignored_modules, linears)
+    _check_skipped(kv_cache_skip_layers, model.config.get_text_config().num_hidden_layers)
     reasons = {}
     for name, linear in linears.items():
         reason = "fp8_weights is off" if not fp8_weights else None
@@ -122,6 +126,7 @@ def recipe_for_model(
         fp8_modules=tuple(name for name in linears if name not in kept),
         kept_modules=kept | dict(_experts(model)),
         kv_cache_dtype=kv_cache_dtype,
+        kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         scale_format=scale_format,
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
@@ -175,6 +180,17 @@ def _check_ignored(ignored: tuple[str, ...], linears: dict[str, nn.Linear]) -> N
         raise ValueError(
             f"fp8_ignored_modules={unknown} are not linear layers of the model. Names are matched exactly; the model "
             f"has for example {list(linears)[:3]}."
+        )
+
+
+def _check_skipped(skipped: tuple[int, ...], layers: int) -> None:
+    unknown = [layer for layer in skipped if not 0 <= layer < layers]
+    if unknown:
+        raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
+    if len(set(skipped)) == layers:
+        raise ValueError(
+            f"kv_cache_skip_layers names all {layers} layers, so nothing of the KV cache would be FP8. Set "
+            "kv_cache_dtype='auto' instead."
         )
 
 

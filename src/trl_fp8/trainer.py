@@ -2,12 +2,15 @@
 
 What it adds to a step, all of it around TRL's own code:
 
-    rollouts due   -> remember the prompts -> [sync: calibrate KV scales on them, stream, audit] -> generate (FP8)
-    old log-probs  -> importance ratios: TRL's modes, or a RolloutCorrection -> TRL's loss and optimizer step
+    rollouts due   -> remember the prompts -> [sync: KV scales, stream, audit] -> generate (FP8)
+    old log-probs  -> q, k, v observed for the next scales -> importance ratios -> TRL's loss and optimizer step
+    both forwards  -> optionally with k and v as the KV cache held them, under the scales of those rollouts
     metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
 """
 
-from itertools import chain, zip_longest
+import json
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +18,7 @@ import trl.trainer.grpo_trainer as trl_grpo
 from accelerate.logging import get_logger
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
@@ -24,9 +28,9 @@ from .config import FP8GRPOConfig, fsdp1_message
 from .correction import apply_correction
 from .engine.upstream import substituted
 from .numerics.health import health_warnings
-from .numerics.kv_scales import KVScales, kv_scales_from_amax
 from .plan import Plan, plan_for_model
-from .policy.kv_calibration import observe_qkv_amax
+from .policy.attention_tap import AttentionTap
+from .policy.kv_calibration import KVCalibrator, layers_with_outliers
 from .recipe import FP8Recipe
 
 
@@ -39,9 +43,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Before the first rollouts only prompts can be observed, and completions reach further: 1.26 times the prompts' largest |q|
-# on the addition demo. One more power of two costs a floating point format nothing.
-PROMPTS_ONLY_MARGIN = 2.0
+OUTLIER_PROMPTS = 16  # of the dataset, for kv_cache_skip_layers="auto"
 
 AnyDataset = Dataset | IterableDataset
 
@@ -104,8 +106,8 @@ class FP8GRPOTrainer(GRPOTrainer):
         self.plan: Plan | None = None
         self.correction = args.correction
         self._warned: set[str] = set()
-        self._coming_prompts: list[list[int]] = []
-        self._recent_rollouts: list[list[int]] = []
+        self._tap: AttentionTap | None = None
+        self._calibrator: KVCalibrator | None = None
         self._logged_sync: SyncReport | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
@@ -136,47 +138,98 @@ class FP8GRPOTrainer(GRPOTrainer):
         if DistributedBackend(self.accelerator).fsdp_version == 1:
             raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))
         recipe = self.args.recipe_for(self.model)
+        if recipe.fp8_kv_cache:
+            recipe = self._tap_attention(recipe)
         if self.args.any_fp8:
             self.recipe, self.plan = recipe, plan_for_model(self.model, recipe)
             self.accelerator.print(self.plan.table())
-        return FP8VLLMGeneration(
-            recipe=recipe, calibrate=self._calibrate_kv_scales, engine_kwargs=self.args.vllm_engine_kwargs, **kwargs
+        generation = FP8VLLMGeneration(
+            recipe=recipe,
+            calibrate=lambda: self._calibrator.next_scales(self.model_wrapped),
+            engine_kwargs=self.args.vllm_engine_kwargs,
+            **kwargs,
         )
+        if self._tap is not None:
+            self._tap.quantize_query = generation.quantizes_query
+        return generation
 
-    def _calibrate_kv_scales(self) -> KVScales:
-        """Scales of the policy as it is now, on the coming prompts and the latest rollouts; the same on every rank."""
-        sequences = chain.from_iterable(zip_longest(self._coming_prompts, self._recent_rollouts, fillvalue=[]))
-        amax_L3 = observe_qkv_amax(
-            self.model_wrapped,
-            list(sequences),
-            pad_token_id=self._tokenizer.pad_token_id,
+    def _tap_attention(self, recipe: FP8Recipe) -> FP8Recipe:
+        """Tap the policy's attention; returns the recipe with kv_cache_skip_layers='auto' resolved."""
+        reduce_max = _all_reduce_max if self.accelerator.num_processes > 1 else None
+        self._tap = AttentionTap(self.model, recipe.kv_cache_skip_layers)
+        if self.args.skip_layers is None:
+            prompts = [row["prompt"] for row in islice(self.train_dataset, OUTLIER_PROMPTS)]
+            errors = layers_with_outliers(self.model, self._tap, self._tokenize_prompts(prompts)[0], reduce_max)
+            recipe = self.args.recipe_for(self.model, tuple(errors))
+            self._tap.high_precision_layers = frozenset(errors)
+        self._calibrator = KVCalibrator(
+            self._tap,
+            mode=self.args.kv_calibration,
+            margin=self.args.kv_scale_margin,
             max_tokens=self.args.kv_calibration_tokens,
+            pad_token_id=self._tokenizer.pad_token_id,
+            reduce_max=reduce_max,
         )
-        if self.accelerator.num_processes > 1:
-            torch.distributed.all_reduce(amax_L3, op=torch.distributed.ReduceOp.MAX)
-        margin = self.args.kv_scale_margin * (1.0 if self._recent_rollouts else PROMPTS_ONLY_MARGIN)
-        return kv_scales_from_amax(amax_L3, margin)
+        return recipe
 
     def _generate(self, prompts: list) -> tuple:
         if self.recipe is None:
             return super()._generate(prompts)
-        if self.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self._coming_prompts = _unique(self._tokenize_prompts(prompts)[0])
+        if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
+            self._calibrator.coming_prompts = _unique(self._tokenize_prompts(prompts)[0])
         output = super()._generate(prompts)
-        rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
-        self._recent_rollouts = [list(prompt) + list(completion) for prompt, completion in rollouts]
+        if self._calibrator:
+            rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
+            sequences = [list(prompt) + list(completion) for prompt, completion in rollouts]
+            self._calibrator.rollouts_arrived(sequences, self.vllm_generation.last_sync.kv_scales)
+            self._simulate(self._kv_scales_in_force())
         self._log_sync()
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
-        self._coming_prompts = _unique(prompt_ids)
+        if self._calibrator:
+            self._calibrator.coming_prompts = _unique(prompt_ids)
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs) -> tuple:
+        if self._calibrator is None:
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        with self._calibrator.watching():
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def compute_loss(self, model, inputs: dict, *args, **kwargs):
+        if "kv_scales" in inputs:
+            self._simulate(inputs["kv_scales"][0])
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def training_step(self, *args, **kwargs) -> torch.Tensor:
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:  # not before: gradient checkpointing runs the forward again in the backward pass
+            self._simulate(None)
+
+    def prediction_step(self, *args, **kwargs) -> tuple:
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self._simulate(None)
+
+    def _kv_scales_in_force(self) -> torch.Tensor:
+        return self.vllm_generation.last_sync.kv_scales.values.to(self.accelerator.device)
+
+    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
+        if self.args.simulate_kv_cache:
+            self._tap.scales_L3 = scales_L3
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         output = super()._generate_and_score_completions(inputs)
+        logged = self._metrics["train" if self.model.training else "eval"]
+        if self.args.simulate_kv_cache:  # a copy per sequence, because TRL shuffles and splits batches by sequence
+            output["kv_scales"] = self._kv_scales_in_force().expand(len(output["prompt_ids"]), -1, -1)
+        if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
+            logged["fp8/kv_saturation_fraction"].append(saturation)
         if self.correction is None:
             return output
-        logged = self._metrics["train" if self.model.training else "eval"]
         wanted = self.correction.trl_mode, self.correction.bound_min, self.correction.bound_max
         bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         from_trl = wanted == (self.vllm_importance_sampling_mode, *bounds)
@@ -208,6 +261,25 @@ class FP8GRPOTrainer(GRPOTrainer):
             metrics["fp8/calibration_seconds"].append(sync.calibration_seconds)
             metrics["fp8/kv_scale_min"].append(sync.kv_scales.values.min().item())
             metrics["fp8/kv_scale_max"].append(sync.kv_scales.values.max().item())
+            metrics["fp8/kv_margin"].append(self._calibrator.margin * self._calibrator.margin_factor)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        super()._save_checkpoint(model, trial)
+        if self._calibrator:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self._calibration_file(folder).write_text(json.dumps(self._calibrator.state_dict()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self._calibrator and checkpoint is not None and (path := self._calibration_file(checkpoint)).exists():
+            self._calibrator.load_state_dict(json.loads(path.read_text()))
+
+    def _calibration_file(self, checkpoint: str | Path) -> Path:
+        return Path(checkpoint) / f"kv_calibration_{self.accelerator.process_index}.json"
+
+
+def _all_reduce_max(tensor: torch.Tensor) -> None:
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
 
 
 def _unique(prompts: list[list[int]]) -> list[list[int]]:

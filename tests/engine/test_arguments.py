@@ -50,3 +50,12 @@ def test_the_cpu_engine_gets_a_kv_cache_for_all_sequences_but_not_all_of_the_mem
 def test_nothing_fp8_means_no_quantization():
     made = arguments(FP8Recipe(fp8_modules=(), kv_cache_dtype="auto"), Device("cpu"))
     assert "hf_overrides" not in made and "kv_cache_dtype" not in made
+
+
+def test_skipped_kv_layers_reach_vllm_by_number():
+    recipe = FP8Recipe(fp8_modules=("a",), kv_cache_skip_layers=(0, 3))
+    made = arguments(recipe, Device("cpu"))
+    assert made["kv_cache_dtype_skip_layers"] == ["0", "3"]
+    whole = arguments(FP8Recipe(fp8_modules=("a",)), Device("cpu"))
+    assert "kv_cache_dtype_skip_layers" not in whole
+    assert made["kv_cache_memory_bytes"] == 2 * whole["kv_cache_memory_bytes"]

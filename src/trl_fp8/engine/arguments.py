@@ -49,6 +49,8 @@ def engine_arguments(
     if recipe.quantization_config is not None:
         arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
         arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
+    if recipe.kv_cache_skip_layers:
+        arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
     if device.type == "cpu":
         arguments |= _cpu_arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
     else:
@@ -79,7 +81,7 @@ def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: in
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = max_model_len or config.max_position_embeddings
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    per_token *= 1 if recipe.fp8_kv_cache else 2
+    per_token *= 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
     blocks = -(-length // CPU_BLOCK) + 1
     # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
     budget = max(per_token * CPU_BLOCK * blocks, min(per_token * CPU_BLOCK * blocks * max_num_seqs, 2 * 2**30))

@@ -8,7 +8,8 @@ compute up to accumulation order:
     read:   k = bytes * k_scale; softmax(q k^T) v in fp32; q and the output in the model's dtype
 
 It is used for every FP8 KV cache on CPU, so that results do not depend on the host, and like the linear kernel it is
-made for development, tests and demos. Scales are read from the layer's host floats, as vLLM's CPU backend does.
+made for development, tests and demos. Scales are read from the layer's host floats, as vLLM's CPU backend does. Layers
+that keep their cache in BF16 (`kv_cache_skip_layers`) go through the same code without the round trip.
 
 Shape letters: T tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """
@@ -22,7 +23,8 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from ..numerics.e4m3 import E4M3, saturating_cast_
+from ..numerics.e4m3 import E4M3
+from ..numerics.fake_quant import cache_codes
 
 
 @contextmanager
@@ -38,7 +40,7 @@ def reference_attention() -> Iterator[None]:
 class ReferenceFp8Attention(CPUAttentionBackend):
     """Cache layout and limits of vLLM's CPU backend, another implementation."""
 
-    supported_kv_cache_dtypes = ["fp8", "fp8_e4m3"]
+    supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
 
     @staticmethod
     def get_impl_cls() -> type["ReferenceFp8AttentionImpl"]:
@@ -84,7 +86,7 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "KV sharing between layers": kv_sharing_target_layer_name is not None,
             "attention sinks": sinks is not None,
-            f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ("fp8", "fp8_e4m3"),
+            f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ReferenceFp8Attention.supported_kv_cache_dtypes,
         }
         if any(unsupported.values()):
             names = [name for name, used in unsupported.items() if used]
@@ -110,8 +112,10 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
         slots = slot_mapping[real]
         block, offset = slots // keys.shape[2], slots % keys.shape[2]
         for cache, states, scale in (keys, key, layer._k_scale_float), (values, value, layer._v_scale_float):
-            codes = saturating_cast_(states[: len(slot_mapping)][real].float() / scale)
-            cache[block, :, offset] = codes.view(torch.uint8)
+            written = states[: len(slot_mapping)][real]
+            if cache.dtype == torch.uint8:
+                written = cache_codes(written, scale).view(torch.uint8)
+            cache[block, :, offset] = written
 
     def forward(
         self,
@@ -139,10 +143,11 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
         q_RQHD = query.new_zeros(*is_query_RQ.shape, self.num_heads, self.head_size, dtype=torch.float32)
         q_RQHD[is_query_RQ] = query[:tokens].view(tokens, self.num_heads, self.head_size).float()
 
-        keys, values = (
+        k_RGSD, v_RGSD = (
             self._gather(half, attn_metadata.block_table_tensor, length) for half in _split_cache(kv_cache)
         )
-        k_RGSD, v_RGSD = keys * layer._k_scale_float, values * layer._v_scale_float
+        if kv_cache.dtype == torch.uint8:
+            k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
         key_position = torch.arange(length)
         query_position_RQ = (seq_lens - query_lens)[:, None] + position_in_request
         visible_RQS = key_position < seq_lens[:, None, None]
@@ -157,14 +162,15 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
         return output
 
     def _gather(self, cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:
-        """Codes of each request's cached tokens as fp32 `[R, G, S, D]`; what lies beyond a request is its garbage."""
+        """Each request's cached tokens (e4m3: the codes) as fp32 `[R, G, S, D]`; beyond a request is its garbage."""
         block_size = cache.shape[2]
         blocks = cache[block_table[:, : -(-length // block_size)].long()]  # [R, n, G, block, D]
         gathered = blocks.transpose(1, 2).flatten(2, 3)[:, :, :length]
-        return gathered.view(E4M3).float().nan_to_num_(0)  # unused slots may hold anything; masking NaN gives NaN
+        values = gathered.view(E4M3) if cache.dtype == torch.uint8 else gathered
+        return values.float().nan_to_num_(0)  # unused slots may hold anything; masking NaN gives NaN
 
 
 def _split_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[blocks, G, block, 2 D]` uint8 -> keys and values `[blocks, G, block, D]`, as vLLM's CPU backend lays it out."""
+    """`[blocks, G, block, 2 D]` -> keys and values `[blocks, G, block, D]`, as vLLM's CPU backend lays it out."""
     blocks, heads, block_size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2 * block_size, width // 2).chunk(2, dim=2)

@@ -3,12 +3,12 @@
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments.engine_arguments
 sync:     policy finite? -> calibrate KV scales -> reload [weight_stream -> ledger] -> audit -> verify KV scales
           -> reset prefix cache                     any failure: abort, and refuse to generate until a whole sync
-generate: TRL's own, behind that refusal
+generate: TRL's own, behind that refusal; KV scales are verified once more when the cache has been woken up
 """
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from . import cpu_kernel, upstream
 from .arguments import Device, engine_arguments
 from .audit import Ledger, require_auditable
 from .cpu_attention import reference_attention
-from .kv_cache import verify_kv_scales
+from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout, fp8_kernels
 from .weight_stream import Named, StreamReport, require_finite, weight_stream
 
@@ -59,6 +59,8 @@ class FP8VLLMGeneration(VLLMGeneration):
     Attributes:
         last_sync: `SyncReport` of the latest sync, or None.
         audit_failures: Number of syncs that failed their audit (each raised).
+        kernels: Name -> number of the engine's FP8 linear kernels.
+        quantizes_query: Whether the engine's attention rounds q to e4m3 too.
     """
 
     def __init__(
@@ -104,6 +106,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.kernels = fp8_kernels(engine)
         require_auditable(self.kernels)
         self._layout = engine_layout(engine)
+        if self.recipe.fp8_kv_cache:
+            fp8_attention_layers(engine, self.recipe.kv_cache_skip_layers)
+        self.quantizes_query = quantizes_query(engine)
         logger.info(f"engine FP8 linear kernels: {self.kernels or 'none'}")
         if self._layout.unreadable:
             reasons = sorted(set(self._layout.unreadable.values()))
@@ -131,6 +136,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         start = time.perf_counter()
         require_finite(self.model, _all_reduce_max if self.accelerator.num_processes > 1 else None)
         self._wake_weights()
+        checked = time.perf_counter()
         kv_scales = self.calibrate() if self.recipe.fp8_kv_cache else None
         calibrated = time.perf_counter()
         self._engine_is_whole = False
@@ -146,7 +152,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.last_sync = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=waiting,
-            calibration_seconds=calibrated - start,
+            calibration_seconds=calibrated - checked,
             audited_tensors=audited,
             bytes_sent=stream.bytes_sent,
             fp8_weights=stream.fp8_weights,
@@ -154,15 +160,37 @@ class FP8VLLMGeneration(VLLMGeneration):
             kv_scales=kv_scales,
         )
 
-    def generate(self, *args, **kwargs) -> tuple:
-        """As TRL's, but only from an engine whose last sync was audited."""
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list | None,
+        num_generations: int,
+        profiler: AbstractContextManager | None = None,
+    ) -> tuple:
+        """As TRL's, but only from an engine whose last sync was audited and whose KV scales are still those."""
         will_sync = self.enable_sleep_mode and self._llm_weights_sleeping
         if not (self._engine_is_whole or will_sync):
             raise RuntimeError(
                 "the engine holds no complete policy: weights were never synced, or the last sync failed. Call "
                 "sync_weights() first."
             )
-        return super().generate(*args, **kwargs)
+        return super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
+
+    @contextmanager
+    def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
+        """TRL enters `profiler` after waking the KV cache and right before sampling."""
+        try:
+            self._verify_kv_scales(self.last_sync.kv_scales)
+        except RuntimeError:
+            self.audit_failures += 1
+            self._engine_is_whole = False
+            raise
+        with profiler:
+            yield
+
+    def _verify_kv_scales(self, kv_scales: KVScales | None) -> None:
+        if kv_scales is not None:
+            verify_kv_scales(upstream.engine_model(self.llm), kv_scales, self.recipe.kv_cache_skip_layers)
 
     def _wake_weights(self) -> None:
         if self.enable_sleep_mode:
@@ -195,8 +223,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _audit(self, ledger: Ledger, kv_scales: KVScales | None) -> int:
         try:
             audited = ledger.audit()
-            if kv_scales is not None:
-                verify_kv_scales(upstream.engine_model(self.llm), kv_scales)
+            self._verify_kv_scales(kv_scales)
         except RuntimeError:
             self.audit_failures += 1
             raise

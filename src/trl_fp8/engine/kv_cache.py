@@ -5,11 +5,18 @@ FlashInfer read, and for k and v a tensor on the host. A scale that reaches only
 had for months, so all of them are read back and compared.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
 from ..numerics.kv_scales import QKV, KVScales
+
+
+# Attention implementations (vLLM 0.31) that read the scales anew in each forward, from the device tensors (FlashAttention
+# 3, Triton) or from the host floats (the CPU reference)
+READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:
@@ -28,8 +35,47 @@ def attention_layers(model: nn.Module) -> dict[int, Attention]:
     return dict(sorted(layers.items()))
 
 
-def verify_kv_scales(model: nn.Module, expected: KVScales) -> None:
+def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) -> dict[int, Attention]:
+    """The attention modules whose cache is FP8, after checking that recalibrated scales will be read by all of them.
+
+    Raises:
+        RuntimeError: Layers have a cache of another type than the recipe says, or an implementation that keeps copies
+            of the scales; the message lists them.
+    """
+    layers = attention_layers(model)
+    wrong = [
+        f"layer {layer}: KV cache of type {module.kv_cache_dtype}"
+        for layer, module in layers.items()
+        if module.kv_cache_dtype.startswith("fp8") == (layer in skip_layers)
+    ]
+    fp8 = {layer: module for layer, module in layers.items() if layer not in skip_layers}
+    wrong += [
+        f"layer {layer}: {name} may keep copies of the scales (FlashInfer does, and bakes them into CUDA graphs)"
+        for layer, module in fp8.items()
+        if (name := type(module.impl).__name__) not in READ_EACH_TIME
+    ]
+    if wrong:
+        raise RuntimeError(
+            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  "
+            + "\n  ".join(wrong[:8])
+            + "\n"
+            f"Remove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are {READ_EACH_TIME}."
+        )
+    return fp8
+
+
+def quantizes_query(model: nn.Module) -> bool:
+    """Whether the engine's attention rounds q to e4m3 as well (FlashAttention 3 and Triton do, the CPU reference not)."""
+    return any(module.query_quant is not None for module in attention_layers(model).values())
+
+
+def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collection[int] = ()) -> None:
     """Compare every copy of every scale in the engine with `expected`. Waits for the device once.
+
+    Args:
+        model: The engine's model.
+        expected: What was sent.
+        skip_layers: Layers whose cache is not FP8; they have no scales.
 
     Raises:
         RuntimeError: The message lists each copy that differs, by layer and name.
@@ -40,13 +86,14 @@ def verify_kv_scales(model: nn.Module, expected: KVScales) -> None:
             f"KV scales were calibrated for {len(expected)} layers, but the engine's attention layers are "
             f"{list(layers)}: scales cannot be assigned."
         )
+    layers = {layer: module for layer, module in layers.items() if layer not in skip_layers}
     on_device = torch.stack([getattr(module, f"_{which}_scale") for module in layers.values() for which in QKV])
     held = on_device.view(-1, len(QKV)).tolist()
     wrong = []
-    for layer, module in layers.items():
+    for (layer, module), on_device_3 in zip(layers.items(), held, strict=True):
         for column, which in enumerate(QKV):
             sent = expected.scale(layer, which)
-            copies = {"device tensor": held[layer][column], "host float": getattr(module, f"_{which}_scale_float")}
+            copies = {"device tensor": on_device_3[column], "host float": getattr(module, f"_{which}_scale_float")}
             if which != "q":  # vLLM keeps no host tensor of q's scale
                 copies["host tensor"] = getattr(module, f"_{which}_scale_cpu").item()
             wrong += [

@@ -10,7 +10,7 @@ Nothing here loads, and nothing is kept: at most one parameter's copies exist be
 Yielded tensors never alias the policy where it could change under the consumer (merged adapters are unmerged again).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -88,7 +88,7 @@ def weight_stream(
             f"{sorted(pending)[:6]}. Were modules renamed or replaced after the trainer was made?"
         )
     if kv_scales is not None:
-        yield from kv_scale_stream(kv_scales)
+        yield from kv_scale_stream(kv_scales, recipe.kv_cache_skip_layers)
 
 
 def _quantized(name: str, weight: torch.Tensor, recipe: FP8Recipe, report: StreamReport) -> Iterator[Named]:
@@ -107,9 +107,11 @@ def _block_row_error(weight: torch.Tensor, qdata: torch.Tensor, scale: torch.Ten
     return torch.stack([(rows - restored.flatten(-2)).square().sum(), rows.square().sum()])
 
 
-def kv_scale_stream(kv_scales: KVScales) -> Iterator[Named]:
+def kv_scale_stream(kv_scales: KVScales, skip_layers: Collection[int] = ()) -> Iterator[Named]:
     """The KV cache scales under the names that vLLM maps onto its attention layers."""
     for layer, values in enumerate(kv_scales.values):
+        if layer in skip_layers:
+            continue
         for which, value in zip(QKV, values, strict=True):
             yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
 

@@ -8,6 +8,7 @@ which BF16 also represents exactly (vLLM reads a checkpoint's scales as BF16 at 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import log
 
 import torch
 
@@ -15,6 +16,13 @@ from .e4m3 import E4M3_MAX, ceil_pow2
 
 
 QKV = ("q", "k", "v")
+
+# Root mean square of e4m3's relative rounding error: a step of 1/8 of the binade, uniform error, log-uniform mantissa
+E4M3_RELATIVE_ERROR = (1 / 8) / 12**0.5 * (3 / 8 / log(2)) ** 0.5
+# Attention logits that are off by this much (root mean square) change softmax weights by as many percent. An ordinary
+# layer is at 0.02 - 0.05; a K bias of 100 on two of 128 channels brings a tiny Qwen2 to 0.3 and quadruples its mismatch
+# (benchmarks/results/kv_cache_cpu.json, "k_bias").
+LOGIT_ERROR_LIMIT = 0.15
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,8 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
             parallelism the maximum over ranks, so that every engine gets the same scales. One transfer to the host.
         margin: Headroom for tokens that were not observed, at least 1.
 
+    Source: amax / 448 as in vLLM's checkpoints; rounded up to a power of two for the reasons above.
+
     Raises:
         ValueError: An amax is NaN, infinite or zero; the message lists the layers. There is no default scale: 1.0
             would silently underflow or saturate.
@@ -57,6 +67,27 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
             "never run on a real token. kv_cache_dtype='auto' trains without an FP8 KV cache."
         )
     return KVScales(ceil_pow2(amax * margin / E4M3_MAX))
+
+
+def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Expected error of a layer's attention logits when k is rounded to e4m3, root mean square, of its worst head.
+
+    Each element of k is off by `E4M3_RELATIVE_ERROR` of itself, independently, and is multiplied by q's:
+    `scaling * E4M3_RELATIVE_ERROR * sqrt(sum_d E[q_d^2] E[k_d^2])`. The largest over the root mean square of k says less:
+    one outlier channel of D brings it to sqrt(D), however large the outlier is.
+
+    Args:
+        q_squares_HD: Mean squares of q per head and channel, over tokens; H is a multiple of G.
+        k_squares_GD: The same of k.
+        scaling: What attention multiplies q k by.
+    """
+    k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
+    return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()
+
+
+def outlier_layers(logit_error_L: torch.Tensor) -> dict[int, float]:
+    """Layers whose k has outliers that e4m3 cannot serve: layer number -> `logit_error` beyond `LOGIT_ERROR_LIMIT`."""
+    return {layer: error for layer, error in enumerate(logit_error_L.tolist()) if error > LOGIT_ERROR_LIMIT}
 
 
 def _list(items: Sequence[str], most: int = 6) -> str:

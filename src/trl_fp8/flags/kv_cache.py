@@ -1,0 +1,116 @@
+"""Flags of the engine's FP8 KV cache."""
+
+from dataclasses import dataclass, field
+
+
+KV_CACHE_DTYPES = ("fp8", "auto")
+KV_CALIBRATIONS = ("rollout", "policy")
+
+
+@dataclass
+class KVCacheFlags:
+    """What is FP8 in the KV cache, and where its scales come from."""
+
+    kv_cache_dtype: str = field(
+        default="fp8",
+        metadata={
+            "help": "Type of the engine's KV cache: 'fp8' (e4m3 with per-tensor scales, recalibrated on the policy at "
+            "every sync) or 'auto' (the model's type)."
+        },
+    )
+    kv_cache_skip_layers: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k has "
+            "outliers on the first prompts of the dataset, as in models with a bias on k and no normalization (Qwen2)."
+        },
+    )
+    kv_calibration: str = field(
+        default="rollout",
+        metadata={
+            "help": "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the latest "
+            "rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming prompts and "
+            "latest rollouts). Before the first rollouts both run the coming prompts."
+        },
+    )
+    kv_scale_margin: float = field(
+        default=1.05,
+        metadata={
+            "help": "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
+            "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, and "
+            "whenever rollouts saturate. The scale is then rounded up to a power of two."
+        },
+    )
+    kv_calibration_tokens: int = field(
+        default=8192,
+        metadata={
+            "help": "Most tokens per process that an extra forward for calibration runs through the policy. They are "
+            "taken from the coming prompts and the previous rollouts."
+        },
+    )
+    simulate_kv_cache: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
+            "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight through. "
+            "Lowers the mismatch instead of correcting it."
+        },
+    )
+
+    @property
+    def skip_layers(self) -> tuple[int, ...] | None:
+        """`kv_cache_skip_layers` as numbers; None for 'auto'."""
+        if self.kv_cache_skip_layers == ["auto"]:
+            return None
+        return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
+
+    def check_kv_cache(self) -> None:
+        """Bring the flags into one form. Raises `ValueError` naming flag, value, reason and remedy."""
+        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
+            self.kv_cache_dtype = "fp8"
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported: its scales cannot be calibrated and read "
+                "back (on CPU, vLLM even computes garbage with types such as 'fp8_per_token_head' without an error). "
+                f"Use one of {list(KV_CACHE_DTYPES)}."
+            )
+        if not self.kv_scale_margin >= 1:
+            raise ValueError(
+                f"kv_scale_margin={self.kv_scale_margin} is below 1: the largest calibrated value itself would not "
+                "fit into the KV cache. Use 1.0 or more (default 1.05)."
+            )
+        if self.kv_calibration not in KV_CALIBRATIONS:
+            raise ValueError(
+                f"kv_calibration={self.kv_calibration!r} is not a source of scales: there is no default scale that "
+                f"would be safe. Use one of {list(KV_CALIBRATIONS)}."
+            )
+        if self.kv_calibration_tokens < 1:
+            raise ValueError(
+                f"kv_calibration_tokens={self.kv_calibration_tokens} leaves nothing to calibrate the KV cache on. Use "
+                "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
+            )
+        self._check_skip_layers()
+        self._check_needs_fp8()
+
+    def _check_skip_layers(self) -> None:
+        given = self.kv_cache_skip_layers
+        if given is None:
+            return
+        items = [given] if isinstance(given, str | int) else given
+        self.kv_cache_skip_layers = [str(item) for item in items]
+        if self.kv_cache_skip_layers != ["auto"] and not all(item.isdigit() for item in self.kv_cache_skip_layers):
+            raise ValueError(
+                f"kv_cache_skip_layers={given!r} is neither 'auto' nor a list of layer numbers, for example "
+                "kv_cache_skip_layers=[0, 27]."
+            )
+
+    def _check_needs_fp8(self) -> None:
+        if self.kv_cache_dtype != "auto":
+            return
+        needs = {"simulate_kv_cache": self.simulate_kv_cache, "kv_cache_skip_layers": self.kv_cache_skip_layers}
+        given = [f"{flag}={value!r}" for flag, value in needs.items() if value]
+        if given:
+            raise ValueError(
+                f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
+                "kv_cache_dtype='fp8', or remove it."
+            )

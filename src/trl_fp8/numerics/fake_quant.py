@@ -1,0 +1,41 @@
+"""What a tensor looks like after the engine's KV cache: an e4m3 round trip with a per-tensor scale, straight through.
+
+    forward:   x -> bf16 -> e4m3(x / s) -> * s     the bytes that the engine's cache holds, read back
+    backward:  dx = dy                             rounding has no useful derivative (straight-through estimator)
+
+The engine computes k and v in BF16, so a trainer in FP32 has to round twice as well to end on the same byte. With a
+power-of-two scale, dividing and multiplying are exact, and the result is exact in BF16.
+"""
+
+import torch
+
+from .e4m3 import saturating_cast_
+
+
+def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """The e4m3 codes under which an FP8 KV cache stores `states`: rounded to nearest even, saturating at 448 * scale.
+
+    Args:
+        states: q, k or v after normalization and RoPE, any shape and floating point dtype.
+        scale: Positive number, or fp32 tensor with one element on the device of `states`.
+    """
+    return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
+
+
+class _RoundTrip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+        return cache_codes(states, scale).float().mul_(scale).to(states.dtype)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged.
+
+    Elements beyond 448 * scale come back as 448 * scale and pass their gradient too, as in the straight-through
+    estimator of arXiv 2601.14243; `fp8/kv_saturation_fraction` counts them.
+    """
+    return _RoundTrip.apply(states, scale)

@@ -1,0 +1,203 @@
+"""A tap on the policy's attention: see q, k and v where the KV cache sees them, and hand on what the cache would hold.
+
+transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
+caches. The tap sits in front of that function; the model's code, weights and parameter names are not touched:
+
+    q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
+
+Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
+tap; eager attention has no entry in transformers' table and gets one of our own.
+
+Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns q, k, v as in `numerics.kv_scales.QKV`.
+"""
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..numerics.e4m3 import E4M3_MAX
+from ..numerics.fake_quant import cache_round_trip
+from ..numerics.kv_scales import logit_error
+
+
+EAGER = "trl_fp8_eager"
+_TAP = "_trl_fp8_tap"
+
+
+class QKVObservation:
+    """Magnitudes of real tokens, accumulated over forwards, on the model's device.
+
+    Args:
+        layers: Number of decoder layers L.
+        scales_L3: fp32 `[L, 3]`; elements beyond `448 * scale` are counted. None: nothing is counted.
+        moments: Whether mean squares of q and k are taken per channel, which `logit_error_L` needs.
+
+    Attributes:
+        amax_L3: fp32 `[L, 3]`, largest magnitude; 0 where a layer was not run.
+        saturated_L3: fp64 `[L, 3]`, number of elements beyond 448 * scale.
+        elements_L3: fp64 `[L, 3]`, number of elements of real tokens.
+        logit_error_L: fp32 `[L]`, see `numerics.kv_scales.logit_error`, the largest over forwards; None without moments.
+    """
+
+    def __init__(
+        self, layers: int, device: torch.device, *, scales_L3: torch.Tensor | None = None, moments: bool = False
+    ):
+        self.limits_L3 = None if scales_L3 is None else E4M3_MAX * scales_L3
+        self.amax_L3 = torch.zeros(layers, 3, device=device)
+        self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
+        self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
+        self.logit_error_L = torch.zeros(layers, device=device) if moments else None
+
+    @property
+    def saturated_fraction_L3(self) -> torch.Tensor:
+        """Share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
+        return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
+
+    def add(self, layer: int, states: tuple[torch.Tensor, ...], real_BT: torch.Tensor, scaling: float) -> None:
+        """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count."""
+        tokens = real_BT.sum()
+        for column, tensor in enumerate(states):
+            values = tensor.detach().abs()  # vector_norm needs no temporary, but takes ten times as long on CPU
+            largest = values.amax((1, 3)).masked_fill(~real_BT, 0).amax().float()
+            self.amax_L3[layer, column] = torch.maximum(self.amax_L3[layer, column], largest)
+            self.elements_L3[layer, column] += tokens * (values.shape[1] * values.shape[3])
+            if self.limits_L3 is not None and column > 0:  # q is not cached
+                beyond_BT = values.gt_(self.limits_L3[layer, column]).sum((1, 3), dtype=torch.float32)
+                self.saturated_L3[layer, column] += beyond_BT.masked_fill(~real_BT, 0).sum()
+        if self.logit_error_L is not None:
+            q_HD, k_HD = (_mean_squares(tensor.detach(), real_BT, tokens) for tensor in states[:2])
+            self.logit_error_L[layer] = torch.maximum(self.logit_error_L[layer], logit_error(q_HD, k_HD, scaling))
+
+
+def _mean_squares(values: torch.Tensor, real_BT: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return values.float().square().mul_(real_BT[:, None, :, None]).sum((0, 2)) / tokens
+
+
+class AttentionTap:
+    """Installed on a policy until `remove`. Does nothing while `observation` and `scales_L3` are None.
+
+    Args:
+        model: A transformers causal LM, or a PEFT, DDP or FSDP2 wrapping of one.
+        high_precision_layers: Layers whose KV cache is not FP8: observed, never round-tripped.
+
+    Attributes:
+        observation: `QKVObservation` to fill, or None.
+        scales_L3: fp32 `[L, 3]` on the model's device, or None. When set, attention sees k and v as an FP8 KV cache
+            under these scales holds them, and padded sequences get the engine's positions (see `_before_forward`).
+            Has to stay as it was until the backward pass is through, because gradient checkpointing runs the forward
+            again.
+        quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
+    """
+
+    def __init__(self, model: nn.Module, high_precision_layers: Collection[int] = ()):
+        self.base = transformers_model(model)
+        self.layers: int = self.base.config.get_text_config().num_hidden_layers
+        self.high_precision_layers = frozenset(high_precision_layers)
+        self.observation: QKVObservation | None = None
+        self.scales_L3: torch.Tensor | None = None
+        self.quantize_query = False
+        self._mask_BT: torch.Tensor | None = None
+        decoder = self.base.get_decoder()
+        self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
+        self._implementation = self.base.config.get_text_config()._attn_implementation
+        if self._implementation == "eager":
+            self.base.set_attn_implementation(EAGER)
+        else:
+            _wrap_registered(self._implementation)
+        for module in self._attention:
+            setattr(module, _TAP, self)
+        self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._hook.remove()
+        for module in self._attention:
+            delattr(module, _TAP)
+        if self._implementation == "eager":
+            self.base.set_attn_implementation("eager")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.base.parameters()).device
+
+    @contextmanager
+    def observing(self, observation: QKVObservation) -> Iterator[QKVObservation]:
+        """Fill `observation` with the forwards inside the block."""
+        self.observation = observation
+        try:
+            yield observation
+        finally:
+            self.observation = None
+
+    def pass_through(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k, v `[B, H, T, D]` on their way into attention."""
+        if self.observation is not None:
+            mask = self._mask_BT
+            real_BT = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
+            self.observation.add(layer, (query, key, value), real_BT, scaling or query.shape[-1] ** -0.5)
+        if self.scales_L3 is not None and layer not in self.high_precision_layers:
+            q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
+            key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
+            if self.quantize_query:
+                query = cache_round_trip(query, q_scale)
+        return query, key, value
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Note the padding mask; under scales also give real tokens the positions that they have in the engine.
+
+        The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
+        mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
+        """
+        mask = kwargs.get("attention_mask")
+        self._mask_BT = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if self.scales_L3 is None or self._mask_BT is None or kwargs.get("position_ids") is not None:
+            return None
+        return args, kwargs | {"position_ids": (self._mask_BT.long().cumsum(-1) - 1).clamp_min(0)}
+
+
+def transformers_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside PEFT, DDP or FSDP2 wrappings."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ValueError(f"{type(model).__name__} holds no transformers model, whose attention could be observed.")
+
+
+def _wrap_registered(name: str) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    if hasattr(attend, _TAP):
+        return
+
+    @wraps(attend)
+    def attention(module, query, key, value, *args, **kwargs):
+        tap = getattr(module, _TAP, None)
+        if tap is not None:
+            query, key, value = tap.pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+        return attend(module, query, key, value, *args, **kwargs)
+
+    setattr(attention, _TAP, True)
+    AttentionInterface.register(name, attention)
+
+
+def _eager(module, query, key, value, *args, **kwargs):
+    tap = getattr(module, _TAP)
+    query, key, value = tap.pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+    attend = next(
+        function
+        for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
+        if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
+    )
+    return attend(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register(EAGER, _eager)
+AttentionMaskInterface.register(EAGER, eager_mask)

@@ -1,0 +1,188 @@
+"""The real paged cache against the trainer's simulation of it, and the guards around recalibrated scales."""
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from engine import engines
+from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
+from trl_fp8.engine.kv_cache import attention_layers, fp8_attention_layers, quantizes_query
+from trl_fp8.engine.upstream import engine_model
+from trl_fp8.numerics.e4m3 import E4M3
+from trl_fp8.numerics.fake_quant import cache_codes
+from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
+from trl_fp8.policy import attention_tap
+from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.kv_calibration import observe_sequences
+
+
+pytestmark = pytest.mark.engine
+
+PROMPT = [4 + 7 * position % 50 for position in range(20)]
+DECODED = 32
+
+
+def calibrated(checkpoint, **options):
+    """A synced engine with scales of its own policy, and the policy's tap."""
+    generation = engines.start(checkpoint, **options)
+    tap = AttentionTap(generation.model, generation.recipe.kv_cache_skip_layers)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS + [PROMPT]).amax_L3, 2.0)
+    generation.calibrate = lambda: scales
+    generation.sync_weights()
+    return generation, tap, scales
+
+
+def decode(generation, prompt=PROMPT):
+    """Greedy tokens and, per layer, what entered the cache write and in which slots."""
+    written = {layer: [] for layer in attention_layers(engine_model(generation.llm))}
+    original = ReferenceFp8AttentionImpl.do_kv_cache_update
+
+    def record(self, layer, key, value, kv_cache, slot_mapping):
+        original(self, layer, key, value, kv_cache, slot_mapping)
+        number = next(n for n, m in attention_layers(engine_model(generation.llm)).items() if m is layer)
+        real = slot_mapping >= 0
+        written[number].append((key[: len(real)][real].clone(), value[: len(real)][real].clone(), slot_mapping[real]))
+
+    ReferenceFp8AttentionImpl.do_kv_cache_update = record
+    try:
+        greedy = SamplingParams(temperature=0.0, max_tokens=DECODED + 1, ignore_eos=True)
+        output = generation.llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]
+    finally:
+        ReferenceFp8AttentionImpl.do_kv_cache_update = original
+    tokens = prompt + list(output.outputs[0].token_ids)[:DECODED]
+    return tokens, {layer: [torch.cat(parts) for parts in zip(*rows, strict=True)] for layer, rows in written.items()}
+
+
+def cached(generation, layer, slots):
+    """Bytes of k and v `[T, G, D]` in vLLM's paged cache."""
+    held = _split_cache(attention_layers(engine_model(generation.llm))[layer].kv_cache)
+    return [half[slots // half.shape[2], :, slots % half.shape[2]] for half in held]
+
+
+def test_the_cache_holds_the_bytes_that_the_trainer_computes_from_the_same_states(checkpoint):
+    """52 tokens through prefill and 32 decode steps: every byte of every layer, read from the cache itself."""
+    generation, _, scales = calibrated(checkpoint("qwen3"))
+    tokens, written = decode(generation)
+    for layer, (key, value, slots) in written.items():
+        assert len(slots) == len(PROMPT) + DECODED == len(tokens)
+        for which, states, held in zip("kv", (key, value), cached(generation, layer, slots), strict=True):
+            expected = cache_codes(states, scales.scale(layer, which)).view(torch.uint8)
+            assert torch.equal(held, expected)
+            half = cache_codes(states, scales.scale(layer, which) / 2).view(torch.uint8)
+            assert (held != half).float().mean() > 0.9  # a scale that is off by one step gives other bytes
+    engines.shutdown(generation.llm)
+
+
+def trainer_bytes(generation, tap, scales, ids, mask, monkeypatch):
+    """Per layer, the codes of k and v `[B, G, T, D]` that the trainer's forward round-trips."""
+    seen, round_trip = [], attention_tap.cache_round_trip
+
+    def record(states, scale):
+        seen.append(cache_codes(states, scale).view(torch.uint8))
+        return round_trip(states, scale)
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setattr(attention_tap, "cache_round_trip", record)
+        tap.scales_L3 = scales.values
+        generation.model(input_ids=ids, attention_mask=mask)
+        tap.scales_L3 = None
+    return [(seen[i], seen[i + 1]) for i in range(0, len(seen), 2)]
+
+
+def test_the_trainers_own_forward_ends_on_the_same_bytes_but_for_bf16_noise(checkpoint, monkeypatch):
+    """Left-padded, as TRL runs it, beside a longer sequence. Without the engine's positions RoPE turns k elsewhere.
+
+    The engine computes k and v in BF16, the trainer here in FP32. A relative error of 2**-8 moves an e4m3 code, whose
+    steps are 2**-3 .. 2**-4 of the value, across a rounding boundary in at most 2 * 2**-8 / 2**-4 = 12.5 % of cases in
+    layer 0. Layer 1 adds the error of everything before it.
+    """
+    generation, tap, scales = calibrated(checkpoint("qwen3"), fp8_weights=False)
+    tokens, written = decode(generation)
+    pad = 11
+    ids = torch.tensor([[0] * pad + tokens, tokens[:pad] + tokens])
+    mask = torch.ones_like(ids)
+    mask[0, :pad] = 0
+    ours = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(AttentionTap, "_before_forward", lambda self, module, args, kwargs: None)
+        tap.remove()
+        shifted_tap = AttentionTap(generation.model)
+        shifted = trainer_bytes(generation, shifted_tap, scales, ids, mask, monkeypatch)
+    for layer, (_, _, slots) in written.items():
+        held = cached(generation, layer, slots)
+        for column in (0, 1):  # k, v
+            bytes_TGD = ours[layer][column][0, :, pad:].transpose(0, 1)
+            assert (bytes_TGD != held[column]).float().mean() < (0.125 if layer == 0 else 0.25)
+            if layer == 0:
+                mine, engines_own = (codes.view(E4M3).float() for codes in (bytes_TGD, held[column]))
+                # The neighbouring code is at most 1/8 of the value away. RoPE subtracts two products, so the BF16 error
+                # of an element (three roundings of 2**-9) is relative to its head's largest element.
+                largest = engines_own.abs().amax(-1, keepdim=True)
+                assert ((mine - engines_own).abs() <= engines_own.abs() / 8 + 3 * 2**-9 * largest).all()
+        turned = shifted[layer][0][0, :, pad:].transpose(0, 1)
+        assert (turned != held[0]).float().mean() > 0.5
+    assert not quantizes_query(engine_model(generation.llm))
+    engines.shutdown(generation.llm)
+
+
+def test_skipped_layers_stay_in_bf16_and_equal_a_fresh_engine(checkpoint, tmp_path):
+    generation, _, scales = calibrated(checkpoint("qwen3"), kv_cache_skip_layers=(0,))
+    layers = attention_layers(engine_model(generation.llm))
+    assert [module.kv_cache.dtype for module in layers.values()] == [torch.bfloat16, torch.uint8]
+    _, written = decode(generation)
+    key, value, slots = written[0]
+    assert all(
+        torch.equal(held, states) for held, states in zip(cached(generation, 0, slots), (key, value), strict=True)
+    )
+    synced = engines.log_probs(generation.llm)
+    engines.shutdown(generation.llm)
+    again = engines.fresh(tmp_path / "fresh", generation, scales)
+    assert engines.log_probs(again) == synced
+    engines.shutdown(again)
+
+
+def test_bf16_weights_keep_their_scales_through_a_reload(checkpoint):
+    """vLLM resets scales at each reload of an unquantized model; the recipe's config must prevent that."""
+    generation, _, scales = calibrated(checkpoint("qwen3"), fp8_weights=False)
+    before = engines.log_probs(generation.llm)
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) == before
+    held = [module._k_scale_float for module in attention_layers(engine_model(generation.llm)).values()]
+    assert held == scales.values[:, 1].tolist() and 1.0 not in held
+    engines.shutdown(generation.llm)
+
+
+def test_scales_that_change_between_sync_and_rollout_are_caught_by_name(checkpoint):
+    generation, _, scales = calibrated(checkpoint("qwen3"))
+    generation.generate([PROMPT], None, 1)
+    layers = attention_layers(engine_model(generation.llm))
+
+    layers[1]._v_scale_float /= 2  # host float out of step with the device tensor
+    with pytest.raises(RuntimeError, match="layer 1 v_scale: host float") as error:
+        generation.generate([PROMPT], None, 1)
+    assert "device tensor" not in str(error.value) and "layer 0" not in str(error.value)
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        generation.generate([PROMPT], None, 1)
+
+    generation.sync_weights()
+    earlier = generation.last_sync
+    generation.calibrate = lambda: KVScales(scales.values * 2)
+    generation.sync_weights()
+    object.__setattr__(generation.last_sync, "kv_scales", earlier.kv_scales)  # what a stale engine looks like
+    with pytest.raises(RuntimeError, match="layer 0 q_scale: device tensor holds .*, sent"):
+        generation.generate([PROMPT], None, 1)
+    assert generation.audit_failures == 2
+    engines.shutdown(generation.llm)
+
+
+def test_attention_that_may_keep_copies_of_scales_is_refused_by_name(checkpoint):
+    generation, _, _ = calibrated(checkpoint("qwen3"))
+    model = engine_model(generation.llm)
+    assert list(fp8_attention_layers(model)) == [0, 1]
+    with pytest.raises(RuntimeError, match="layer 1: KV cache of type fp8"):
+        fp8_attention_layers(model, skip_layers=(1,))
+    impl = attention_layers(model)[0].impl
+    impl.__class__ = type("FlashInferImpl", (type(impl),), {})
+    with pytest.raises(RuntimeError, match="layer 0: FlashInferImpl may keep copies"):
+        fp8_attention_layers(model)
+    engines.shutdown(generation.llm)

@@ -1,0 +1,136 @@
+"""The FP8 KV cache in training: simulated in the trainer, recalibrated, watched, and the same after a resume."""
+
+import logging
+from statistics import mean
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trainer.runs import arguments, dataset, training
+
+
+pytestmark = pytest.mark.engine
+
+KV_ONLY = {"fp8_weights": False, "learning_rate": 1e-5}
+MISMATCH = "sampling/sampling_logp_difference/mean"
+
+
+def column(trainer, key):
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
+def run(model, folder, **flags):
+    with training(model, arguments(folder, **(KV_ONLY | flags))) as trainer:
+        trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_simulation_lowers_the_mismatch_of_the_same_rollouts(implementation, checkpoint, tmp_path):
+    """KV cache alone, same seed: what is left is the engine's BF16, which a run without FP8 shows."""
+    flags = {"model_init_kwargs": {"attn_implementation": implementation}}
+    plain = mean(column(run(checkpoint("qwen3"), tmp_path / "off", **flags), MISMATCH))
+    simulated = mean(column(run(checkpoint("qwen3"), tmp_path / "on", simulate_kv_cache=True, **flags), MISMATCH))
+    assert 0 < simulated < 0.6 * plain
+
+
+def test_simulation_is_the_same_under_gradient_checkpointing_and_lora(checkpoint, tmp_path):
+    from peft import LoraConfig
+
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    results = []
+    for checkpointing in (False, True):
+        args = arguments(tmp_path / str(checkpointing), simulate_kv_cache=True, gradient_checkpointing=checkpointing)
+        with training(checkpoint("qwen3"), args, peft_config=lora) as trainer:
+            trainer.train()
+        results.append([(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row])
+    plain, checkpointed = torch.tensor(results)
+    torch.testing.assert_close(plain, checkpointed, rtol=1e-4, atol=1e-5)
+    assert (plain[:, 1] > 0).all()
+
+
+def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoint, tmp_path):
+    """Two optimizer steps on one batch of rollouts, with an evaluation (and its sync) in between."""
+    seen = []
+    args = arguments(
+        tmp_path,
+        simulate_kv_cache=True,
+        num_iterations=2,
+        max_steps=2,
+        learning_rate=0.05,  # enough to change the scales
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    with training(checkpoint("qwen3"), args, eval_dataset=dataset(4)) as trainer:
+        compute_loss = trainer.compute_loss
+
+        def record(model, inputs, *rest, **kwargs):
+            loss = compute_loss(model, inputs, *rest, **kwargs)
+            synced = trainer.vllm_generation.last_sync.kv_scales.values
+            seen.append((model.training, trainer._tap.scales_L3.clone(), synced))
+            return loss
+
+        trainer.compute_loss = record
+        trainer.train()
+        assert trainer._tap.scales_L3 is None
+    (_, first, first_synced), (_, second, second_synced) = (row for row in seen if row[0])
+    assert torch.equal(first, first_synced)
+    assert torch.equal(second, first) and not torch.equal(second_synced, first_synced)
+    assert all(torch.equal(used, synced) for training_mode, used, synced in seen if not training_mode)
+
+
+def test_saturation_is_measured_and_widens_the_margin(checkpoint, tmp_path, caplog):
+    with training(checkpoint("qwen3"), arguments(tmp_path, **KV_ONLY)) as trainer:
+        trainer._calibrator.margin = 0.25  # prompts-only: 0.5; then scales of at most half the largest value
+        with caplog.at_level(logging.WARNING, logger="trl_fp8"):
+            trainer.train()
+    saturated, margins = column(trainer, "fp8/kv_saturation_fraction"), column(trainer, "fp8/kv_margin")
+    assert margins[:2] == [0.25, 0.5] and saturated[0] > 1e-4
+    assert margins[-1] == 1.0 or saturated[-1] < saturated[0]
+    assert "KV cache scales were too small" in caplog.text and "layer 1 v" in caplog.text
+    assert "widened to 0.5" in caplog.text
+
+
+@pytest.mark.parametrize("source", ["rollout", "policy"])
+def test_a_resumed_run_calibrates_as_the_uninterrupted_one(source, checkpoint, tmp_path):
+    flags = dict(kv_calibration=source, learning_rate=1e-2, save_strategy="steps", save_steps=2, max_steps=3)
+    scales = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        with training(checkpoint("qwen3"), arguments(tmp_path, **flags)) as trainer:
+            trainer.train(resume_from_checkpoint=resume)
+            scales.append(trainer.vllm_generation.last_sync.kv_scales.values)
+            assert trainer.state.global_step == 3
+            if resume is None:
+                assert (tmp_path / "checkpoint-2" / "kv_calibration_0.json").exists()
+    assert torch.equal(*scales)
+
+
+def biased_qwen2(checkpoint, folder, bias=200.0):
+    """k of layer 0 has one channel per head that is large in every token, as Qwen2.5's first layers have."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen2"))
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.bias[5] += bias
+        model.model.layers[0].self_attn.k_proj.bias[64 + 33] -= bias
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (source := type(folder)(checkpoint("qwen2")) / name).exists():
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_bytes(source.read_bytes())
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def test_k_outliers_are_named_and_the_automatic_remedy_works(checkpoint, tmp_path, caplog):
+    """Threshold: twice the mismatch of the same model without the bias."""
+    threshold = 2 * mean(column(run(checkpoint("qwen2"), tmp_path / "normal"), MISMATCH))
+    assert "k has outliers" not in caplog.text
+    model = biased_qwen2(checkpoint, tmp_path / "biased")
+    with caplog.at_level(logging.WARNING, logger="trl_fp8"):
+        per_tensor = mean(column(run(model, tmp_path / "per_tensor"), MISMATCH))
+    assert "k has outliers in layers" in caplog.text and "kv_cache_skip_layers=[0]" in caplog.text
+    assert per_tensor > threshold
+    remedied = run(model, tmp_path / "auto", kv_cache_skip_layers="auto")
+    assert remedied.recipe.kv_cache_skip_layers == (0,)
+    assert "layers [0] stay in BF16" in remedied.plan.table()
+    assert mean(column(remedied, MISMATCH)) < threshold
