@@ -23,7 +23,8 @@ ALLOWED = {
     "policy": {"recipe", "numerics"},
     "engine": {"recipe", "numerics"},
     "report": {"plan", "recipe", "numerics"},
-    "trainer": {"config", "correction", "plan", "policy", "engine", "recipe", "numerics"},
+    "sync_metrics": {"engine", "recipe"},
+    "trainer": {"config", "correction", "plan", "policy", "engine", "recipe", "numerics", "sync_metrics"},
     "cli": {"trainer", "config", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from torch import nn
 from trl import GRPOConfig
 
+from .flags.forward import ForwardFlags
 from .flags.kv_cache import KVCacheFlags
 from .numerics.e4m3 import check_scale_format
 from .numerics.importance import RolloutCorrection
@@ -26,7 +27,7 @@ RESERVED_ENGINE_KWARGS = (
 
 
 @dataclass
-class FP8GRPOConfig(KVCacheFlags, GRPOConfig):
+class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
     """Configuration of `FP8GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
 
     Raises:
@@ -140,6 +141,7 @@ class FP8GRPOConfig(KVCacheFlags, GRPOConfig):
 
     def _check_values(self) -> None:
         self.check_kv_cache()
+        self.check_forward(self.fp8_weights)
         try:
             check_scale_format(self.fp8_scale_format)
         except ValueError as error:

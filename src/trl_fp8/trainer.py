@@ -8,7 +8,6 @@ What it adds to a step, all of it around TRL's own code:
     metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
 """
 
-import json
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from accelerate.logging import get_logger
+from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -30,8 +30,11 @@ from .engine.upstream import substituted
 from .numerics.health import health_warnings
 from .plan import Plan, plan_for_model
 from .policy.attention_tap import AttentionTap
+from .policy.fp8_flow import FP8Flow
+from .policy.fp8_linear import FP8Linears
 from .policy.kv_calibration import KVCalibrator, layers_with_outliers
 from .recipe import FP8Recipe
+from .sync_metrics import sync_metrics
 
 
 if TYPE_CHECKING:
@@ -108,6 +111,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._warned: set[str] = set()
         self._tap: AttentionTap | None = None
         self._calibrator: KVCalibrator | None = None
+        self._linears: FP8Linears | None = None
         self._logged_sync: SyncReport | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
@@ -126,6 +130,8 @@ class FP8GRPOTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        if self._linears is not None:
+            self.add_callback(_WeightsChanged(self._linears))
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments."""
@@ -151,7 +157,26 @@ class FP8GRPOTrainer(GRPOTrainer):
         )
         if self._tap is not None:
             self._tap.quantize_query = generation.quantizes_query
+        if self.args.fp8_flow_on:
+            self._linears = self._install_flow(generation)
+            if self._linears.flow.cache_weights:
+                generation.quantized = lambda name: self._linears.modules[name].quantized_weight()
         return generation
+
+    def _install_flow(self, generation: "FP8VLLMGeneration") -> FP8Linears:
+        """Make the policy's linears compute what the engine's kernel was found to compute."""
+        scaling = generation.activation_scaling
+        flow = FP8Flow(
+            forward=self.args.fp8_forward,
+            backward=self.args.fp8_backward,
+            weight_format=self.recipe.scale_format,
+            activation_format=scaling.scale_format,
+            activation_amax_floor=scaling.amax_floor,
+            backend=self.args.fp8_gemm_backend,
+            cache_weights=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
+        )
+        logger.info(f"trainer FP8 linears: {flow}")
+        return FP8Linears.install(self.model, self.recipe.fp8_modules, flow)
 
     def _tap_attention(self, recipe: FP8Recipe) -> FP8Recipe:
         """Tap the policy's attention; returns the recipe with kv_cache_skip_layers='auto' resolved."""
@@ -183,6 +208,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             sequences = [list(prompt) + list(completion) for prompt, completion in rollouts]
             self._calibrator.rollouts_arrived(sequences, self.vllm_generation.last_sync.kv_scales)
             self._simulate(self._kv_scales_in_force())
+        if self._linears is not None and is_peft_model(self.model):
+            self._linears.invalidate()  # the sync merged and unmerged adapters
         self._log_sync()
         return output
 
@@ -251,31 +278,32 @@ class FP8GRPOTrainer(GRPOTrainer):
         if sync is self._logged_sync:
             return
         self._logged_sync = sync
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["fp8/sync_seconds"].append(sync.seconds)
-        metrics["fp8/quantize_seconds"].append(sync.quantize_seconds)
-        metrics["fp8/audited_tensors"].append(float(sync.audited_tensors))
-        if self.recipe.fp8_weights:
-            metrics["fp8/weight_relative_error"].append(sync.weight_relative_error)
-        if sync.kv_scales is not None:
-            metrics["fp8/calibration_seconds"].append(sync.calibration_seconds)
-            metrics["fp8/kv_scale_min"].append(sync.kv_scales.values.min().item())
-            metrics["fp8/kv_scale_max"].append(sync.kv_scales.values.max().item())
-            metrics["fp8/kv_margin"].append(self._calibrator.margin * self._calibrator.margin_factor)
+        logged = self._metrics["train" if self.model.training else "eval"]
+        for name, value in sync_metrics(sync, self.recipe).items():
+            logged[name].append(value)
+        if self._calibrator:
+            logged["fp8/kv_margin"].append(self._calibrator.margin * self._calibrator.margin_factor)
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
         if self._calibrator:
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            self._calibration_file(folder).write_text(json.dumps(self._calibrator.state_dict()))
+            self._calibrator.save(folder, self.accelerator.process_index)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._calibrator and checkpoint is not None and (path := self._calibration_file(checkpoint)).exists():
-            self._calibrator.load_state_dict(json.loads(path.read_text()))
+        if self._calibrator and checkpoint is not None:
+            self._calibrator.load(checkpoint, self.accelerator.process_index)
 
-    def _calibration_file(self, checkpoint: str | Path) -> Path:
-        return Path(checkpoint) / f"kv_calibration_{self.accelerator.process_index}.json"
+
+class _WeightsChanged(TrainerCallback):
+    """Quantized weights are made again after each optimizer step."""
+
+    def __init__(self, linears: FP8Linears):
+        self.linears = linears
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self.linears.invalidate()
 
 
 def _all_reduce_max(tensor: torch.Tensor) -> None:

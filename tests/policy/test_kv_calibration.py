@@ -1,14 +1,31 @@
-"""What calibration observes: q, k, v after norm and RoPE, of real tokens, in every wrapping the trainer uses."""
+"""From observed magnitudes to the next scales: which tokens, whose weights, how wide a margin, and what survives a resume."""
+
+import json
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
 
 import pytest
 import tiny_models
 import torch
-from peft import LoraConfig, get_peft_model
+from transformers.models.qwen3 import modeling_qwen3
 
-from trl_fp8.policy.kv_calibration import OBSERVER, observe_qkv_amax
+from trl_fp8.numerics.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
+from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.kv_calibration import (
+    PROMPTS_ONLY_MARGIN,
+    SATURATION_LIMIT,
+    WIDEST_MARGIN_FACTOR,
+    KVCalibrator,
+    layers_with_outliers,
+    observe_sequences,
+    outlier_message,
+)
 
 
-SEQUENCES = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]
+PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]
+ROLLOUTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15], [11, 12, 13, 14, 20, 21, 22]]
+MARGIN = 1.05
 
 
 def build(architecture="qwen3", **overrides):
@@ -16,107 +33,537 @@ def build(architecture="qwen3", **overrides):
     return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides)).eval()
 
 
-def by_hooks(model, sequences):
-    """Independent: one sequence at a time, no padding; q, k recomputed from the projections with the model's RoPE."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
-    layers = model.model.layers
-    amax = torch.zeros(len(layers), 3)
-    for ids in sequences:
-        inputs = {}
-        handles = [
-            layer.self_attn.register_forward_pre_hook(
-                lambda module, args, kwargs, seen=inputs, index=index: seen.__setitem__(index, kwargs),
-                with_kwargs=True,
-            )
-            for index, layer in enumerate(layers)
-        ]
-        with torch.no_grad():
-            model(input_ids=torch.tensor([ids]))
-            for index, layer in enumerate(layers):
-                attention, hidden = layer.self_attn, inputs[index]["hidden_states"]
-                shape = (1, len(ids), -1, attention.head_dim)
-                q, k = attention.q_proj(hidden).view(shape), attention.k_proj(hidden).view(shape)
-                if hasattr(attention, "q_norm"):
-                    q, k = attention.q_norm(q), attention.k_norm(k)
-                q, k = apply_rotary_pos_emb(
-                    q.transpose(1, 2), k.transpose(1, 2), *inputs[index]["position_embeddings"]
-                )
-                v = attention.v_proj(hidden)
-                amax[index] = torch.maximum(amax[index], torch.stack([q.abs().max(), k.abs().max(), v.abs().max()]))
-        for handle in handles:
-            handle.remove()
-    return amax
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama", "qwen3_moe"])
-def test_observes_what_attention_sees(architecture, implementation):
-    model = build(architecture)
-    model.set_attn_implementation(implementation)
-    observed = observe_qkv_amax(model, SEQUENCES)
-    # batched and padded against one by one: fp32 matmuls in another order
-    torch.testing.assert_close(observed, by_hooks(model, SEQUENCES), rtol=1e-4, atol=0)
-    assert model.config._attn_implementation == implementation
-
-
-def test_padding_is_not_observed():
-    model = build()
-    with torch.no_grad():
-        model.model.embed_tokens.weight[0] *= 1000  # the padding token would dominate v
-    torch.testing.assert_close(
-        observe_qkv_amax(model, SEQUENCES), observe_qkv_amax(model, SEQUENCES, pad_token_id=60), rtol=1e-5, atol=0
+def calibrator(model, mode="rollout", **options) -> KVCalibrator:
+    made = KVCalibrator(
+        options.pop("tap", None) or AttentionTap(model),
+        **(dict(mode=mode, margin=MARGIN, max_tokens=1000) | options),
     )
+    made.coming_prompts = PROMPTS
+    return made
+
+
+def padded(sequences=ROLLOUTS) -> dict[str, torch.Tensor]:
+    """As TRL's old-log-prob pass gets them."""
+    length = max(map(len, sequences))
+    return {
+        "input_ids": torch.tensor([[0] * (length - len(ids)) + ids for ids in sequences]),
+        "attention_mask": torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in sequences]),
+    }
+
+
+def watch(calibrating: KVCalibrator, model, sequences=ROLLOUTS) -> None:
+    with torch.no_grad(), calibrating.watching():
+        model(**padded(sequences))
+
+
+@contextmanager
+def forwards_of(model):
+    """The `input_ids` of every forward inside the block."""
+    seen = []
+    handle = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+def states_by_hand(model, sequences=ROLLOUTS) -> list[list[torch.Tensor]]:
+    """Magnitudes of q, k, v of the real tokens of `padded(sequences)`, by layer, from eager attention's arguments."""
+    states, original, inputs = {}, modeling_qwen3.eager_attention_forward, padded(sequences)
+    real, implementation = inputs["attention_mask"].bool(), model.config._attn_implementation
+
+    def attention(module, *qkv, **kwargs):
+        states[module.layer_idx] = [x.transpose(1, 2)[real].abs() for x in qkv[:3]]
+        return original(module, *qkv, **kwargs)
+
+    modeling_qwen3.eager_attention_forward = attention
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            model(**inputs)
+    finally:
+        modeling_qwen3.eager_attention_forward = original
+        model.set_attn_implementation(implementation)
+    return [states[layer] for layer in range(len(states))]
+
+
+def amax_by_hand(model, sequences=ROLLOUTS) -> torch.Tensor:
+    return torch.tensor([[x.max().item() for x in layer] for layer in states_by_hand(model, sequences)])
+
+
+def scale_up(model, layer: int, projection: str, factor: float) -> None:
+    with torch.no_grad():
+        getattr(model.model.layers[layer].self_attn, projection).weight.mul_(factor)
+
+
+def roomy(model) -> KVScales:
+    """Scales that hold everything."""
+    return KVScales(torch.ones(model.config.num_hidden_layers, 3))
+
+
+# --- which tokens -----------------------------------------------------------------------------------------------------
 
 
 def test_tokens_are_bounded_and_repetitions_run_once():
-    model, seen = build(), []
-    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"]), with_kwargs=True)
-    observe_qkv_amax(model, SEQUENCES * 3)
-    assert seen[-1].shape == (3, 6)
-    observe_qkv_amax(model, SEQUENCES, max_tokens=9)
-    assert seen[-1].shape == (2, 6)  # 6 + 3 tokens; the third would pass the bound
-    observe_qkv_amax(model, [list(range(4, 44))], max_tokens=16)
-    assert seen[-1].shape == (1, 16)
-    with pytest.raises(ValueError, match="no prompt with at least one token"):
-        observe_qkv_amax(model, [[]])
-
-
-def test_observation_changes_neither_model_nor_later_forwards():
     model = build()
-    ids = torch.tensor([SEQUENCES[0]])
-    before = model(input_ids=ids).logits
-    observe_qkv_amax(model, SEQUENCES)
-    assert torch.equal(model(input_ids=ids).logits, before)
+    tap, sequences = AttentionTap(model), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]
+    with forwards_of(model) as seen:
+        observation = observe_sequences(model, tap, sequences * 3)
+        assert seen[-1].shape == (3, 6) and observation.elements_L3[0, 1] == 13 * 2 * 64
+        observation = observe_sequences(model, tap, sequences, max_tokens=9)
+        assert seen[-1].tolist() == [[5, 6, 7, 8, 9, 10], [11, 12, 13, 0, 0, 0]]  # the third would pass the bound
+        assert observation.elements_L3[0, 1] == 9 * 2 * 64
+        observe_sequences(model, tap, [[], *sequences], max_tokens=10, pad_token_id=3)
+        assert seen[-1].tolist() == [[5, 6, 7, 8, 9, 10], [11, 12, 13, 3, 3, 3]]
+        observe_sequences(model, tap, sequences, max_tokens=4)
+        assert seen[-1].tolist() == [[5, 6, 7, 8]]  # the first is cut, and nothing is left for the others
+        assert len(seen) == 4
+
+
+def test_no_token_is_an_error_and_not_a_default():
+    model = build()
+    made = calibrator(model)
+    made.coming_prompts = []
+    with pytest.raises(ValueError, match="no prompt with at least one token"):
+        made.next_scales(model)
+    with pytest.raises(ValueError, match="no prompt with at least one token"):
+        observe_sequences(model, made.tap, [[]])
+
+
+def test_observing_leaves_the_model_alone():
+    model = build()
+    with torch.no_grad():
+        before = model(**padded()).logits
+    tap = AttentionTap(model)
+    observation = observe_sequences(model, tap, PROMPTS)
+    assert observation.logit_error_L is not None and tap.observation is None
+    with torch.no_grad():
+        assert torch.equal(model(**padded()).logits, before)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_attention_implementation_is_restored_after_an_error():
+def test_prompts_and_rollouts_take_turns_in_a_bounded_forward():
     model = build()
-
-    def fail(module, args):
-        raise RuntimeError("forward broke")
-
-    handle = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(RuntimeError, match="forward broke"):
-        observe_qkv_amax(model, SEQUENCES)
-    handle.remove()
-    assert model.config._attn_implementation != OBSERVER
-    assert (observe_qkv_amax(model, SEQUENCES) > 0).all()
+    made = calibrator(model, "policy", max_tokens=14)
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    with forwards_of(model) as seen:
+        made.next_scales(model)
+    rows = [[token for token in row if token] for row in seen[0].tolist()]
+    assert rows == [PROMPTS[0], ROLLOUTS[0], PROMPTS[1]]  # 3 + 6 + 4 of 14 tokens
 
 
-def test_peft_models_are_looked_through():
+# --- whose weights ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["rollout", "policy"])
+def test_before_the_first_rollouts_the_prompts_get_a_doubled_margin(mode):
     model = build()
-    plain = observe_qkv_amax(model, SEQUENCES)
-    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    assert torch.equal(observe_qkv_amax(wrapped, SEQUENCES), plain)
+    made = calibrator(model, mode)
+    amax = observe_sequences(model, made.tap, PROMPTS).amax_L3
+    scales = made.next_scales(model).values
+    assert torch.equal(scales, kv_scales_from_amax(amax, MARGIN * PROMPTS_ONLY_MARGIN).values)
+    assert torch.equal(scales, 2 * kv_scales_from_amax(amax, MARGIN).values)
 
 
-def test_the_policy_of_now_is_observed():
+def test_rollout_mode_takes_what_was_watched_and_runs_nothing():
     model = build()
-    before = observe_qkv_amax(model, SEQUENCES)
-    with torch.no_grad():
-        model.model.layers[1].self_attn.v_proj.weight.mul_(4)
-    after = observe_qkv_amax(model, SEQUENCES)
-    assert torch.equal(after[0], before[0]) and torch.equal(after[1, :2], before[1, :2])
-    torch.testing.assert_close(after[1, 2], 4 * before[1, 2], rtol=1e-5, atol=0)
+    made = calibrator(model, "rollout")
+    expected = amax_by_hand(model)
+    made.rollouts_arrived(ROLLOUTS, made.next_scales(model))
+    with forwards_of(model) as seen:
+        watch(made, model)
+        assert len(seen) == 1
+        scale_up(model, 1, "v_proj", 64.0)  # an optimizer step that rollout mode does not see yet
+        scales = made.next_scales(model).values
+        again = made.next_scales(model).values
+        assert len(seen) == 1
+    # eager against sdpa upstream of layer 1: a few fp32 roundings, which a power of two above the margin swallows
+    assert torch.equal(scales, kv_scales_from_amax(expected, MARGIN).values)
+    assert torch.equal(again, scales)
+    prompts = observe_sequences(model, made.tap, PROMPTS).amax_L3
+    assert not torch.equal(scales, kv_scales_from_amax(prompts, MARGIN).values)
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_policy_mode_runs_the_weights_of_now_each_time(watched):
+    model = build()
+    made = calibrator(model, "policy")
+    made.rollouts_arrived(ROLLOUTS, made.next_scales(model))
+    if watched:
+        watch(made, model)
+    with forwards_of(model) as seen:
+        before = made.next_scales(model).values
+        assert len(seen) == 1
+        scale_up(model, 1, "v_proj", 64.0)
+        after = made.next_scales(model).values
+        assert len(seen) == 2
+    assert {tuple(token for token in row if token) for row in seen[0].tolist()} == {
+        tuple(ids) for ids in PROMPTS + ROLLOUTS
+    }
+    amax = observe_sequences(model, made.tap, PROMPTS + ROLLOUTS).amax_L3
+    assert torch.equal(after, kv_scales_from_amax(amax, MARGIN).values)  # no longer doubled
+    factors = after / before
+    assert factors[1, 2] == 64 and factors.flatten()[:5].eq(1).all()
+
+
+def test_later_rollouts_replace_earlier_ones():
+    model, loud = build(), [[30, 31, 32, 33]]
+    for mode in ("rollout", "policy"):
+        made = calibrator(model, mode)
+        made.coming_prompts = loud[:1]
+        for sequences in (ROLLOUTS, loud):
+            made.rollouts_arrived(sequences, roomy(model))
+            watch(made, model, sequences)
+            made.saturation()
+        amax = amax_by_hand(model, loud)
+        assert torch.equal(made.next_scales(model).values, kv_scales_from_amax(amax, MARGIN).values)
+        assert not torch.equal(amax, torch.maximum(amax, amax_by_hand(model)))
+        made.tap.remove()
+
+
+def test_only_the_first_forward_over_new_rollouts_is_watched():
+    model = build()
+    made = calibrator(model)
+    watch(made, model)
+    assert made.saturation() is None  # no rollouts yet
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    watch(made, model)
+    expected = made.next_scales(model).values
+    scale_up(model, 0, "v_proj", 64.0)
+    watch(made, model)
+    assert torch.equal(made.next_scales(model).values, expected)
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    watch(made, model)
+    changed = made.next_scales(model).values
+    assert changed[0, 2] == 64 * expected[0, 2]
+
+
+def test_a_watched_forward_may_run_in_several_pieces():
+    model = build()
+    made = calibrator(model)
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    with torch.no_grad(), made.watching():
+        for ids in ROLLOUTS:
+            model(input_ids=torch.tensor([ids]))
+    pieces = torch.stack([amax_by_hand(model, [ids]) for ids in ROLLOUTS]).amax(0)
+    assert torch.equal(made.next_scales(model).values, kv_scales_from_amax(pieces, MARGIN).values)
+
+
+@pytest.mark.parametrize("mode", ["rollout", "policy"])
+def test_without_an_old_log_prob_pass_the_loss_forward_is_watched(mode):
+    """TRL skips the pass when one optimizer step follows each generation: then `saturation` comes first."""
+    model = build().train()
+    made = calibrator(model, mode)
+    made.rollouts_arrived(ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
+    assert made.saturation() is None
+    with made.watching():
+        loss = model(**padded()).logits.float().log_softmax(-1).square().mean()
+    loss.backward()
+    with forwards_of(model) as seen:
+        scales = made.next_scales(model).values
+    assert made.margin_factor == 2.0
+    assert len(seen) == (0 if mode == "rollout" else 1)
+    if mode == "rollout":
+        assert torch.equal(scales, kv_scales_from_amax(amax_by_hand(model), 2 * MARGIN).values)
+    assert made.saturation() > 0.1 and made.saturation() is None
+
+
+def test_a_watched_forward_that_fails_is_forgotten():
+    model = build()
+    made = calibrator(model)
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    with pytest.raises(RuntimeError, match="out of memory"), made.watching():
+        raise RuntimeError("out of memory")
+    assert made.tap.observation is None and made.saturation() is None
+
+
+# --- how wide a margin ------------------------------------------------------------------------------------------------
+
+
+def test_saturation_is_the_share_of_k_and_v_beyond_their_scales():
+    model = build()
+    made = calibrator(model)
+    states = states_by_hand(model)
+    limits = torch.tensor([[1.0, 2.5, 1.5], [1.0, 2.0, 2.0]])
+    expected = [
+        (states[layer][column] > limits[layer, column]).float().mean().item() for layer in (0, 1) for column in (1, 2)
+    ]
+    made.rollouts_arrived(ROLLOUTS, KVScales(limits / 448))
+    watch(made, model)
+    # four shares of 18 * 128 elements; an element within rounding of its limit would be worth 1 / (4 * 2304)
+    assert made.saturation() == pytest.approx(sum(expected) / 4, abs=1e-6)
+    assert 0.01 < sum(expected) / 4 < 0.5
+    assert made.saturation() is None
+    watch(made, model)
+    assert made.saturation() is None
+
+
+@pytest.mark.parametrize(("layer", "column", "name"), [(1, 1, "layer 1 k"), (0, 2, "layer 0 v")])
+def test_saturation_doubles_the_margin_and_names_the_layer(layer, column, name, caplog):
+    model = build()
+    made = calibrator(model)
+    scales = roomy(model).values.clone()
+    scales[layer, column] = 2.0**-9
+    before = kv_scales_from_amax(amax_by_hand(model), MARGIN).values
+    made.rollouts_arrived(ROLLOUTS, KVScales(scales))
+    watch(made, model)
+    with caplog.at_level(logging.WARNING, logger="trl_fp8"):
+        assert made.saturation() > SATURATION_LIMIT
+    [record] = caplog.records
+    assert name in record.message and record.message.count("layer ") == 1
+    assert f"widened to {2 * MARGIN:g} from the next sync on" in record.message
+    assert made.margin_factor == 2.0
+    assert torch.equal(made.next_scales(model).values, 2 * before)
+
+
+def test_a_saturated_q_or_a_share_below_the_limit_changes_nothing(caplog):
+    model = build()
+    made = calibrator(model)
+    scales = roomy(model).values.clone()
+    scales[:, 0] = 2.0**-9  # q is not cached
+    made.rollouts_arrived(ROLLOUTS, KVScales(scales))
+    watch(made, model)
+    assert made.saturation() == 0.0
+    assert made.margin_factor == 1.0 and not caplog.records
+
+
+def test_the_margin_ends_at_its_limit_with_another_text(caplog):
+    model = build()
+    made, factors = calibrator(model), []
+    for _ in range(6):
+        caplog.clear()
+        made.rollouts_arrived(ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
+        watch(made, model)
+        made.saturation()
+        factors.append(made.margin_factor)
+        [record] = caplog.records
+        at_limit = "at its limit" in record.message
+        assert at_limit != ("widened" in record.message)
+        assert at_limit == (len(factors) > 4)
+        assert f"{MARGIN * factors[-1]:g}" in record.message
+    assert factors == [2.0, 4.0, 8.0, 16.0, 16.0, 16.0] and WIDEST_MARGIN_FACTOR == 16.0
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    watch(made, model)
+    made.saturation()
+    assert made.margin_factor == 16.0  # it stays wide
+
+
+def test_a_wider_margin_holds_for_a_policy_forward_too():
+    model = build()
+    made = calibrator(model, "policy")
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    plain = made.next_scales(model).values
+    made.margin_factor = 4.0
+    assert torch.equal(made.next_scales(model).values, 4 * plain)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Two ranks in one process: run first to note what each contributes, then again with the maximum."""
+
+    def __init__(self):
+        self.contributed: list[list[torch.Tensor]] = [[], []]
+        self.replay = False
+        self.calls = 0
+
+    def reduce_max(self, rank: int) -> Callable[[torch.Tensor], None]:
+        turn = iter(range(100))
+
+        def reduce(tensor: torch.Tensor) -> None:
+            self.calls += 1
+            if not self.replay:
+                self.contributed[rank].append(tensor.clone())
+                return
+            number = next(turn)
+            assert torch.equal(tensor, self.contributed[rank][number])
+            tensor.copy_(torch.maximum(self.contributed[0][number], self.contributed[1][number]))
+
+        return reduce
+
+    def run(self, session: Callable[[int, Callable], object]) -> tuple[list, list]:
+        """Results of both ranks: each on its own, and together."""
+        alone = [session(rank, self.reduce_max(rank)) for rank in (0, 1)]
+        self.replay = True
+        return alone, [session(rank, self.reduce_max(rank)) for rank in (0, 1)]
+
+
+def test_ranks_agree_on_scales_from_a_forward():
+    """Each rank has its own prompts, and a policy of its own here, so that each is the larger one somewhere."""
+
+    def session(rank, reduce_max):
+        model = build()
+        scale_up(model, rank, "v_proj", 16.0)
+        made = calibrator(model, "policy", reduce_max=reduce_max)
+        made.coming_prompts = [PROMPTS[rank]]
+        return made.next_scales(model).values
+
+    ranks = Ranks()
+    alone, together = ranks.run(session)
+    assert ranks.calls == 4  # one collective for both tensors
+    assert ranks.contributed[0][0].shape == (2, 4)  # amax of q, k, v, and the expected error of the logits
+    assert torch.equal(together[0], together[1])
+    assert torch.equal(together[0], torch.maximum(*alone))
+    assert not torch.equal(together[0], alone[0]) and not torch.equal(together[0], alone[1])
+
+
+def test_ranks_agree_on_scales_and_margin_from_what_was_watched():
+    def session(rank, reduce_max):
+        model = build()
+        scale_up(model, rank, "v_proj", 16.0)
+        made = calibrator(model, "rollout", reduce_max=reduce_max)
+        scales = roomy(model).values.clone()
+        scales[1, 2] = 2.0**-6  # holds 7: rank 0's v fits, rank 1's does not
+        made.rollouts_arrived(ROLLOUTS, KVScales(scales))
+        watch(made, model)
+        return made.saturation(), made.margin_factor, made.next_scales(model).values
+
+    ranks = Ranks()
+    alone, together = ranks.run(session)
+    assert ranks.calls == 4 and ranks.contributed[0][0].shape == (2, 6)
+    assert [factor for _, factor, _ in alone] == [1.0, 2.0]
+    assert alone[0][0] == 0.0 < alone[1][0]
+    assert [result[:2] for result in together] == [alone[1][:2]] * 2
+    assert torch.equal(together[0][2], together[1][2])
+    assert torch.equal(together[0][2], torch.maximum(2 * alone[0][2], alone[1][2]))
+
+
+def test_ranks_agree_on_outliers():
+    def session(rank, reduce_max):
+        model = with_k_bias(100.0, layers=[rank])
+        return layers_with_outliers(model, AttentionTap(model), PROMPTS, reduce_max)
+
+    alone, together = Ranks().run(session)
+    assert [list(found) for found in alone] == [[0], [1]]
+    assert together[0] == together[1] == alone[0] | alone[1]
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["saturation asked", "not asked"])
+@pytest.mark.parametrize("mode", ["rollout", "policy"])
+def test_a_resumed_run_calibrates_as_the_uninterrupted_one(mode, asked):
+    """TRL saves after an optimizer step. Without an old-log-prob pass, nobody asked about what was watched by then."""
+    model = build()
+    made = calibrator(model, mode)
+    made.rollouts_arrived(ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
+    watch(made, model)
+    if asked == "saturation asked":
+        made.saturation()
+    state = json.loads(json.dumps(made.state_dict()))
+    expected, factor = made.next_scales(model).values, made.margin_factor
+    made.tap.remove()
+    assert factor == 2.0
+
+    resumed = calibrator(model, mode)
+    fresh = resumed.next_scales(model).values
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.next_scales(model).values, expected)
+    assert resumed.margin_factor == factor
+    assert not torch.equal(fresh, expected)
+    assert json.loads(json.dumps(resumed.state_dict())) == json.loads(json.dumps(made.state_dict()))
+
+
+def test_magnitudes_survive_json_bit_for_bit():
+    model = build()
+    made = calibrator(model, "rollout")
+    made.rollouts_arrived(ROLLOUTS, roomy(model))
+    watch(made, model)
+    made.saturation()
+    amax = made._rollout_amax_L3.clone()
+    assert not torch.equal(amax, amax.bfloat16().float())
+    made.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert torch.equal(made._rollout_amax_L3, amax) and made._rollout_amax_L3.dtype == torch.float32
+
+
+def test_a_state_from_before_the_first_rollouts_changes_nothing():
+    model = build()
+    made = calibrator(model)
+    expected = made.next_scales(model).values
+    made.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    assert torch.equal(made.next_scales(model).values, expected)
+
+
+# --- layers that no scale serves --------------------------------------------------------------------------------------
+
+
+def with_k_bias(size: float, layers=(0, 1)):
+    """A Qwen2 with `size` on two of its 128 channels of k."""
+    model = build("qwen2")
+    for layer in layers:
+        with torch.no_grad():
+            model.model.layers[layer].self_attn.k_proj.bias[[3, 90]] = size
+    return model
+
+
+@pytest.mark.parametrize("mode", ["rollout", "policy"])
+def test_outliers_of_k_are_named_once(mode, caplog):
+    model = with_k_bias(100.0, layers=[1])
+    made = calibrator(model, mode)
+    with caplog.at_level(logging.INFO, logger="trl_fp8"):
+        scales = made.next_scales(model)
+        [record] = caplog.records
+        assert record.levelno == logging.WARNING
+        assert "kv_cache_skip_layers=[1]" in record.message
+        error = observe_sequences(model, made.tap, PROMPTS).logit_error_L
+        assert f": 1 ({error[1]:.2g})." in record.message and error[1] > LOGIT_ERROR_LIMIT
+        for _ in range(2):
+            made.rollouts_arrived(ROLLOUTS, scales)
+            watch(made, model)
+            scales = made.next_scales(model)
+    assert len([r for r in caplog.records if "outliers" in r.message]) == 1
+
+
+@pytest.mark.parametrize("mode", ["rollout", "policy"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
+    model = build(architecture)
+    made = calibrator(model, mode)
+    made.next_scales(model)
+    assert not caplog.records
+    assert layers_with_outliers(model, made.tap, PROMPTS) == {}
+
+
+def test_layers_in_high_precision_are_not_warned_of(caplog):
+    model = with_k_bias(100.0)
+    tap = AttentionTap(model, high_precision_layers={0})
+    calibrator(model, tap=tap).next_scales(model)
+    [record] = caplog.records
+    assert "kv_cache_skip_layers=[1]" in record.message
+    caplog.clear()
+    tap.high_precision_layers = frozenset({0, 1})
+    calibrator(model, tap=tap).next_scales(model)
+    assert not caplog.records
+    assert list(layers_with_outliers(model, tap, PROMPTS)) == [0, 1]  # which is how they are found in the first place
+
+
+def test_the_message_says_what_to_set():
+    message = outlier_message({0: 0.3, 7: 1.25})
+    assert "0 (0.3), 7 (1.2)" in message and "kv_cache_skip_layers=[0, 7]" in message
+
+
+# --- a policy that diverged -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["rollout", "policy"])
+@pytest.mark.parametrize("stage", ["prompts", "rollouts"])
+def test_nan_is_an_error_that_names_the_layer(mode, stage):
+    model = build()
+    made = calibrator(model, mode)
+    if stage == "rollouts":
+        made.next_scales(model)
+    scale_up(model, 1, "v_proj", float("nan"))
+    if stage == "rollouts":
+        made.rollouts_arrived(ROLLOUTS, roomy(model))
+        watch(made, model)
+    with pytest.raises(ValueError, match=r"cannot be calibrated: layer 1 v \(amax nan\)\."):
+        made.next_scales(model)
+
+
+def test_a_layer_of_zeros_is_an_error_that_names_the_layer():
+    model = build()
+    scale_up(model, 0, "k_proj", 0.0)
+    with pytest.raises(ValueError, match=r"cannot be calibrated: layer 0 k \(amax 0\)\."):
+        calibrator(model).next_scales(model)

@@ -25,8 +25,9 @@ from .arguments import Device, engine_arguments
 from .audit import Ledger, require_auditable
 from .cpu_attention import reference_attention
 from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
-from .layout import engine_layout, fp8_kernels
-from .weight_stream import Named, StreamReport, require_finite, weight_stream
+from .layout import engine_layout
+from .linear_kernels import activation_scaling, fp8_kernels
+from .weight_stream import Named, Quantized, StreamReport, require_finite, weight_stream
 
 
 logger = get_logger(__name__)
@@ -54,12 +55,15 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Called once per sync if the KV cache is FP8; returns the scales of the current policy, the same on
             every rank.
         engine_kwargs: The user's `vllm_engine_kwargs`.
+        quantized: Gives the quantized weight of a module of the recipe, if the trainer has it already; the sync then
+            sends that one instead of quantizing again.
         **kwargs: As for TRL's `VLLMGeneration`.
 
     Attributes:
         last_sync: `SyncReport` of the latest sync, or None.
         audit_failures: Number of syncs that failed their audit (each raised).
         kernels: Name -> number of the engine's FP8 linear kernels.
+        activation_scaling: How those kernels quantize their input; None if no linear is FP8.
         quantizes_query: Whether the engine's attention rounds q to e4m3 too.
     """
 
@@ -69,11 +73,13 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: FP8Recipe,
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
+        quantized: Quantized | None = None,
         **kwargs,
     ):
         self.recipe = recipe
         self.calibrate = calibrate
         self.engine_kwargs = engine_kwargs
+        self.quantized = quantized
         self.last_sync: SyncReport | None = None
         self.audit_failures = 0
         self._engine_is_whole = False
@@ -104,12 +110,13 @@ class FP8VLLMGeneration(VLLMGeneration):
             super()._init_vllm()
         engine = upstream.engine_model(self.llm)
         self.kernels = fp8_kernels(engine)
+        self.activation_scaling = activation_scaling(engine)
         require_auditable(self.kernels)
         self._layout = engine_layout(engine)
         if self.recipe.fp8_kv_cache:
             fp8_attention_layers(engine, self.recipe.kv_cache_skip_layers)
         self.quantizes_query = quantizes_query(engine)
-        logger.info(f"engine FP8 linear kernels: {self.kernels or 'none'}")
+        logger.info(f"engine FP8 linear kernels: {self.kernels or 'none'}, activations: {self.activation_scaling}")
         if self._layout.unreadable:
             reasons = sorted(set(self._layout.unreadable.values()))
             logger.warning(
@@ -206,7 +213,15 @@ class FP8VLLMGeneration(VLLMGeneration):
             cpu_kernel.prepare_cpu_reload(engine)
         try:
             with closing(self._iter_named_params()) as parameters:
-                stream = weight_stream(parameters, self.recipe, kv_scales, report, copy=is_peft_model(self.model))
+                merged = is_peft_model(self.model)
+                stream = weight_stream(
+                    parameters,
+                    self.recipe,
+                    kv_scales,
+                    report,
+                    copy=merged,
+                    quantized=None if merged else self.quantized,
+                )
                 timed = _Timed(ledger.record(stream))
                 upstream.reload_weights(self.llm, self._transport(timed))
         except BaseException:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
-    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -160,12 +159,3 @@ def _cut(tensor: torch.Tensor, spans: tuple[Span | None, ...]) -> torch.Tensor:
         if span is not None:
             tensor = tensor.narrow(dim, span.start, span.size)
     return tensor
-
-
-def fp8_kernels(model: nn.Module) -> dict[str, int]:
-    """Class names of the kernels that run the engine's FP8 linear layers -> number of layers."""
-    counts = {}
-    for module in model.modules():
-        if isinstance(module, LinearBase) and (kernel := getattr(module.quant_method, "fp8_linear", None)) is not None:
-            counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
-    return counts

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torchao.quantization import Float8Tensor
 
-from ..numerics.blockwise import quantize_weight
+from ..numerics.blockwise import BLOCK, quantize_weight
 from ..numerics.kv_scales import QKV, KVScales
 from ..recipe import FP8Recipe, checkpoint_name
 
 
 Named = tuple[str, torch.Tensor]
+Quantized = Callable[[str], Float8Tensor]
 SCALE_SUFFIX = "_scale_inv"
 
 
@@ -56,6 +58,7 @@ def weight_stream(
     *,
     dtype: torch.dtype = torch.bfloat16,
     copy: bool = False,
+    quantized: Quantized | None = None,
 ) -> Iterator[Named]:
     """Yield `(name, tensor)` for every checkpoint tensor of the engine.
 
@@ -66,6 +69,7 @@ def weight_stream(
         report: Filled on the way.
         dtype: The engine's high-precision dtype; FP8 weights are quantized from values rounded to it.
         copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
+        quantized: Module name -> its weight as quantized by whoever needs it too; None: quantized here.
 
     Raises:
         RuntimeError: Modules of the recipe had no weight in `parameters`; the message lists them.
@@ -75,7 +79,13 @@ def weight_stream(
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in recipe.fp8_modules_set:
             pending.discard(module)
-            for item in _quantized(name, parameter.detach().to(dtype), recipe, report):
+            weight = parameter.detach()
+            if quantized is None:
+                weight = weight.to(dtype)
+                codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
+            else:
+                codes = quantized(module)
+            for item in _fp8_weight(name, weight[:BLOCK].to(dtype), codes, report):
                 report.bytes_sent += item[1].nbytes
                 yield item
         else:
@@ -91,19 +101,17 @@ def weight_stream(
         yield from kv_scale_stream(kv_scales, recipe.kv_cache_skip_layers)
 
 
-def _quantized(name: str, weight: torch.Tensor, recipe: FP8Recipe, report: StreamReport) -> Iterator[Named]:
-    quantized = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
+def _fp8_weight(name: str, rows: torch.Tensor, codes: Float8Tensor, report: StreamReport) -> Iterator[Named]:
     report.fp8_weights += 1
-    sums = _block_row_error(weight, quantized.qdata, quantized.scale)
+    sums = _block_row_error(rows.float(), codes.qdata[:BLOCK], codes.scale)
     report.error_sums = sums if report.error_sums is None else report.error_sums + sums
-    yield name, quantized.qdata
-    yield name + SCALE_SUFFIX, quantized.scale
+    yield name, codes.qdata
+    yield name + SCALE_SUFFIX, codes.scale
 
 
-def _block_row_error(weight: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _block_row_error(rows: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Sums of squares (error, weight) over the first 128 rows: a sample of each weight for 1/N of the cost."""
-    rows = weight[..., :128, :].float()
-    restored = qdata[..., :128, :].float().unflatten(-1, (-1, 128)) * scale[..., :1, :, None]
+    restored = qdata.float().unflatten(-1, (-1, BLOCK)) * scale[:1, :, None]
     return torch.stack([(rows - restored.flatten(-2)).square().sum(), rows.square().sum()])
 
 

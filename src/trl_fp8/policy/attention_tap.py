@@ -189,8 +189,9 @@ def _wrap_registered(name: str) -> None:
 
 
 def _eager(module, query, key, value, *args, **kwargs):
-    tap = getattr(module, _TAP)
-    query, key, value = tap.pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+    tap = getattr(module, _TAP, None)  # none: a vision tower, or a model made from a tapped model's config
+    if tap is not None:
+        query, key, value = tap.pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
     attend = next(
         function
         for cls in type(module).__mro__  # the file that defines the attention class defines its eager function

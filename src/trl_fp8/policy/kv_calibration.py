@@ -10,10 +10,12 @@ Before the first rollouts there are only prompts, with either. The same old-log-
 scales in force did not hold; too many of them widen the margin.
 """
 
+import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, zip_longest
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -119,8 +121,18 @@ class KVCalibrator:
         saturation, self._saturation = self._saturation, None
         return saturation
 
+    def save(self, folder: str | Path, rank: int) -> None:
+        """Write what a resumed run needs to calibrate as the uninterrupted one would. On every rank or on none."""
+        _state_file(folder, rank).write_text(json.dumps(self.state_dict()))
+
+    def load(self, folder: str | Path, rank: int) -> None:
+        """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start."""
+        if (path := _state_file(folder, rank)).exists():
+            self.load_state_dict(json.loads(path.read_text()))
+
     def state_dict(self) -> dict:
-        """What a resumed run needs to calibrate as the uninterrupted one would."""
+        """State as plain numbers and lists; see `save`."""
+        self._harvest()
         amax = self._rollout_amax_L3
         return {
             "margin_factor": self.margin_factor,
@@ -178,6 +190,10 @@ class KVCalibrator:
         errors = {layer: e for layer, e in outlier_layers(logit_error_L).items() if layer not in skipped}
         if errors:
             logger.warning(outlier_message(errors))
+
+
+def _state_file(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"kv_calibration_{rank}.json"
 
 
 def layers_with_outliers(

@@ -1,0 +1,56 @@
+"""Which kernels run the engine's FP8 linears, and how those quantize activations: what a trainer in FP8 has to follow."""
+
+from typing import NamedTuple
+
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase
+
+from ..numerics.blockwise import ACTIVATION_AMAX_FLOOR
+from ..numerics.e4m3 import ScaleFormat
+
+
+# vLLM's torch path floors the scale at 1 / (448 * 512): input_quant_fp8.py, QuantFP8.forward_native
+NATIVE_AMAX_FLOOR = 1 / 512
+
+
+class ActivationScaling(NamedTuple):
+    """Arguments of `numerics.blockwise.quantize_activation` that give the engine's codes and scales."""
+
+    scale_format: ScaleFormat
+    amax_floor: float
+
+
+def fp8_kernels(model: nn.Module) -> dict[str, int]:
+    """Class names of the kernels that run the engine's FP8 linear layers -> number of layers."""
+    counts = {}
+    for kernel in _kernels(model):
+        counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
+    return counts
+
+
+def activation_scaling(model: nn.Module) -> ActivationScaling | None:
+    """How the engine's FP8 linears quantize their input; None if there are none.
+
+    Raises:
+        RuntimeError: Layers differ, so that no single trainer flow could follow them.
+    """
+    found = set()
+    for kernel in _kernels(model):
+        quant = kernel.quant_fp8
+        native = quant._forward_method == quant.forward_native
+        floor = NATIVE_AMAX_FLOOR if native else ACTIVATION_AMAX_FLOOR
+        found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
+    if len(found) > 1:
+        raise RuntimeError(
+            f"the engine's FP8 linears quantize activations in {len(found)} ways: {sorted(found)}. Pin one kernel: "
+            "vllm_engine_kwargs={'linear_backend': 'cutlass'}."
+        )
+    return found.pop() if found else None
+
+
+def _kernels(model: nn.Module) -> list:
+    return [
+        kernel
+        for module in model.modules()
+        if isinstance(module, LinearBase) and (kernel := getattr(module.quant_method, "fp8_linear", None)) is not None
+    ]

@@ -1,0 +1,61 @@
+"""Flags of the trainer's own forward and backward in FP8."""
+
+from dataclasses import dataclass, field
+
+
+FP8_FORWARDS = ("off", "weights", "full")
+
+
+@dataclass
+class ForwardFlags:
+    """How much of the engine's precision flow the trainer's linear layers share."""
+
+    fp8_forward: str = field(
+        default="off",
+        metadata={
+            "help": "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute with "
+            "the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's kernel "
+            "does). Lowers the mismatch instead of correcting it; master weights and checkpoints stay as they are."
+        },
+    )
+    fp8_backward: str = field(
+        default="bf16",
+        metadata={
+            "help": "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer, in "
+            "the trainer's dtype) or 'fp8' (both GEMMs with quantized operands, as in Jet-RL). Only with fp8_forward."
+        },
+    )
+    fp8_gemm_backend: str = field(
+        default="fake_quant",
+        metadata={
+            "help": "How FP8 GEMMs of the trainer are computed: 'fake_quant' (dequantized operands in the trainer's dtype, "
+            "any device), 'scaled_mm' (cuBLASLt block scaling, Hopper) or 'torchao' (its prototype of FP8 training, "
+            "Hopper, fp32 scales, with fp8_backward='fp8')."
+        },
+    )
+
+    @property
+    def fp8_flow_on(self) -> bool:
+        return self.fp8_forward != "off"
+
+    def check_forward(self, fp8_weights: bool) -> None:
+        """Raise `ValueError` naming flag, value, reason and remedy. What `FP8Flow` checks itself is left to it."""
+        if self.fp8_forward not in FP8_FORWARDS:
+            raise ValueError(
+                f"fp8_forward={self.fp8_forward!r} is not a precision flow. Use one of {list(FP8_FORWARDS)}."
+            )
+        if self.fp8_flow_on and not fp8_weights:
+            raise ValueError(
+                f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the trainer would compute in FP8 what the "
+                "engine does not, and add mismatch instead of removing it. Set fp8_weights=True or fp8_forward='off'."
+            )
+        given = {
+            "fp8_backward": (self.fp8_backward, "bf16"),
+            "fp8_gemm_backend": (self.fp8_gemm_backend, "fake_quant"),
+        }
+        for flag, (value, default) in given.items():
+            if value != default and not self.fp8_flow_on:
+                raise ValueError(
+                    f"{flag}={value!r} with fp8_forward='off': there are no FP8 linear layers that it would concern. Set "
+                    f"fp8_forward='full', or remove {flag}."
+                )

@@ -1,0 +1,157 @@
+"""The trained model's linear layers, computing what the engine computes: `FP8Linears.install(model, modules, flow)`.
+
+A layer stays the object it was and only changes its class to `FP8Linear`, so parameters, names, state dict, hooks, PEFT
+wrappers and sharding stay as they are. Under LoRA the frozen base layer is FP8 and the adapters stay in high precision;
+the engine, which holds the merged weight, quantizes the sum.
+
+The quantized weight is made once per optimizer step and also serves the sync. It is kept until the weight changes, as far
+as that can be seen: its identity, version counter and storage. Fused optimizers and in-place writes to `.data` (PEFT's
+merge and unmerge) move none of them, so whoever changes weights calls `FP8Linears.invalidate()`.
+"""
+
+import weakref
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torchao.quantization import Float8Tensor
+
+from ..numerics.blockwise import BLOCK
+from ..recipe import linear_layers
+from .fp8_flow import FP8Flow
+from .fp8_gemm import require_backend, torchao_linear
+from .fp8_matmul import compute_dtype, fp8_linear
+
+
+@dataclass(frozen=True)
+class _QuantizedWeight:
+    """Q(W), and the state of W that it was made from."""
+
+    codes: Float8Tensor
+    weight: weakref.ref
+    state: tuple
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, flow: FP8Flow) -> "_QuantizedWeight":
+        return cls(flow.quantize_weight(weight), weakref.ref(weight), _state(weight))
+
+    def is_current(self, weight: torch.Tensor) -> bool:
+        return self.weight() is weight and self.state == _state(weight)
+
+
+def _state(weight: torch.Tensor) -> tuple:
+    return weight._version, weight.data_ptr(), weight.dtype, weight.device
+
+
+class FP8Linear(nn.Linear):
+    """An `nn.Linear` under an `FP8Flow`. Not constructed: `FP8Linears.install` turns existing layers into it.
+
+    Input `[..., K]`, output `[..., N]` in the compute dtype (autocast's, else the input's); see `fp8_linear`.
+    """
+
+    fp8_flow: FP8Flow
+    _quantized: _QuantizedWeight | None = None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.fp8_flow.backend == "torchao":
+            return self._torchao_forward(input)
+        return fp8_linear(input, self.weight, self.bias, self.quantized_weight(), self.fp8_flow)
+
+    def quantized_weight(self) -> Float8Tensor:
+        """Q(W), codes `[N, K]`: the cached one if it is current, else quantized now."""
+        if not self.fp8_flow.cache_weights:
+            return self.fp8_flow.quantize_weight(self.weight)
+        if self.cached_weight() is None:
+            self._quantized = _QuantizedWeight.of(self.weight, self.fp8_flow)
+        return self._quantized.codes
+
+    def cached_weight(self) -> Float8Tensor | None:
+        """Q(W) if it is cached and no change of the weight since is visible, else None."""
+        current = self._quantized is not None and self._quantized.is_current(self.weight)
+        return self._quantized.codes if current else None
+
+    def invalidate(self) -> None:
+        """Drop the cached Q(W): the weight has changed."""
+        self._quantized = None
+
+    def _torchao_forward(self, input: torch.Tensor) -> torch.Tensor:
+        compute = compute_dtype(input)
+        with torch.autocast(input.device.type, enabled=False):
+            y = torchao_linear(input.reshape(-1, input.shape[-1]), self.weight).view(*input.shape[:-1], -1)
+            return (y if self.bias is None else y + self.bias.to(torch.bfloat16)).to(compute)
+
+    def __getstate__(self) -> dict:
+        """What copies and pickles hold: everything but the cache, which belongs to this layer's weight."""
+        return {key: value for key, value in self.__dict__.items() if key != "_quantized"}
+
+
+class FP8Linears:
+    """The FP8 linears of one model: installed together, invalidated together, removed together.
+
+    Attributes:
+        modules: Checkpoint name -> layer, in model order.
+        flow: The flow that all of them compute.
+    """
+
+    def __init__(self, modules: dict[str, FP8Linear], flow: FP8Flow):
+        self.modules = modules
+        self.flow = flow
+
+    @classmethod
+    def install(cls, model: nn.Module, modules: Collection[str], flow: FP8Flow) -> "FP8Linears":
+        """Turn linear layers of `model` (plain or PEFT-wrapped) into `FP8Linear`, in place.
+
+        Args:
+            model: The model whose layers to turn.
+            modules: Names as in the checkpoint (`FP8Recipe.fp8_modules`); each must be a plain `nn.Linear`.
+            flow: What they compute.
+
+        Raises:
+            ValueError: A name is not a linear layer of the model, a layer is of another class or does not fit the
+                backend, or the backend cannot run here. Nothing is turned then; the message lists all offenders.
+        """
+        require_backend(flow.backend, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
+        wanted, linears = set(modules), dict(linear_layers(model))
+        unknown = sorted(wanted - linears.keys())
+        if unknown:
+            raise ValueError(
+                f"No linear layers of {type(model).__name__}: {unknown}. Names are matched exactly; the model has for "
+                f"example {list(linears)[:3]}."
+            )
+        chosen = {name: linear for name, linear in linears.items() if name in wanted}
+        offenders = [f"{name}: {why}" for name, linear in chosen.items() if (why := _why_not(linear, flow))]
+        if offenders:
+            raise ValueError("These layers cannot become FP8 linears:\n  " + "\n  ".join(offenders))
+        for linear in chosen.values():
+            linear.__class__ = FP8Linear
+            linear.fp8_flow = flow
+        return cls(chosen, flow)
+
+    def invalidate(self) -> None:
+        """Drop every cached weight. To be called after each optimizer step, checkpoint load, merge and unmerge."""
+        for linear in self.modules.values():
+            linear.invalidate()
+
+    def quantized(self, name: str) -> Float8Tensor | None:
+        """What the layer has cached of its current weight, for a sync to reuse; None if nothing, or stale."""
+        linear = self.modules.get(name)
+        return None if linear is None else linear.cached_weight()
+
+    def remove(self) -> None:
+        """Turn the layers back into what they were."""
+        for linear in self.modules.values():
+            del linear.fp8_flow
+            linear.__dict__.pop("_quantized", None)
+            linear.__class__ = nn.Linear
+
+
+def _why_not(linear: nn.Linear, flow: FP8Flow) -> str | None:
+    if isinstance(linear, FP8Linear):
+        return "is an FP8 linear already (remove the first installation before a second one)"
+    if type(linear) is not nn.Linear:
+        return f"is a {type(linear).__name__}, whose own forward would be lost"
+    if flow.backend == "torchao" and (linear.out_features % BLOCK or linear.in_features % BLOCK):
+        size = f"{linear.out_features} x {linear.in_features}"
+        return f"is {size}, and fp8_gemm_backend='torchao' needs multiples of {BLOCK}; use 'fake_quant'"
+    return None
