@@ -1,52 +1,96 @@
-"""The addition demo with BF16 and with FP8 rollouts, over seeds: does FP8 learn as well, and at what mismatch?
+"""The addition demo in every precision, over seeds: does FP8 learn as well, at what mismatch, and what does each part do?
 
-    python benchmarks/bench_demo.py [--seeds 3]
+    python benchmarks/bench_demo.py [--seeds 5] [--jobs 1]
 
 Runs examples/grpo_addition.py once per seed and precision, each in its own process, and records held-out accuracy before
-and after, mismatch and sync time. Wall times of the two precisions say nothing about GPUs: on CPU both FP8 kernels are
-references.
+and after, the reward of each step, mismatch, calibration and sync. The three precisions that are compared for learning
+run `--seeds` seeds, the others at most three; ratios are of runs with the same seed. Wall times of two precisions say
+nothing about GPUs: on CPU both FP8 kernels are references.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import record
 
+from trl_fp8.report import plot_rewards
+
 
 ROOT = Path(__file__).parents[1]
-PRECISIONS = {
-    "bf16": ["--fp8_weights", "false", "--kv_cache_dtype", "auto", "--use_vllm", "true"],
-    "fp8_linears": ["--fp8_weights", "true", "--kv_cache_dtype", "auto"],
-    "fp8_linears_kv": ["--fp8_weights", "true", "--kv_cache_dtype", "fp8"],
+FLOW = ["--fp8_forward", "full", "--simulate_kv_cache", "true"]
+BF16_WEIGHTS = ["--fp8_weights", "false"]
+LEARNING = {
+    "bf16": [*BF16_WEIGHTS, "--kv_cache_dtype", "auto", "--use_vllm", "true"],
+    "fp8_linears_kv": [],
+    "fp8_flow": FLOW,
 }
-KEYS = ("reward_start", "reward_end", "mismatch_mean", "training_seconds")
+OTHERS = {
+    "fp8_linears": ["--kv_cache_dtype", "auto"],
+    "fp8_linears_kv_simulated": ["--simulate_kv_cache", "true"],
+    "fp8_flow_without_kv": ["--fp8_forward", "full"],
+    "kv_only": BF16_WEIGHTS,
+    "kv_only_simulated": [*BF16_WEIGHTS, "--simulate_kv_cache", "true"],
+    "policy_calibration": ["--kv_calibration", "policy"],
+}
+KEYS = ("reward_start", "reward_end", "mismatch_mean", "training_seconds", "step_seconds_median")
+FP8_KEYS = ("sync_seconds_median", "calibration_seconds_median", "kv_saturation_max")
+PAIRS = {  # ratio of two precisions' mismatch, run by run with the same seed
+    "simulation, FP8 weights": ("fp8_linears_kv_simulated", "fp8_linears_kv"),
+    "simulation, BF16 weights": ("kv_only_simulated", "kv_only"),
+    "simulation, FP8 forward": ("fp8_flow", "fp8_flow_without_kv"),
+    "flow over plain FP8 rollouts": ("fp8_flow", "fp8_linears_kv"),
+    "flow over BF16 rollouts": ("fp8_flow", "bf16"),
+}
 
 
 def run(name: str, seed: int) -> dict:
     folder = ROOT / "outputs" / "bench_demo" / f"{name}-{seed}"
     script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
     correction = ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "2.0"]
-    words = ["--config", settings, "--seed", seed, "--output_dir", folder, *PRECISIONS[name], *correction]
-    subprocess.run([sys.executable, script, *map(str, words)], check=True, stdout=subprocess.DEVNULL)
+    words = ["--config", settings, "--seed", seed, "--output_dir", folder, *(LEARNING | OTHERS)[name], *correction]
+    done = subprocess.run([sys.executable, script, *map(str, words)], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{name}, seed {seed} failed:\n{done.stderr[-4000:]}")
     return json.loads((folder / "summary.json").read_text())
+
+
+def summarize(rows: list[dict]) -> dict:
+    result = {key: record.spread([row[key] for row in rows]) for key in KEYS}
+    result |= {key: record.spread([row[key] for row in rows]) for key in FP8_KEYS if rows[0][key] is not None}
+    if rows[0]["calibration_seconds_median"] is not None:
+        shares = [row["calibration_seconds_median"] / row["step_seconds_median"] for row in rows]
+        result["calibration_share_of_step"] = record.spread(shares)
+    result["reward_end_per_seed"] = [row["reward_end"] for row in rows]
+    result["audit_failures"] = sum(row["audit_failures"] for row in rows)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = parser.parse_args().seeds
-    results = {}
-    for name in PRECISIONS:
-        summaries = [run(name, seed) for seed in range(seeds)]
-        results[name] = {key: record.spread([summary[key] for summary in summaries]) for key in KEYS}
-        results[name]["reward_end_per_seed"] = [summary["reward_end"] for summary in summaries]
-        results[name]["audit_failures"] = sum(summary["audit_failures"] for summary in summaries)
-        if summaries[0]["sync_seconds_median"] is not None:
-            results[name]["sync_seconds"] = record.spread([summary["sync_seconds_median"] for summary in summaries])
-    print(record.write("demo", seeds, results).read_text())
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; timings want 1.")
+    given = parser.parse_args()
+    seeds = dict.fromkeys(LEARNING, given.seeds) | {name: min(given.seeds, 3) for name in OTHERS}
+    jobs = sorted(((name, seed) for name in seeds for seed in range(seeds[name])), key=lambda job: job[1])
+    with ThreadPoolExecutor(given.jobs) as pool:
+        summaries = dict(zip(jobs, pool.map(lambda job: run(*job), jobs), strict=True))
+    rows = {name: [summaries[name, seed] for seed in range(seeds[name])] for name in seeds}
+    results = {name: summarize(rows[name]) for name in rows}
+    results["mismatch_ratios"] = {
+        label: record.spread([a["mismatch_mean"] / b["mismatch_mean"] for a, b in zip(rows[over], rows[under])])  # noqa: B905
+        for label, (over, under) in PAIRS.items()
+    }
+    results["seconds_ratio_flow_over_plain"] = record.spread(
+        [a["step_seconds_median"] / b["step_seconds_median"] for a, b in zip(rows["fp8_flow"], rows["fp8_linears_kv"])]  # noqa: B905
+    )
+    curves = {name: [row["rewards"] for row in rows[name]] for name in LEARNING}
+    results["rewards"] = curves
+    plot_rewards(curves, ROOT / "docs" / "images" / "learning_parity.png")
+    print(record.write("demo", given.seeds, results).read_text())
 
 
 if __name__ == "__main__":

@@ -1,20 +1,16 @@
-"""The FP8 KV cache in numbers: simulated in the trainer, calibrated in two ways, and under a biased k.
+"""The FP8 KV cache beside the demo: what observing q, k, v costs, and what a biased k does to the mismatch.
 
-    python benchmarks/bench_kv_cache.py [--seeds 3]
+    python benchmarks/bench_kv_cache.py
 
-simulation   mismatch of the addition demo with and without simulate_kv_cache, same seeds, with FP8 and BF16 weights
-calibration  cost and saturation of kv_calibration=rollout and =policy on the demo; what observation adds to a forward
+observation  CPU seconds that observation adds to a forward of the demo's policy
 k_bias       mismatch of a tiny Qwen2 over the size of a bias on one channel of k per head, with and without the remedy
 """
 
-import argparse
 import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
-import bench_demo
 import record
 import torch
 
@@ -22,35 +18,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-BF16_WEIGHTS = ["--fp8_weights", "false"]
-SIMULATED = ["--simulate_kv_cache", "true"]
-RUNS = {
-    "fp8_linears_kv": [],
-    "fp8_linears_kv_simulated": SIMULATED,
-    "kv_only": BF16_WEIGHTS,
-    "kv_only_simulated": [*BF16_WEIGHTS, *SIMULATED],
-    "policy_calibration": ["--kv_calibration", "policy"],
-}
-KEYS = ("mismatch_mean", "reward_end", "kv_saturation_max", "calibration_seconds_median", "step_seconds_median")
 
-
-def demo_runs(seeds: int) -> dict:
-    bench_demo.PRECISIONS.update(RUNS)
-    summaries = {name: [bench_demo.run(name, seed) for seed in range(seeds)] for name in RUNS}
-    results = {
-        name: {key: record.spread([row[key] for row in rows]) for key in KEYS} for name, rows in summaries.items()
-    }
-    for name in ("fp8_linears_kv", "kv_only"):
-        pairs = zip(summaries[f"{name}_simulated"], summaries[name], strict=True)
-        ratios = [on["mismatch_mean"] / off["mismatch_mean"] for on, off in pairs]
-        results[f"{name}_simulated"]["mismatch_over_not_simulated"] = record.spread(ratios)
-    for name in ("fp8_linears_kv", "policy_calibration"):
-        shares = [row["calibration_seconds_median"] / row["step_seconds_median"] for row in summaries[name]]
-        results[name]["calibration_share_of_step"] = record.spread(shares)
-    return results
-
-
-def observation_cost(repeats: int = 30) -> dict:
+def observation_cost(repeats: int) -> dict:
     """CPU seconds of a forward of the demo's policy over a demo batch with and without observation, alternating."""
     import tiny_models
 
@@ -109,7 +78,8 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
             inputs = [{"prompt_token_ids": ids} for ids in prompts.tolist()]
             outputs = generation.llm.generate(inputs, score, use_tqdm=False)
             rollout = [
-                [row[t].logprob for row, t in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)] for o in outputs
+                [row[t].logprob for row, t in zip(o.prompt_logprobs[1:], o.prompt_token_ids[1:], strict=True)]
+                for o in outputs
             ]
             with torch.no_grad():
                 log_probs = generation.model(input_ids=prompts).logits[:, :-1].log_softmax(-1)
@@ -122,13 +92,9 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seeds", type=int, default=3)
-    seeds = parser.parse_args().seeds
-    results = {"demo": demo_runs(seeds), "observation": observation_cost(), "k_bias": k_bias()}
-    step = median([results["demo"]["fp8_linears_kv"]["step_seconds_median"]["median"]])
-    results["observation"]["extra_share_of_step"] = results["observation"]["extra_seconds"]["median"] / step
-    print(record.write("kv_cache", seeds, results).read_text())
+    repeats = 30
+    results = {"observation": observation_cost(repeats), "k_bias": k_bias()}
+    print(record.write("kv_cache", repeats, results).read_text())
 
 
 if __name__ == "__main__":

@@ -72,6 +72,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "fp8_linears": len(trainer.recipe.fp8_modules) if trainer.recipe else 0,
         "kv_cache_dtype": trainer.args.kv_cache_dtype,
         "sync_seconds_median": median(sync) if sync else None,
+        "fp8_forward": trainer.args.fp8_forward,
         "simulate_kv_cache": trainer.args.simulate_kv_cache,
         "kv_calibration": trainer.args.kv_calibration,
         "kv_saturation_max": max((row.get("fp8/kv_saturation_fraction", 0.0) for row in rows), default=None),
@@ -85,6 +86,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "kv_bytes_per_token_bf16": plan.kv_bytes_per_token_before if plan else None,
         "kv_bytes_per_token_engine": plan.kv_bytes_per_token_after if plan else None,
         "kernels": engine.kernels if trainer.recipe else {},
+        "rewards": [row["reward"] for row in rows],
         "steps": trainer.state.global_step,
         "training_seconds": seconds,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
@@ -127,7 +129,8 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
             title="GRPO with FP8 rollouts: addition",
             held_out={0: summary["reward_start"], summary["steps"]: summary["reward_end"]},
         )
-        print(f"\n{demo_table(summary)}\n\nwritten: {folder / 'summary.json'}, {folder / 'report.png'}")
+        shown = {key: value for key, value in summary.items() if key != "rewards"}
+        print(f"\n{demo_table(shown)}\n\nwritten: {folder / 'summary.json'}, {folder / 'report.png'}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from .plan import format_bytes
@@ -69,7 +69,14 @@ _LINES: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
     ("weights, BF16 -> engine", ("weight_bytes_bf16", "weight_bytes_engine"), _byte_change),
     ("KV cache", ("kv_cache_dtype",), _plain),
     ("KV cache per token, BF16 -> engine", ("kv_bytes_per_token_bf16", "kv_bytes_per_token_engine"), _byte_change),
+    ("FP8 forward of the trainer", ("fp8_forward",), _plain),
+    ("KV cache simulated in the trainer", ("simulate_kv_cache",), _plain),
+    ("KV scales from", ("kv_calibration",), _plain),
+    ("KV elements saturated, worst step", ("kv_saturation_max",), lambda share: f"{share:.1e}" if share else "none"),
+    ("KV scale margin at the end", ("kv_margin_end",), _plain),
+    ("calibration, median", ("calibration_seconds_median",), _duration),
     ("sync, median", ("sync_seconds_median",), _duration),
+    ("step, median", ("step_seconds_median",), _duration),
     ("audit failures", ("audit_failures",), _plain),
     ("steps", ("steps",), _plain),
     ("training time", ("training_seconds",), _duration),
@@ -101,6 +108,8 @@ _PANELS = (
     _Panel("completions/mean_length", "Completion length", "mean, tokens"),
     _Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
 )
+# Two-sided 95 % quantiles of Student's t for the mean of n runs
+T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 _RAW, _TREND, _HELD_OUT = "#9ecae1", "#08519c", "#d94801"
 
 
@@ -123,6 +132,36 @@ def plot_training(
         ImportError: If matplotlib is not installed.
     """
     figure = training_figure(log_history, title, held_out)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
+def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Path, window: int = 5) -> Path:
+    """Write one PNG: the reward of each step, mean over runs with a 95 % band of that mean, one colour per precision.
+
+    Args:
+        curves: Precision -> runs (at least two) -> rewards by step, all of one length.
+        path: Of the PNG; its folder is made.
+        window: Steps of the moving mean that each run is smoothed with first.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=140, layout="constrained")
+    axes = figure.subplots()
+    for name, runs in curves.items():
+        smooth = [moving_mean(run, window) for run in runs]
+        steps = range(1, len(smooth[0]) + 1)
+        means = [fmean(values) for values in zip(*smooth, strict=True)]
+        half = T_95[len(runs)] / len(runs) ** 0.5
+        bands = [half * stdev(values) for values in zip(*smooth, strict=True)]
+        (line,) = axes.plot(steps, means, label=f"{name} ({len(runs)} seeds)")
+        low, high = ([m + sign * b for m, b in zip(means, bands, strict=True)] for sign in (-1, 1))
+        axes.fill_between(steps, low, high, alpha=0.18, color=line.get_color(), linewidth=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"reward, mean of {window} steps")
+    axes.legend(frameon=False, loc="best")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, format="png")

@@ -31,8 +31,8 @@ from .numerics.health import health_warnings
 from .plan import Plan, plan_for_model
 from .policy.attention_tap import AttentionTap
 from .policy.fp8_flow import FP8Flow
-from .policy.fp8_linear import FP8Linears
 from .policy.kv_calibration import KVCalibrator, layers_with_outliers
+from .policy.precision_flow import PrecisionFlow
 from .recipe import FP8Recipe
 from .sync_metrics import sync_metrics
 
@@ -111,7 +111,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._warned: set[str] = set()
         self._tap: AttentionTap | None = None
         self._calibrator: KVCalibrator | None = None
-        self._linears: FP8Linears | None = None
+        self._flow: PrecisionFlow | None = None
         self._logged_sync: SyncReport | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
@@ -130,8 +130,8 @@ class FP8GRPOTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        if self._linears is not None:
-            self.add_callback(_WeightsChanged(self._linears))
+        if self._flow is not None:
+            self.add_callback(self._flow)
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments."""
@@ -158,13 +158,12 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self._tap is not None:
             self._tap.quantize_query = generation.quantizes_query
         if self.args.fp8_flow_on:
-            self._linears = self._install_flow(generation)
-            if self._linears.flow.cache_weights:
-                generation.quantized = lambda name: self._linears.modules[name].quantized_weight()
+            self._flow = self._precision_flow(generation)
+            generation.quantized = self._flow.quantized_weight if self._flow.keeps_weights else None
         return generation
 
-    def _install_flow(self, generation: "FP8VLLMGeneration") -> FP8Linears:
-        """Make the policy's linears compute what the engine's kernel was found to compute."""
+    def _precision_flow(self, generation: "FP8VLLMGeneration") -> PrecisionFlow:
+        """Make the policy compute what the engine's kernels were found to compute."""
         scaling = generation.activation_scaling
         flow = FP8Flow(
             forward=self.args.fp8_forward,
@@ -175,8 +174,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             backend=self.args.fp8_gemm_backend,
             cache_weights=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
         )
-        logger.info(f"trainer FP8 linears: {flow}")
-        return FP8Linears.install(self.model, self.recipe.fp8_modules, flow)
+        logger.info(f"trainer: {flow}")
+        return PrecisionFlow(self.model, self.recipe, flow, self._tap)
 
     def _tap_attention(self, recipe: FP8Recipe) -> FP8Recipe:
         """Tap the policy's attention; returns the recipe with kv_cache_skip_layers='auto' resolved."""
@@ -201,21 +200,21 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self.recipe is None:
             return super()._generate(prompts)
         if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self._calibrator.coming_prompts = _unique(self._tokenize_prompts(prompts)[0])
+            self._calibrator.coming_prompts = self._tokenize_prompts(prompts)[0]
         output = super()._generate(prompts)
         if self._calibrator:
             rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
             sequences = [list(prompt) + list(completion) for prompt, completion in rollouts]
             self._calibrator.rollouts_arrived(sequences, self.vllm_generation.last_sync.kv_scales)
-            self._simulate(self._kv_scales_in_force())
-        if self._linears is not None and is_peft_model(self.model):
-            self._linears.invalidate()  # the sync merged and unmerged adapters
+            self._simulate(self._kv_scales_in_force)
+        if self._flow is not None and is_peft_model(self.model):
+            self._flow.weights_changed()  # the sync merged and unmerged adapters
         self._log_sync()
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
         if self._calibrator:
-            self._calibrator.coming_prompts = _unique(prompt_ids)
+            self._calibrator.coming_prompts = prompt_ids
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs) -> tuple:
@@ -241,6 +240,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         finally:
             self._simulate(None)
 
+    @property
     def _kv_scales_in_force(self) -> torch.Tensor:
         return self.vllm_generation.last_sync.kv_scales.values.to(self.accelerator.device)
 
@@ -252,7 +252,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         logged = self._metrics["train" if self.model.training else "eval"]
         if self.args.simulate_kv_cache:  # a copy per sequence, because TRL shuffles and splits batches by sequence
-            output["kv_scales"] = self._kv_scales_in_force().expand(len(output["prompt_ids"]), -1, -1)
+            output["kv_scales"] = self._kv_scales_in_force.expand(len(output["prompt_ids"]), -1, -1)
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
         if self.correction is None:
@@ -296,20 +296,5 @@ class FP8GRPOTrainer(GRPOTrainer):
             self._calibrator.load(checkpoint, self.accelerator.process_index)
 
 
-class _WeightsChanged(TrainerCallback):
-    """Quantized weights are made again after each optimizer step."""
-
-    def __init__(self, linears: FP8Linears):
-        self.linears = linears
-
-    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.linears.invalidate()
-
-
 def _all_reduce_max(tensor: torch.Tensor) -> None:
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
-
-
-def _unique(prompts: list[list[int]]) -> list[list[int]]:
-    """Prompts come `num_generations` times each."""
-    return [list(prompt) for prompt in dict.fromkeys(map(tuple, prompts))]

@@ -18,6 +18,7 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from trl_fp8.engine.arguments import Device, engine_arguments
 from trl_fp8.engine.cpu_attention import reference_attention
 from trl_fp8.engine.cpu_kernel import register_cpu_kernel
+from trl_fp8.engine.cpu_ops import register_cpu_ops
 from trl_fp8.engine.generation import FP8VLLMGeneration
 from trl_fp8.engine.weight_stream import StreamReport, weight_stream
 from trl_fp8.numerics.kv_scales import KVScales
@@ -71,6 +72,7 @@ def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | Non
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     del arguments["hf_overrides"]  # the checkpoint's own config says it
     register_cpu_kernel()
+    register_cpu_ops()
     with reference_attention() if recipe.fp8_kv_cache and not on_gpu else nullcontext():
         return LLM(
             model=str(folder),

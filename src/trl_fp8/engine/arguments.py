@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from ..recipe import FP8Recipe
+from .cpu_ops import ROUNDING_OF_CUDA
 
 
 CPU_BLOCK = 128  # tokens per KV cache block of vLLM's CPU backend
@@ -85,4 +86,4 @@ def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: in
     blocks = -(-length // CPU_BLOCK) + 1
     # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
     budget = max(per_token * CPU_BLOCK * blocks, min(per_token * CPU_BLOCK * blocks * max_num_seqs, 2 * 2**30))
-    return {"enforce_eager": True, "kv_cache_memory_bytes": budget}
+    return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | ROUNDING_OF_CUDA

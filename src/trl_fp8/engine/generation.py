@@ -24,6 +24,7 @@ from . import cpu_kernel, upstream
 from .arguments import Device, engine_arguments
 from .audit import Ledger, require_auditable
 from .cpu_attention import reference_attention
+from .cpu_ops import register_cpu_ops
 from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
 from .linear_kernels import activation_scaling, fp8_kernels
@@ -95,6 +96,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
         if on_cpu:
             cpu_kernel.register_cpu_kernel()
+            register_cpu_ops()
         overrides = engine_arguments(
             self.recipe,
             self.model.config,

@@ -12,7 +12,7 @@ Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns q,
 """
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
 
@@ -94,6 +94,7 @@ class AttentionTap:
             Has to stay as it was until the backward pass is through, because gradient checkpointing runs the forward
             again.
         quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
+        attend_in_fp32: Whether attention computes in FP32 and returns the dtype of q, as the engine's CPU reference does.
     """
 
     def __init__(self, model: nn.Module, high_precision_layers: Collection[int] = ()):
@@ -103,6 +104,7 @@ class AttentionTap:
         self.observation: QKVObservation | None = None
         self.scales_L3: torch.Tensor | None = None
         self.quantize_query = False
+        self.attend_in_fp32 = False
         self._mask_BT: torch.Tensor | None = None
         decoder = self.base.get_decoder()
         self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
@@ -136,10 +138,27 @@ class AttentionTap:
         finally:
             self.observation = None
 
-    def pass_through(
+    def attend(
+        self,
+        attend: Callable,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention function `attend` behind the tap; q, k, v are `[B, H, T, D]`."""
+        states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+        if not self.attend_in_fp32:
+            return attend(module, *states, *args, **kwargs)
+        with torch.autocast(query.device.type, enabled=False):
+            output, weights = attend(module, *(tensor.float() for tensor in states), *args, **kwargs)
+        return output.to(query.dtype), weights
+
+    def _pass_through(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k, v `[B, H, T, D]` on their way into attention."""
         if self.observation is not None:
             mask = self._mask_BT
             real_BT = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
@@ -181,7 +200,7 @@ def _wrap_registered(name: str) -> None:
     def attention(module, query, key, value, *args, **kwargs):
         tap = getattr(module, _TAP, None)
         if tap is not None:
-            query, key, value = tap.pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+            return tap.attend(attend, module, query, key, value, *args, **kwargs)
         return attend(module, query, key, value, *args, **kwargs)
 
     setattr(attention, _TAP, True)
@@ -189,14 +208,14 @@ def _wrap_registered(name: str) -> None:
 
 
 def _eager(module, query, key, value, *args, **kwargs):
-    tap = getattr(module, _TAP, None)  # none: a vision tower, or a model made from a tapped model's config
-    if tap is not None:
-        query, key, value = tap.pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
     attend = next(
         function
         for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
     )
+    tap = getattr(module, _TAP, None)  # none: a vision tower, or a model made from a tapped model's config
+    if tap is not None:
+        return tap.attend(attend, module, query, key, value, *args, **kwargs)
     return attend(module, query, key, value, *args, **kwargs)
 
 

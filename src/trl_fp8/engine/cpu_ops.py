@@ -1,0 +1,40 @@
+"""Norm and rotary embedding of a CPU engine with the rounding of vLLM's CUDA kernels.
+
+The two differ in vLLM 0.31, and every BF16 step of difference is multiplied by the e4m3 rounding behind it, so a trainer
+could follow one of them only. A CPU engine here computes what the CUDA kernels compute (csrc/layernorm_kernels.cu,
+csrc/pos_encoding_kernels.cu):
+
+    residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
+    rotary embedding      each product and sum is rounded to nearest; vLLM's C++ kernel for AVX2 rounds the result to zero
+
+transformers' own BF16 arithmetic is the same, operation for operation.
+"""
+
+import torch
+from vllm import ir
+
+
+PROVIDER = "trl_fp8"
+# For `LLM(...)`: prefer the provider below, and use vLLM's torch path of the rotary embedding, which rounds as CUDA's
+ROUNDING_OF_CUDA = {
+    "kernel_config": {"ir_op_priority": {"fused_add_rms_norm": [PROVIDER]}},
+    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
+}
+
+
+def register_cpu_ops() -> None:
+    """Register the norm with vLLM's table of implementations. Does nothing if it is there."""
+    op = ir.ops.fused_add_rms_norm
+    if PROVIDER not in op.impls:
+        op.register_impl(PROVIDER, supported=torch.version.cuda is None)(_add_rms_norm)
+
+
+def _add_rms_norm(
+    x: torch.Tensor,
+    x_residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    x_residual = x + x_residual
+    return ir.ops.rms_norm(x_residual, weight, epsilon, variance_size), x_residual
