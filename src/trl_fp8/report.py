@@ -168,6 +168,31 @@ def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Pa
     return path
 
 
+def plot_ladder(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
+    """Write one PNG: a bar per row of a mismatch ladder, in order, with its 95 % interval.
+
+    Args:
+        rows: Each with `name`, `mismatch_mean` and `ci95` (low, high), as in benchmarks/measure_mismatch.py.
+        path: Of the PNG; its folder is made.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.4 * len(rows) + 1), dpi=140, layout="constrained")
+    axes = figure.subplots()
+    means = [row["mismatch_mean"] for row in rows]
+    errors = [[abs(row["ci95"][side] - row["mismatch_mean"]) for row in rows] for side in (0, 1)]
+    positions = range(len(rows), 0, -1)
+    axes.barh(positions, means, xerr=errors, color=_RAW, ecolor=_TREND, capsize=3)
+    for position, mean in zip(positions, means, strict=True):
+        axes.annotate(f"{mean:.2g}", (mean, position), (6, 8), textcoords="offset points", fontsize=8)
+    axes.set_yticks(list(positions), [row["name"].replace("_", " ") for row in rows])
+    axes.set_xlabel("mismatch: mean |trainer - rollout| log-prob, nats")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png")
+    return path
+
+
 def training_figure(
     log_history: Iterable[Mapping[str, Any]], title: str, held_out: Mapping[int, float] | None = None
 ) -> "Figure":

@@ -1,0 +1,218 @@
+"""The mismatch ladder: how far trainer and rollout log-probs are apart, and what each part of one precision flow removes.
+
+    python benchmarks/measure_mismatch.py [--prompts 256]
+
+Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
+trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in six other ways. A row's mismatch is
+the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over sequences. On CPU the trainer
+computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
+
+`layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm.
+"""
+
+import argparse
+import copy
+import sys
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import record
+import torch
+from vllm import SamplingParams
+
+from trl_fp8.engine.generation import FP8VLLMGeneration
+from trl_fp8.engine.upstream import engine_model
+from trl_fp8.numerics.blockwise import dequantize_weight
+from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
+from trl_fp8.policy import fp8_gemm
+from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.bf16_modules import BF16Modules
+from trl_fp8.policy.fp8_flow import FP8Flow
+from trl_fp8.policy.kv_calibration import PROMPTS_ONLY_MARGIN, observe_sequences
+from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.report import plot_ladder
+
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+
+ENGINES = {
+    "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
+    "fp8_linears": {"kv_cache_dtype": "auto"},
+    "fp8_linears_kv": {},
+}
+# What the trainer does with the rollouts of the engine with FP8 linears and FP8 KV cache
+TRAINERS = {
+    "weights_fake_quant": {"forward": "weights"},
+    "full_forward": {"forward": "full"},
+    "kv_simulated": {"simulate": True},
+    "full_forward_kv_simulated": {"forward": "full", "simulate": True},
+    "fp16_trainer": {"autocast": torch.float16},
+    "bf16_trainer": {"autocast": torch.bfloat16},
+    "full_forward_kv_simulated_fp32_between": {"forward": "full", "simulate": True, "bf16_between": False},
+    "full_forward_kv_simulated_reordered": {"forward": "full", "simulate": True, "reorder": True},
+}
+BOOTSTRAPS = 2000
+COMPLETIONS = 4  # of each prompt
+
+
+class Rollouts:
+    """Sampled completions, right-padded: ids, mask, completion mask `[B, T]` and the engine's log-probs of them."""
+
+    def __init__(self, outputs: list, device: torch.device):
+        rows = [(list(output.prompt_token_ids), sampled) for output in outputs for sampled in output.outputs]
+        shape = len(rows), max(len(prompt) + len(completion.token_ids) for prompt, completion in rows)
+        self.ids, self.mask, self.completion = (torch.zeros(shape, dtype=torch.long) for _ in range(3))
+        self.logps = torch.zeros(shape)
+        for row, (prompt, completion) in enumerate(rows):
+            tokens = prompt + list(completion.token_ids)
+            span = slice(len(prompt), len(tokens))
+            self.ids[row, : len(tokens)] = torch.tensor(tokens)
+            self.mask[row, : len(tokens)] = 1
+            self.completion[row, span] = 1
+            sampled = zip(completion.logprobs, completion.token_ids, strict=True)
+            self.logps[row, span] = torch.tensor([logprobs[token].logprob for logprobs, token in sampled])
+        for name in ("ids", "mask", "completion", "logps"):
+            setattr(self, name, getattr(self, name).to(device))
+
+    def row(self, name: str, logps: torch.Tensor) -> dict:
+        """Mismatch of the trainer's `logps` `[B, T]`, with a 95 % interval over sequences."""
+        distance = (logps - self.logps).abs() * self.completion
+        sums, counts = distance.sum(1).cpu(), self.completion.sum(1).cpu()
+        draws = torch.randint(len(sums), (BOOTSTRAPS, len(sums)), generator=torch.Generator().manual_seed(0))
+        means = sums[draws].sum(1) / counts[draws].sum(1)
+        interval = torch.quantile(means, torch.tensor([0.025, 0.975])).tolist()
+        return {
+            "name": name,
+            "mismatch_mean": (sums.sum() / counts.sum()).item(),
+            "ci95": interval,
+            "n": int(counts.sum()),
+            "mismatch_max": distance.max().item(),
+        }
+
+
+def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, variant: dict) -> torch.nn.Module:
+    """A copy of the policy that computes as `variant` says; its tap, if any, as attribute `tap`."""
+    model = copy.deepcopy(generation.model)
+    tap = AttentionTap(model) if scales is not None else None
+    if forward := variant.get("forward"):
+        scaling = generation.activation_scaling
+        flow = FP8Flow(forward, "bf16", generation.recipe.scale_format, scaling.scale_format, scaling.amax_floor)
+        install = BF16Modules.install
+        if not variant.get("bf16_between", True):
+            BF16Modules.install = lambda model: None
+        PrecisionFlow(model, generation.recipe, flow, tap)
+        BF16Modules.install = install
+    if variant.get("simulate"):
+        tap.scales_L3 = scales.values.to(tap.device)
+        tap.quantize_query = generation.quantizes_query
+    return model
+
+
+def autocast(variant: dict, device: torch.device):
+    dtype = variant.get("autocast", torch.bfloat16 if device.type == "cuda" else None)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def reordered():
+    """GEMMs that add up their terms in another order, which is what another kernel on the same codes would do."""
+    gemm = fp8_gemm.fake_quant_gemm
+
+    def shuffled(a, b, dtype):
+        order = torch.randperm(a.qdata.shape[1], generator=torch.Generator().manual_seed(0))
+        a, b = dequantize_weight(a, torch.float32), dequantize_weight(b, torch.float32)
+        return a[:, order] @ b[:, order].T
+
+    fp8_gemm.fake_quant_gemm = shuffled
+    try:
+        yield
+    finally:
+        fp8_gemm.fake_quant_gemm = gemm
+
+
+@torch.no_grad()
+def score(model: torch.nn.Module, rollouts: Rollouts, variant: dict) -> torch.Tensor:
+    with autocast(variant, rollouts.ids.device), reordered() if variant.get("reorder") else nullcontext():
+        logits = model(input_ids=rollouts.ids, attention_mask=rollouts.mask).logits
+    logps = torch.zeros_like(rollouts.logps)
+    logps[:, 1:] = logits[:, :-1].float().log_softmax(-1).gather(-1, rollouts.ids[:, 1:, None])[..., 0]
+    return logps
+
+
+@torch.no_grad()
+def layer_errors(generation: FP8VLLMGeneration, models: dict, tokens: list[int]) -> dict[str, list[float]]:
+    """Relative error of the hidden states behind each decoder layer, engine against trainer, on one sequence."""
+    engines_own, handles = [], []
+    for layer in engine_model(generation.llm).model.layers:
+        handles.append(
+            layer.register_forward_hook(lambda module, inputs, output: engines_own.append(sum(output).float()))
+        )
+    generation.llm.generate([{"prompt_token_ids": tokens}], SamplingParams(max_tokens=1), use_tqdm=False)
+    for handle in handles:
+        handle.remove()
+    ids, errors = torch.tensor([tokens], device=engines_own[0].device), {}
+    for name, (model, variant) in models.items():
+        ours, handles = [], []
+        for layer in model.get_decoder().layers:
+            handles.append(layer.register_forward_hook(lambda module, inputs, output, to=ours: to.append(output)))
+        with autocast(variant, ids.device):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+        for handle in handles:
+            handle.remove()
+        pairs = zip(ours, engines_own, strict=False)  # the engine went on to decode
+        errors[name] = [((o[0].float() - e).norm() / e.norm()).item() for o, e in pairs]
+    return errors
+
+
+def measure(prompt_count: int) -> dict:
+    from addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
+    from engine import engines
+
+    checkpoint = str(cached_checkpoint(PretrainRecipe()))
+    prompts = [row["prompt"] for row in reinforcement_dataset().select(range(prompt_count))]
+    sampling = SamplingParams(n=COMPLETIONS, temperature=1.0, max_tokens=32, logprobs=0, seed=1)
+    rows, layers = [], {}
+    for name, flags in ENGINES.items():
+        generation = engines.start(checkpoint, **flags)
+        ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
+        scales = None
+        if generation.recipe.fp8_kv_cache:
+            tap = AttentionTap(generation.model)
+            amax_L3 = observe_sequences(generation.model, tap, ids).amax_L3
+            scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
+            tap.remove()
+            generation.calibrate = lambda scales=scales: scales
+        generation.sync_weights()
+        outputs = generation.llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+        rollouts = Rollouts(outputs, generation.accelerator.device)
+        rows.append(rollouts.row(name, score(trainer_model(generation, None, {}), rollouts, {})))
+        if name == "fp8_linears_kv":
+            models = {}
+            for label, variant in TRAINERS.items():
+                model = trainer_model(generation, scales, variant)
+                rows.append(rollouts.row(label, score(model, rollouts, variant)))
+                models[label] = model, variant
+            longest = max(range(len(outputs)), key=lambda index: len(outputs[index].outputs[0].token_ids))
+            tokens = list(outputs[longest].prompt_token_ids) + list(outputs[longest].outputs[0].token_ids)
+            models = {"plain": (trainer_model(generation, None, {}), {})} | models
+            layers = layer_errors(generation, models, tokens)
+        engines.shutdown(generation.llm)
+    return {"rows": rows, "layers": layers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--prompts", type=int, default=256)
+    prompts = parser.parse_args().prompts
+    results = measure(prompts)
+    plot_ladder(results["rows"], ROOT / "docs" / "images" / "mismatch_ladder.png")
+    print(record.write("mismatch_ladder", prompts * COMPLETIONS, results).read_text())
+    print("| trainer and rollout | mismatch (95 % CI) | tokens |\n|---|---|---|")
+    for row in results["rows"]:
+        low, high = row["ci95"]
+        print(f"| {row['name']} | {row['mismatch_mean']:.2g} ({low:.2g} - {high:.2g}) | {row['n']} |")
+
+
+if __name__ == "__main__":
+    main()
