@@ -10,6 +10,7 @@ nothing about GPUs: on CPU both FP8 kernels are references.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from trl_fp8.report import plot_rewards
 ROOT = Path(__file__).parents[1]
 FLOW = ["--fp8_forward", "full", "--simulate_kv_cache", "true"]
 BF16_WEIGHTS = ["--fp8_weights", "false"]
+NOT_SIMULATED = ["--simulate_kv_cache", "false"]
 LEARNING = {
     "bf16": [*BF16_WEIGHTS, "--kv_cache_dtype", "auto", "--use_vllm", "true"],
     "fp8_linears_kv": [],
@@ -31,8 +33,8 @@ LEARNING = {
 OTHERS = {
     "fp8_linears": ["--kv_cache_dtype", "auto"],
     "fp8_linears_kv_simulated": ["--simulate_kv_cache", "true"],
-    "fp8_flow_without_kv": ["--fp8_forward", "full"],
-    "kv_only": BF16_WEIGHTS,
+    "fp8_flow_without_kv": ["--fp8_forward", "full", *NOT_SIMULATED],
+    "kv_only": [*BF16_WEIGHTS, *NOT_SIMULATED],
     "kv_only_simulated": [*BF16_WEIGHTS, "--simulate_kv_cache", "true"],
     "policy_calibration": ["--kv_calibration", "policy"],
 }
@@ -52,7 +54,9 @@ def run(name: str, seed: int) -> dict:
     script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
     correction = ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "2.0"]
     words = ["--config", settings, "--seed", seed, "--output_dir", folder, *(LEARNING | OTHERS)[name], *correction]
-    done = subprocess.run([sys.executable, script, *map(str, words)], capture_output=True, text=True)
+    ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29600 + 10 * list(LEARNING | OTHERS).index(name) + seed)}
+    command = [sys.executable, script, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ports)
     if done.returncode:
         raise RuntimeError(f"{name}, seed {seed} failed:\n{done.stderr[-4000:]}")
     return json.loads((folder / "summary.json").read_text())

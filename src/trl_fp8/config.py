@@ -149,6 +149,9 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
 
     def _resolve_defaults(self) -> None:
         trl_defaults = {item.name: item.default for item in fields(GRPOConfig)}
+        if self.simulate_kv_cache is None:
+            nothing_larger = self.fp8_forward == "full" or not self.fp8_weights
+            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and nothing_larger
         if self.use_vllm is None:
             self.use_vllm = True if self.any_fp8 else trl_defaults["use_vllm"]
         if self.vllm_importance_sampling_mode is None:

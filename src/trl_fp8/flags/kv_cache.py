@@ -48,12 +48,13 @@ class KVCacheFlags:
             "taken from the coming prompts and the previous rollouts."
         },
     )
-    simulate_kv_cache: bool = field(
-        default=False,
+    simulate_kv_cache: bool | None = field(
+        default=None,
         metadata={
             "help": "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
             "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight through. "
-            "Lowers the mismatch instead of correcting it."
+            "Lowers the mismatch instead of correcting it. Not set: on where nothing larger hides it, that is with "
+            "fp8_forward='full' or fp8_weights=False."
         },
     )
 
