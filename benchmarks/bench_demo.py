@@ -1,6 +1,6 @@
 """The addition demo in every precision, over seeds: does FP8 learn as well, at what mismatch, and what does each part do?
 
-    python benchmarks/bench_demo.py [--seeds 5] [--jobs 1]
+    python benchmarks/bench_demo.py [--seeds 5] [--jobs 1] [--reuse]
 
 Runs examples/grpo_addition.py once per seed and precision, each in its own process, and records held-out accuracy before
 and after, the reward of each step, mismatch, calibration and sync. The three precisions that are compared for learning
@@ -31,12 +31,12 @@ LEARNING = {
     "fp8_flow": FLOW,
 }
 OTHERS = {
-    "fp8_linears": ["--kv_cache_dtype", "auto"],
     "fp8_linears_kv_simulated": ["--simulate_kv_cache", "true"],
     "fp8_flow_without_kv": ["--fp8_forward", "full", *NOT_SIMULATED],
     "kv_only": [*BF16_WEIGHTS, *NOT_SIMULATED],
     "kv_only_simulated": [*BF16_WEIGHTS, "--simulate_kv_cache", "true"],
     "policy_calibration": ["--kv_calibration", "policy"],
+    "fp8_linears": ["--kv_cache_dtype", "auto"],
 }
 KEYS = ("reward_start", "reward_end", "mismatch_mean", "training_seconds", "step_seconds_median")
 FP8_KEYS = ("sync_seconds_median", "calibration_seconds_median", "kv_saturation_max")
@@ -49,10 +49,12 @@ PAIRS = {  # ratio of two precisions' mismatch, run by run with the same seed
 }
 
 
-def run(name: str, seed: int) -> dict:
+def run(name: str, seed: int, reuse: bool = False) -> dict:
     folder = ROOT / "outputs" / "bench_demo" / f"{name}-{seed}"
     script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
     correction = ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "2.0"]
+    if reuse and (folder / "summary.json").exists():
+        return json.loads((folder / "summary.json").read_text())
     words = ["--config", settings, "--seed", seed, "--output_dir", folder, *(LEARNING | OTHERS)[name], *correction]
     ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29600 + 10 * list(LEARNING | OTHERS).index(name) + seed)}
     command = [sys.executable, script, *map(str, words)]
@@ -77,11 +79,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; timings want 1.")
+    parser.add_argument("--reuse", action="store_true", help="Take runs that outputs/bench_demo has already.")
     given = parser.parse_args()
     seeds = dict.fromkeys(LEARNING, given.seeds) | {name: min(given.seeds, 3) for name in OTHERS}
-    jobs = sorted(((name, seed) for name in seeds for seed in range(seeds[name])), key=lambda job: job[1])
+    jobs = [(name, seed) for name in seeds for seed in range(seeds[name])]
     with ThreadPoolExecutor(given.jobs) as pool:
-        summaries = dict(zip(jobs, pool.map(lambda job: run(*job), jobs), strict=True))
+        summaries = dict(zip(jobs, pool.map(lambda job: run(*job, reuse=given.reuse), jobs), strict=True))
     rows = {name: [summaries[name, seed] for seed in range(seeds[name])] for name in seeds}
     results = {name: summarize(rows[name]) for name in rows}
     results["mismatch_ratios"] = {
