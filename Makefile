@@ -8,6 +8,8 @@ READY := $(VENV)/.ready-$(ENGINE)
 # takes transformers down with it. Nothing here needs them.
 UNUSED := torchvision torchaudio torchcodec
 
+# Each worker of the tests starts engines of its own; on a GPU they would share one memory
+WORKERS := $(if $(filter cpu,$(ENGINE)),2,1)
 # Two OpenMP threads that spin while they wait slow each other down on a busy machine, 20-fold at worst
 export OMP_WAIT_POLICY := PASSIVE
 
@@ -18,7 +20,7 @@ demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs
 		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/configs/addition.yaml $(ARGS)
 
 test: $(READY) lint  ## everything that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

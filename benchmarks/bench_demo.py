@@ -1,10 +1,10 @@
 """The addition demo in every precision, over seeds: does FP8 learn as well, at what mismatch, and what does each part do?
 
-    python benchmarks/bench_demo.py [--seeds 5] [--jobs 1] [--reuse]
+    python benchmarks/bench_demo.py [--seeds 5] [--other-seeds 3] [--jobs 1] [--reuse]
 
 Runs examples/grpo_addition.py once per seed and precision, each in its own process, and records held-out accuracy before
 and after, the reward of each step, mismatch, calibration and sync. The three precisions that are compared for learning
-run `--seeds` seeds, the others at most three; ratios are of runs with the same seed. Wall times of two precisions say
+run `--seeds` seeds, the others `--other-seeds`; ratios are of runs with the same seed. Wall times of two precisions say
 nothing about GPUs: on CPU both FP8 kernels are references.
 """
 
@@ -78,10 +78,11 @@ def summarize(rows: list[dict]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--other-seeds", type=int, default=3, help="Of the precisions not compared for learning.")
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; timings want 1.")
     parser.add_argument("--reuse", action="store_true", help="Take runs that outputs/bench_demo has already.")
     given = parser.parse_args()
-    seeds = dict.fromkeys(LEARNING, given.seeds) | {name: min(given.seeds, 3) for name in OTHERS}
+    seeds = dict.fromkeys(LEARNING, given.seeds) | dict.fromkeys(OTHERS, given.other_seeds)
     jobs = [(name, seed) for name in seeds for seed in range(seeds[name])]
     with ThreadPoolExecutor(given.jobs) as pool:
         summaries = dict(zip(jobs, pool.map(lambda job: run(*job, reuse=given.reuse), jobs), strict=True))

@@ -17,7 +17,7 @@ HEAD = """# Configuration
 
 `FP8GRPOConfig` takes every field of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/v1.16.0/grpo_trainer) and the
 ones below. All of them work from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML file given to
-`TrlParser` (`--config run.yaml`). This page is generated from `src/trl_fp8/config.py` by `make docs`.
+`TrlParser` (`--config run.yaml`). This page is generated from `src/trl_fp8/config.py` and `src/trl_fp8/flags` by `make docs`.
 
 | flag | type | default | what it does |
 |---|---|---|---|

@@ -47,6 +47,7 @@ def test_what_the_user_sets_wins():
             {"kv_cache_skip_layers": [1], "simulate_kv_cache": True, "kv_cache_dtype": "auto"},
             ["simulate_kv_cache=True", "kv_cache_skip_layers=['1']", "kv_cache_dtype='auto'"],
         ),
+        ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"use_vllm": False}, ["use_vllm=False", "fp8_weights=True", "Set use_vllm=True", "fp8_weights=False"]),
         ({"vllm_mode": "server"}, ["vllm_mode='server'", "read back", "vllm_mode='colocate'"]),
@@ -60,6 +61,23 @@ def test_what_the_user_sets_wins():
         ({"generation_kwargs": {"top_p": 0.8}}, ["top_p=0.8"]),
         ({"vllm_engine_kwargs": {"seed": 1, "kv_cache_dtype": "auto"}}, ["['kv_cache_dtype', 'seed']", "own"]),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, ["FSDP1", "embeddings", "fsdp_config={'version': 2}"]),
+        ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'weights', 'full']"]),
+        (
+            {"fp8_forward": "full", "fp8_weights": False},
+            ["fp8_forward='full' with fp8_weights=False", "add mismatch", "Set fp8_weights=True", "fp8_forward='off'"],
+        ),
+        (
+            {"fp8_forward": "weights", "fp8_weights": False, "kv_cache_dtype": "auto"},
+            ["fp8_forward='weights' with fp8_weights=False", "engine does not"],
+        ),
+        (
+            {"fp8_backward": "fp8"},
+            ["fp8_backward='fp8' with fp8_forward='off'", "no FP8 linear layers", "remove fp8_backward"],
+        ),
+        (
+            {"fp8_gemm_backend": "scaled_mm"},
+            ["fp8_gemm_backend='scaled_mm' with fp8_forward='off'", "fp8_forward='full'", "remove fp8_gemm_backend"],
+        ),
     ],
 )
 def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
@@ -75,6 +93,9 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
         {"top_k": -1, "min_p": 0.0},
         {"fsdp": True, "fsdp_config": {"version": 2}},
         {"vllm_engine_kwargs": {"enforce_eager": True}},
+        {"fp8_forward": "weights"},
+        {"fp8_forward": "full", "fp8_backward": "fp8", "fp8_gemm_backend": "scaled_mm"},
+        {"fp8_forward": "off", "fp8_weights": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"},
     ],
 )
 def test_good_flags_pass(flags):
@@ -121,3 +142,20 @@ def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
     assert made.vllm_engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 512}
     (bounded,) = parser.parse_args_and_config(["--config", str(path), "--vllm_importance_sampling_clip_max", "2.5"])
     assert bounded.vllm_importance_sampling_clip_max == 2.5
+
+
+@pytest.mark.parametrize(
+    "flags, simulated",
+    [
+        ({}, False),
+        ({"fp8_forward": "weights"}, False),
+        ({"fp8_forward": "full"}, True),
+        ({"fp8_weights": False}, True),
+        ({"fp8_weights": False, "kv_cache_dtype": "auto"}, False),
+        ({"fp8_forward": "full", "kv_cache_dtype": "auto"}, False),
+        ({"fp8_forward": "full", "simulate_kv_cache": False}, False),
+        ({"simulate_kv_cache": True}, True),
+    ],
+)
+def test_the_kv_cache_is_simulated_by_default_where_nothing_larger_hides_it(flags, simulated):
+    assert config(**flags).simulate_kv_cache is simulated

@@ -141,7 +141,7 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
 
     def _check_values(self) -> None:
         self.check_kv_cache()
-        self.check_forward(self.fp8_weights)
+        self.check_forward(self.fp8_weights, self.fp16)
         try:
             check_scale_format(self.fp8_scale_format)
         except ValueError as error:

@@ -10,6 +10,11 @@ import torch
 from engine import engines
 from trl_fp8.engine.kv_cache import attention_layers
 from trl_fp8.engine.upstream import engine_model
+from trl_fp8.numerics.kv_scales import kv_scales_from_amax
+from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.fp8_flow import FP8Flow
+from trl_fp8.policy.kv_calibration import observe_sequences
+from trl_fp8.policy.precision_flow import PrecisionFlow
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -51,3 +56,43 @@ def test_scales_reach_the_kernel_also_under_captured_graphs(enforce_eager, check
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == base
     engines.shutdown(generation.llm)
+
+
+def test_the_precision_flow_lowers_the_mismatch(checkpoint):
+    """Attention rounds its softmax weights to FP8 inside the kernel, which the trainer does not: less, not nothing."""
+    generation = engines.start(checkpoint("qwen3"))
+    tap = AttentionTap(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
+    generation.calibrate = lambda: scales
+    generation.sync_weights()
+    assert generation.quantizes_query and generation.activation_scaling.scale_format == "fp32"
+    rollouts = engines.log_probs(generation.llm)
+    plain = distance(generation.model, rollouts)
+    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
+    assert distance(generation.model, rollouts) < 0.7 * plain
+    engines.shutdown(generation.llm)
+
+
+@torch.no_grad()
+def distance(model, rollouts):
+    """Mean |trainer - engine| log-prob over the prompts' tokens."""
+    total, count = 0.0, 0
+    for ids, (_, _, engines_own) in zip(engines.PROMPTS, rollouts, strict=True):
+        tokens = torch.tensor([ids], device="cuda")
+        logps = model(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits[0, :-1].float().log_softmax(-1)
+        ours = logps.gather(-1, tokens[0, 1:, None])[:, 0]
+        total += (ours - torch.tensor(engines_own, device="cuda")).abs().sum().item()
+        count += len(engines_own)
+    return total / count
+
+
+def test_skipped_kv_layers_keep_a_bf16_cache(checkpoint, tmp_path):
+    scales = engines.some_scales(2, 1)
+    generation = engines.start(checkpoint("qwen3"), scales, kv_cache_skip_layers=(0,))
+    generation.sync_weights()
+    synced = engines.log_probs(generation.llm)
+    engines.shutdown(generation.llm)
+    again = engines.fresh(tmp_path / "fresh", generation, scales)
+    assert engines.log_probs(again) == synced
+    engines.shutdown(again)

@@ -156,6 +156,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                 raise
             logger.warning(f"weight sync failed and is repeated once: {error}")
             ledger, stream, waiting = self._reload(kv_scales)
+        stream.require_current()
         audited = self._audit(ledger, kv_scales)
         self._engine_is_whole = True
         self.last_sync = SyncReport(

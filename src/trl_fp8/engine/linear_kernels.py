@@ -37,7 +37,7 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     found = set()
     for kernel in _kernels(model):
         quant = kernel.quant_fp8
-        native = quant._forward_method == quant.forward_native
+        native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
         floor = NATIVE_AMAX_FLOOR if native else ACTIVATION_AMAX_FLOOR
         found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
     if len(found) > 1:

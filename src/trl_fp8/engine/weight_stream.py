@@ -11,7 +11,7 @@ Yielded tensors never alias the policy where it could change under the consumer 
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -35,11 +35,14 @@ class StreamReport:
         fp8_weights: Number of weights that went out in FP8.
         bytes_sent: Bytes of all weights that went out, scales included (not the KV cache scales).
         error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight, on the device.
+        stale: Name of each weight that came quantized -> whether the first block row of the weight gives other codes, on
+            the device.
     """
 
     fp8_weights: int = 0
     bytes_sent: int = 0
     error_sums: torch.Tensor | None = None
+    stale: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def weight_relative_error(self) -> float:
@@ -48,6 +51,18 @@ class StreamReport:
             return 0.0
         error, weight = self.error_sums.tolist()
         return (error / weight) ** 0.5 if weight else 0.0
+
+    def require_current(self) -> None:
+        """Raise `RuntimeError` naming the weights that came quantized from an earlier state. Waits for the device."""
+        stale = torch.stack(list(self.stale.values())).tolist() if self.stale else []
+        names = [name for name, is_stale in zip(self.stale, stale, strict=True) if is_stale]
+        if names:
+            raise RuntimeError(
+                f"the trainer's quantized weights are not those of its current weights: {', '.join(names[:6])}"
+                f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}. Trainer and engine would agree on a policy "
+                "that no longer learns. Whatever changes weights besides the optimizer has to call "
+                "PrecisionFlow.weights_changed()."
+            )
 
 
 def weight_stream(
@@ -85,6 +100,8 @@ def weight_stream(
                 codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
             else:
                 codes = quantized(module)
+                fresh = quantize_weight(weight[:BLOCK].to(dtype), recipe.scale_format, check_finite=False)
+                report.stale[name] = (fresh.qdata.view(torch.uint8) != codes.qdata[:BLOCK].view(torch.uint8)).any()
             for item in _fp8_weight(name, weight[:BLOCK].to(dtype), codes, report):
                 report.bytes_sent += item[1].nbytes
                 yield item

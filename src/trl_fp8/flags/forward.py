@@ -38,7 +38,7 @@ class ForwardFlags:
     def fp8_flow_on(self) -> bool:
         return self.fp8_forward != "off"
 
-    def check_forward(self, fp8_weights: bool) -> None:
+    def check_forward(self, fp8_weights: bool, fp16: bool) -> None:
         """Raise `ValueError` naming flag, value, reason and remedy. What `FP8Flow` checks itself is left to it."""
         if self.fp8_forward not in FP8_FORWARDS:
             raise ValueError(
@@ -48,6 +48,11 @@ class ForwardFlags:
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the trainer would compute in FP8 what the "
                 "engine does not, and add mismatch instead of removing it. Set fp8_weights=True or fp8_forward='off'."
+            )
+        if self.fp8_forward == "full" and fp16:
+            raise ValueError(
+                "fp8_forward='full' with fp16=True: a full FP8 forward shares the engine's activations, which are BF16. Set "
+                "bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
         given = {
             "fp8_backward": (self.fp8_backward, "bf16"),

@@ -1,0 +1,251 @@
+"""The trainer's full FP8 forward against a real engine: one linear layer, the whole model, and what both sides share.
+
+A GEMM of another batch size adds its products in another order. About one BF16 output in 20,000 then rounds the other
+way, which e4m3 may pass on; on the same batch nothing differs.
+"""
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from engine import engines
+from trl_fp8.engine.linear_kernels import NATIVE_AMAX_FLOOR, ActivationScaling, activation_scaling
+from trl_fp8.engine.upstream import engine_model
+from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation
+from trl_fp8.numerics.kv_scales import kv_scales_from_amax
+from trl_fp8.policy import precision_flow
+from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.bf16_modules import BF16Modules
+from trl_fp8.policy.fp8_flow import FP8Flow
+from trl_fp8.policy.fp8_linear import FP8Linears
+from trl_fp8.policy.kv_calibration import observe_sequences
+from trl_fp8.policy.precision_flow import PrecisionFlow
+
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = [[4 + 7 * p % 50 for p in range(20)], [4 + (11 * p + 3) % 50 for p in range(31)]]
+DECODED = 16
+# log_softmax on both sides: FP32 logits of a few units, 64 exponentials, a logarithm; 2**-24 of about 10 each time
+ROUNDING = 5e-6
+
+
+def synced(checkpoint, **flags):
+    """A synced engine with scales of its own policy, that policy's tap, and the scales."""
+    generation = engines.start(checkpoint, **flags)
+    tap = AttentionTap(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS + PROMPTS).amax_L3, 2.0)
+    generation.calibrate = lambda: scales
+    generation.sync_weights()
+    return generation, tap, scales.values
+
+
+def flow_of(generation, **fields):
+    scaling = generation.activation_scaling
+    return FP8Flow(
+        weight_format=generation.recipe.scale_format,
+        activation_format=scaling.scale_format,
+        activation_amax_floor=scaling.amax_floor,
+        **fields,
+    )
+
+
+def sampled(generation):
+    """Sequences of two lengths and the engine's log-probs of all their tokens but the first, prompt and decode."""
+    parameters = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=DECODED, logprobs=1, prompt_logprobs=1, ignore_eos=True
+    )
+    sequences, log_probs = [], []
+    for output in generation.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False):
+        completion = output.outputs[0]
+        sequences.append(list(output.prompt_token_ids) + list(completion.token_ids))
+        rows = [*output.prompt_logprobs[1:], *completion.logprobs]
+        log_probs.append(torch.tensor([row[t].logprob for row, t in zip(rows, sequences[-1][1:], strict=True)]))
+    return sequences, log_probs
+
+
+def policy_log_probs(generation, tap, scales, sequences):
+    """The trainer's, from one left-padded batch."""
+    length = max(map(len, sequences))
+    ids = torch.tensor([[0] * (length - len(tokens)) + tokens for tokens in sequences])
+    mask = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
+    tap.scales_L3 = scales
+    with torch.no_grad():
+        logits = generation.model(input_ids=ids, attention_mask=mask).logits
+    tap.scales_L3 = None
+    found = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return [row[length - len(tokens) :] for row, tokens in zip(found, sequences, strict=True)]
+
+
+def differences(ours, theirs):
+    """|difference| of prompt tokens, and of decoded ones."""
+    pairs = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
+    return torch.cat([row[:-DECODED] for row in pairs]), torch.cat([row[-DECODED:] for row in pairs])
+
+
+@pytest.mark.parametrize(
+    "architecture, options",
+    [
+        ("qwen3", {}),
+        ("qwen3", {"tied": True}),
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {"intermediate_size": 192}),  # the MLP stays in BF16
+    ],
+)
+def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint, monkeypatch):
+    """Two-sided: with any one part of the flow left out, the two are apart."""
+    generation, tap, scales = synced(checkpoint(architecture, **options))
+    sequences, theirs = sampled(generation)
+
+    def off(scales=scales):
+        return differences(policy_log_probs(generation, tap, scales, sequences), theirs)
+
+    flow = flow_of(generation)
+    with monkeypatch.context() as patch:
+        patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
+        installed = PrecisionFlow(generation.model, generation.recipe, flow, tap)
+        without_bf16 = off()
+    installed._linears.remove()
+    weights_only = FP8Linears.install(
+        generation.model, generation.recipe.fp8_modules, flow_of(generation, forward="weights")
+    )
+    between = BF16Modules.install(generation.model)
+    only_weights = off()
+    weights_only.remove()
+    between.remove()
+    PrecisionFlow(generation.model, generation.recipe, flow, tap)
+    without_cache = off(None)
+    prompt, decode = off()
+    engines.shutdown(generation.llm)
+    for broken in (without_bf16, only_weights, without_cache):
+        assert all(part.mean() > 1e-3 for part in broken), [part.mean() for part in broken]
+    assert prompt.max() < ROUNDING
+    assert decode.max() < ROUNDING
+
+
+def calls_of(generation, name):
+    """Inputs and outputs of one of the engine's layers while it generates."""
+    seen = []
+
+    def record(module, args, output):
+        seen.append((args[0].clone(), output[0].clone()))
+
+    hook = engine_model(generation.llm).get_submodule(name).register_forward_hook(record)
+    sampled(generation)
+    hook.remove()
+    return seen
+
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_an_fp8_linear_gives_the_engines_bf16_outputs(scale_format, checkpoint):
+    """Layers with a bias (QKV of Qwen2) and without, prefill and decode."""
+    generation, tap, _ = synced(checkpoint("qwen2"), scale_format=scale_format)
+    calls = {
+        name: calls_of(generation, name)
+        for layer in range(2)
+        for name in (f"model.layers.{layer}.self_attn.qkv_proj", f"model.layers.{layer}.mlp.down_proj")
+    }
+    PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+    reordered = outputs = 0
+    for name, seen in calls.items():
+        parent, _, last = name.rpartition(".")
+        layers = [generation.model.get_submodule(f"{parent}.{part}") for part in FUSED.get(last, (last,))]
+        assert (layers[0].bias is not None) == (last == "qkv_proj")
+        assert len({len(x) for x, _ in seen}) > 1 and {y.dtype for _, y in seen} == {torch.bfloat16}
+
+        def ours(x, layers=layers):
+            with torch.no_grad():
+                return torch.cat([layer(x) for layer in layers], -1)
+
+        assert all(torch.equal(ours(x), y) for x, y in seen)
+        if last == "qkv_proj":  # a bias that is added before the product is rounded to BF16 rounds differently
+            x, y = seen[0]
+            once = torch.cat([layer.quantized_weight().dequantize(torch.float32) for layer in layers])
+            codes = quantize_activation(x, "fp32", amax_floor=generation.activation_scaling.amax_floor)
+            product = codes.dequantize(torch.float32) @ once.T + torch.cat([layer.bias for layer in layers])
+            assert (product.to(torch.bfloat16) != y).float().mean() > 0.05
+        x, y = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        together = ours(x)
+        step = torch.exp2(y.abs().float().clamp_min(2**-20).log2().floor() - 7)
+        assert ((together.float() - y.float()).abs() <= 2 * step).all()  # one of the product, one of the biased sum
+        reordered, outputs = reordered + (together != y).sum().item(), outputs + y.numel()
+    assert reordered < 1e-3 * outputs
+    engines.shutdown(generation.llm)
+
+
+class Calls:
+    """Counts quantizations of weights."""
+
+    def __init__(self, monkeypatch):
+        self.count, original = 0, FP8Flow.quantize_weight
+
+        def counted(flow, weight):
+            self.count += 1
+            return original(flow, weight)
+
+        monkeypatch.setattr(FP8Flow, "quantize_weight", counted)
+
+
+def test_the_sync_and_the_forward_share_one_quantization(checkpoint, monkeypatch):
+    generation, tap, scales = synced(checkpoint("qwen3"))
+    model = engine_model(generation.llm)
+    modules = generation.recipe.fp8_modules
+    flow = PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+    generation.quantized = flow.quantized_weight
+    engines.perturb(generation.model, 1)
+    flow.weights_changed()
+    calls = Calls(monkeypatch)
+    generation.sync_weights()
+    assert calls.count == len(modules) == 14
+    policy_log_probs(generation, tap, scales, PROMPTS)
+    generation.sync_weights()
+    assert calls.count == 14
+    flow.weights_changed()
+    policy_log_probs(generation, tap, scales, PROMPTS)
+    generation.sync_weights()
+    assert calls.count == 28
+
+    held, policy = model.model.layers[1].mlp, flow._linears.modules
+    for name, weight, scale in (
+        ("down_proj", held.down_proj.weight, held.down_proj.weight_scale_inv),
+        ("gate_proj", held.gate_up_proj.weight[:256], held.gate_up_proj.weight_scale_inv[:2]),
+        ("up_proj", held.gate_up_proj.weight[256:], held.gate_up_proj.weight_scale_inv[2:]),
+    ):
+        codes = policy[f"model.layers.1.mlp.{name}"].cached_weight()
+        assert torch.equal(weight.view(torch.uint8), codes.qdata.view(torch.uint8))
+        assert torch.equal(scale, codes.scale)
+    generation.quantized = None  # made by the stream itself: the same bytes, as the audit confirms
+    generation.sync_weights()
+    assert calls.count == 28
+    assert torch.equal(held.down_proj.weight.view(torch.uint8), codes_of(policy, "down_proj"))
+    engines.shutdown(generation.llm)
+
+
+def codes_of(linears, name):
+    return linears[f"model.layers.1.mlp.{name}"].cached_weight().qdata.view(torch.uint8)
+
+
+def test_the_kernels_activation_scaling_is_read_from_the_engine(checkpoint, monkeypatch):
+    generation = engines.start(checkpoint("qwen3"))
+    model = engine_model(generation.llm)
+    engines.shutdown(generation.llm)
+    kernel = model.model.layers[1].mlp.down_proj.quant_method.fp8_linear.quant_fp8
+    generator = torch.Generator().manual_seed(0)
+    x = (1e-4 * torch.rand(5, 256, generator=generator)).to(torch.bfloat16)  # below the floor, which is what differs
+    x[0] *= 1e5
+    codes, scale = kernel(x)
+
+    def same(amax_floor):
+        ours = quantize_activation(x, "fp32", amax_floor=amax_floor)
+        return torch.equal(ours.scale, scale) and torch.equal(ours.qdata.view(torch.uint8), codes.view(torch.uint8))
+
+    assert same(NATIVE_AMAX_FLOOR) and not same(ACTIVATION_AMAX_FLOOR)
+    assert activation_scaling(model) == generation.activation_scaling
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"(?s)in 2 ways.*'fp32'.*'pow2'.*Pin one"):
+        patch.setattr(kernel, "use_ue8m0", True)
+        activation_scaling(model)
+    assert generation.activation_scaling == ActivationScaling("fp32", 1 / 512)
