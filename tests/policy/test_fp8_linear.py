@@ -127,8 +127,19 @@ def test_bf16_backward_is_that_of_the_plain_linear(forward, lead, columns, rows,
     plain.to(dtype)
     twin.to(dtype)
     reference, ours = gradients(plain, x, dy, autocast)[1:], gradients(twin, x, dy, autocast)[1:]
+    compute = autocast or dtype
     for expected, got in zip(reference, ours, strict=True):  # straight through: the same GEMMs of the same operands
-        assert expected is got is None or (got.dtype == expected.dtype and torch.equal(got, expected))
+        if expected is None:
+            assert got is None
+        elif compute == torch.float32:
+            assert got.dtype == expected.dtype and torch.equal(got, expected)
+        else:
+            # On CPU ours are FP32 GEMMs of the 16-bit operands, theirs round the same sums to 16 bits: one rounding to
+            # nearest of each, and FP32's order of summation, which grows with the largest element
+            assert got.dtype == expected.dtype
+            step = torch.finfo(compute).eps * expected.float().abs()
+            slack = 1e-5 * expected.float().abs().amax()
+            assert ((got.float() - expected.float()).abs() <= step + slack).all()
 
 
 def element_error(values):

@@ -97,7 +97,8 @@ def _input_gradient(
 ) -> torch.Tensor:
     """dX `[T, K]`. `weight` is W, or with `scale` the forward's codes of it."""
     if flow.backward == "bf16":
-        return dy.mm(weight.to(compute))
+        dtype = _backward_dtype(compute, dy.device)
+        return dy.to(dtype).mm(weight.to(compute).to(dtype))
     # Without a cache the codes are made again: kept ones would hold an unsharded weight until the backward
     codes = flow.quantize_weight(weight) if scale is None else _float8(weight, scale, rows=BLOCK)
     # Square blocks transposed are the same blocks: no second rounding
@@ -110,10 +111,16 @@ def _weight_gradient(
 ) -> torch.Tensor:
     """dW `[N, K]`. `x` is X, or with `scale` the forward's codes of it."""
     if flow.backward == "bf16":
-        return dy.t().mm(x)
+        dtype = _backward_dtype(compute, dy.device)
+        return dy.to(dtype).t().mm(x.to(dtype))
     seen = x if scale is None else dequantize_weight(_float8(x, scale, rows=1), torch.float32)
     along_tokens = flow.quantize_for_backward(dy.t()), flow.quantize_for_backward(seen.t())
     return gemm_for(flow.backend)(*along_tokens, compute).to(compute)
+
+
+def _backward_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
+    """Dtype of the straight-through GEMMs. CPUs without 16-bit units emulate them ten times slower than FP32."""
+    return torch.float32 if device.type == "cpu" else compute
 
 
 def _float8(codes: torch.Tensor, scale: torch.Tensor, rows: int) -> Float8Tensor:
