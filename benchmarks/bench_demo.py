@@ -49,8 +49,12 @@ PAIRS = {  # ratio of two precisions' mismatch, run by run with the same seed
 }
 
 
+def folder_of(name: str, seed: int) -> Path:
+    return ROOT / "outputs" / "bench_demo" / f"{name}-{seed}"
+
+
 def run(name: str, seed: int, reuse: bool = False) -> dict:
-    folder = ROOT / "outputs" / "bench_demo" / f"{name}-{seed}"
+    folder = folder_of(name, seed)
     script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
     correction = ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "2.0"]
     if reuse and (folder / "summary.json").exists():
@@ -70,6 +74,7 @@ def summarize(rows: list[dict]) -> dict:
     if rows[0]["calibration_seconds_median"] is not None:
         shares = [row["calibration_seconds_median"] / row["step_seconds_median"] for row in rows]
         result["calibration_share_of_step"] = record.spread(shares)
+    result["seeds"] = len(rows)
     result["reward_end_per_seed"] = [row["reward_end"] for row in rows]
     result["audit_failures"] = sum(row["audit_failures"] for row in rows)
     return result
@@ -81,24 +86,37 @@ def main() -> None:
     parser.add_argument("--other-seeds", type=int, default=3, help="Of the precisions not compared for learning.")
     parser.add_argument("--jobs", type=int, default=1, help="Runs at a time; timings want 1.")
     parser.add_argument("--reuse", action="store_true", help="Take runs that outputs/bench_demo has already.")
+    parser.add_argument("--finished", action="store_true", help="Take only those, and run nothing.")
     given = parser.parse_args()
     seeds = dict.fromkeys(LEARNING, given.seeds) | dict.fromkeys(OTHERS, given.other_seeds)
     jobs = [(name, seed) for name in seeds for seed in range(seeds[name])]
+    if given.finished:
+        jobs = [job for job in jobs if (folder_of(*job) / "summary.json").exists()]
     with ThreadPoolExecutor(given.jobs) as pool:
-        summaries = dict(zip(jobs, pool.map(lambda job: run(*job, reuse=given.reuse), jobs), strict=True))
-    rows = {name: [summaries[name, seed] for seed in range(seeds[name])] for name in seeds}
-    results = {name: summarize(rows[name]) for name in rows}
+        reuse = given.reuse or given.finished
+        runs = dict(zip(jobs, pool.map(lambda job: run(*job, reuse=reuse), jobs), strict=True))
+    names = list(dict.fromkeys(name for name, _ in jobs))
+    results = {name: summarize([row for job, row in runs.items() if job[0] == name]) for name in names}
     results["mismatch_ratios"] = {
-        label: record.spread([a["mismatch_mean"] / b["mismatch_mean"] for a, b in zip(rows[over], rows[under])])  # noqa: B905
-        for label, (over, under) in PAIRS.items()
+        label: record.spread(ratios)
+        for label, pair in PAIRS.items()
+        if (ratios := paired(runs, *pair, "mismatch_mean"))
     }
-    results["seconds_ratio_flow_over_plain"] = record.spread(
-        [a["step_seconds_median"] / b["step_seconds_median"] for a, b in zip(rows["fp8_flow"], rows["fp8_linears_kv"])]  # noqa: B905
-    )
-    curves = {name: [row["rewards"] for row in rows[name]] for name in LEARNING}
+    slower = paired(runs, "fp8_flow", "fp8_linears_kv", "step_seconds_median")
+    results["step_seconds_flow_over_plain"] = record.spread(slower)
+    curves = {name: [row["rewards"] for job, row in runs.items() if job[0] == name] for name in LEARNING}
     results["rewards"] = curves
     plot_rewards(curves, ROOT / "docs" / "images" / "learning_parity.png")
     print(record.write("demo", given.seeds, results).read_text())
+
+
+def paired(runs: dict, over: str, under: str, key: str) -> list[float]:
+    """Ratios of `key`, run by run with the same seed."""
+    return [
+        row[key] / runs[under, seed][key]
+        for (name, seed), row in runs.items()
+        if name == over and (under, seed) in runs
+    ]
 
 
 if __name__ == "__main__":
