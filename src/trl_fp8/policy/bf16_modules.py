@@ -2,7 +2,7 @@
 
 FP8 magnifies small differences. An activation that is off by one BF16 step (1/256) falls on the other side of an e4m3
 rounding boundary (steps of 1/8) often enough that the error behind the next linear is as large as that of quantization
-itself: with FP32 activations a full FP8 forward removes a fifth of the demo's mismatch, with the engine's BF16 all of it
+itself: with FP32 activations a full FP8 forward leaves nine tenths of the mismatch, with the engine's BF16 nothing
 (benchmarks/results/mismatch_ladder_cpu.json).
 
 Modules with parameters of their own compute with BF16 copies of them, on BF16 inputs; what has none (residual adds,
