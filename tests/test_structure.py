@@ -25,7 +25,7 @@ ALLOWED = {
     "report": {"plan", "recipe", "numerics"},
     "sync_metrics": {"engine", "recipe"},
     "trainer": {"config", "correction", "plan", "policy", "engine", "recipe", "numerics", "sync_metrics"},
-    "cli": {"trainer", "config", "plan", "recipe", "numerics", "report"},
+    "cli": {"trainer", "config", "flags", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }
 FOREIGN = {  # packages that only some layers may import

@@ -9,7 +9,7 @@ import sys
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from .config import KV_CACHE_DTYPES
+from .flags.kv_cache import KV_CACHE_DTYPES
 from .plan import plan_for_model
 from .recipe import recipe_for_model
 

@@ -62,6 +62,8 @@ def test_trl_passes_the_engine_what_we_expect_and_we_win(monkeypatch):
     def recorder(**kwargs):
         seen.update(kwargs)
 
+    # An engine that was shut down earlier in this process leaves accelerate distributed, without a process group
+    monkeypatch.setattr(Accelerator, "wait_for_everyone", lambda self: None)
     model = type("Model", (), {"name_or_path": "folder", "named_modules": lambda self: []})()
     with substituted(trl_generation, "LLM", recorder):
         VLLMGeneration(model=model, accelerator=Accelerator(cpu=True), processing_class=None)
