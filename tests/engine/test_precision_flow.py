@@ -6,6 +6,7 @@ way, which e4m3 may pass on; on the same batch nothing differs.
 
 import pytest
 import torch
+from quantization_counter import QuantizationCounter
 from vllm import SamplingParams
 
 from engine import engines
@@ -177,19 +178,6 @@ def test_an_fp8_linear_gives_the_engines_bf16_outputs(scale_format, checkpoint):
     engines.shutdown(generation.llm)
 
 
-class Calls:
-    """Counts quantizations of weights."""
-
-    def __init__(self, monkeypatch):
-        self.count, original = 0, FP8Flow.quantize_weight
-
-        def counted(flow, weight):
-            self.count += 1
-            return original(flow, weight)
-
-        monkeypatch.setattr(FP8Flow, "quantize_weight", counted)
-
-
 def test_the_sync_and_the_forward_share_one_quantization(checkpoint, monkeypatch):
     generation, tap, scales = synced(checkpoint("qwen3"))
     model = engine_model(generation.llm)
@@ -198,16 +186,16 @@ def test_the_sync_and_the_forward_share_one_quantization(checkpoint, monkeypatch
     generation.quantized = flow.quantized_weight
     engines.perturb(generation.model, 1)
     flow.weights_changed()
-    calls = Calls(monkeypatch)
+    calls = QuantizationCounter(monkeypatch)
     generation.sync_weights()
-    assert calls.count == len(modules) == 14
+    assert calls.calls == len(modules) == 14
     policy_log_probs(generation, tap, scales, PROMPTS)
     generation.sync_weights()
-    assert calls.count == 14
+    assert calls.calls == 14
     flow.weights_changed()
     policy_log_probs(generation, tap, scales, PROMPTS)
     generation.sync_weights()
-    assert calls.count == 28
+    assert calls.calls == 28
 
     held, policy = model.model.layers[1].mlp, flow._linears.modules
     for name, weight, scale in (
@@ -220,7 +208,7 @@ def test_the_sync_and_the_forward_share_one_quantization(checkpoint, monkeypatch
         assert torch.equal(scale, codes.scale)
     generation.quantized = None  # made by the stream itself: the same bytes, as the audit confirms
     generation.sync_weights()
-    assert calls.count == 28
+    assert calls.calls == 28
     assert torch.equal(held.down_proj.weight.view(torch.uint8), codes_of(policy, "down_proj"))
     engines.shutdown(generation.llm)
 

@@ -82,3 +82,22 @@ def test_parameters_that_live_elsewhere_are_no_evidence(model):
     model.model.norm.weight.data[3] = torch.nan
     with pytest.raises(ValueError, match="1 of 25 parameters: model.norm.weight"):
         require_finite(model)
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.mul_(2), lambda weight: weight.add_(0.05)])
+def test_weights_that_come_quantized_from_an_earlier_state_are_named(model, change):
+    """A weight that doubled has the codes of before, under other scales."""
+    recipe = recipe_for_model(model)
+    linears = dict(model.named_modules())
+    earlier = {name: quantize_weight(linears[name].weight.detach().bfloat16()) for name in recipe.fp8_modules}
+
+    def send():
+        report = StreamReport()
+        list(weight_stream(model.named_parameters(), recipe, None, report, quantized=earlier.__getitem__))
+        return report
+
+    send().require_current()
+    with torch.no_grad():
+        change(linears["model.layers.1.mlp.up_proj"].weight)
+    with pytest.raises(RuntimeError, match="current weights: model.layers.1.mlp.up_proj.weight. Trainer"):
+        send().require_current()

@@ -141,7 +141,7 @@ def test_torchaos_function_gets_whole_blocks_of_bf16(tokens, bias, autocast, mon
     assert (y != expected.to(y.dtype)).double().mean() <= 0.005  # another number of rows, another GEMM
     y.backward(dy.to(y.dtype))
     assert x.grad.dtype == model.layer.weight.grad.dtype == torch.float32
-    assert handle.quantized("layer") is None
+    assert handle.modules["layer"].cached_weight() is None
 
 
 def test_torchao_refuses_ragged_layers(monkeypatch):

@@ -8,6 +8,7 @@ import tiny_models
 import torch
 from fp8_oracle import Wrapped, inputs, installed, pair
 from peft import LoraConfig, get_peft_model
+from quantization_counter import QuantizationCounter
 from torch import nn
 
 from trl_fp8.policy import fp8_matmul
@@ -16,24 +17,6 @@ from trl_fp8.recipe import recipe_for_model
 
 
 FLOWS = [(forward, backward) for forward in ("weights", "full") for backward in ("bf16", "fp8")]
-
-
-class Counter:
-    """Counts quantizations of weights."""
-
-    def __init__(self, monkeypatch):
-        self.calls, original = 0, FP8Flow.quantize_weight
-
-        def counted(flow, weight):
-            self.calls += 1
-            return original(flow, weight)
-
-        monkeypatch.setattr(FP8Flow, "quantize_weight", counted)
-
-    def during(self, function):
-        before = self.calls
-        function()
-        return self.calls - before
 
 
 def current(layer):
@@ -51,7 +34,7 @@ def test_a_weight_is_quantized_once_per_optimizer_step(fused, monkeypatch):
     handle = installed(model, FP8Flow(backward="fp8"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     x, dy = inputs((9,), 256, 128)
-    counter = Counter(monkeypatch)
+    counter = QuantizationCounter(monkeypatch)
 
     def micro_batches():
         for _ in range(4):
@@ -59,12 +42,12 @@ def test_a_weight_is_quantized_once_per_optimizer_step(fused, monkeypatch):
 
     for _ in range(3):
         assert counter.during(micro_batches) == 1
-        assert handle.quantized("layer") is model.layer.quantized_weight()
+        assert handle.modules["layer"].cached_weight() is model.layer.quantized_weight()
         optimizer.step()
         if fused:  # moves no version counter
             assert not current(model.layer)
             handle.invalidate()
-        assert handle.quantized("layer") is None
+        assert handle.modules["layer"].cached_weight() is None
     assert current(model.layer)
 
 
@@ -78,16 +61,15 @@ def test_a_write_to_data_needs_invalidation_and_a_new_storage_or_parameter_does_
     handle.invalidate()
     assert not torch.equal(model(x), before) and current(model.layer)
     model.layer.weight.data = model.layer.weight.data * 3
-    assert handle.quantized("layer") is None and current(model.layer)
+    assert handle.modules["layer"].cached_weight() is None and current(model.layer)
     same_storage = nn.Parameter(model.layer.weight.data)
     with torch.no_grad():
         while same_storage._version < model.layer.weight._version:
             same_storage.mul_(1)
     model.layer.weight = same_storage  # as when a freed parameter's memory is used again
-    assert handle.quantized("layer") is None and current(model.layer)
+    assert handle.modules["layer"].cached_weight() is None and current(model.layer)
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-    assert handle.quantized("layer") is None and current(model.layer)
-    assert handle.quantized("no such layer") is None
+    assert handle.modules["layer"].cached_weight() is None and current(model.layer)
 
 
 @pytest.mark.parametrize("backward", ["bf16", "fp8"])
@@ -95,10 +77,10 @@ def test_without_a_cache_nothing_is_ever_stale(backward, monkeypatch):
     model = Wrapped(256, 128)
     handle = installed(model, FP8Flow(backward=backward, cache_weights=False))
     x, dy = inputs((9,), 256, 128)
-    counter = Counter(monkeypatch)
+    counter = QuantizationCounter(monkeypatch)
     for _ in range(2):
         assert counter.during(lambda: model(x).backward(dy)) == (2 if backward == "fp8" else 1)
-        assert handle.quantized("layer") is None
+        assert handle.modules["layer"].cached_weight() is None
         model.layer.weight.data.mul_(3)
         assert current(model.layer)
 
@@ -110,7 +92,7 @@ def test_the_cache_holds_one_byte_per_weight_and_the_scales(rows, columns):
     before = set(model.layer.__dict__)
     codes = model.layer.quantized_weight()
     assert set(model.layer.__dict__) - before == {"_quantized"}
-    assert handle.quantized("layer") is codes
+    assert handle.modules["layer"].cached_weight() is codes
     assert codes.qdata.untyped_storage().nbytes() == rows * columns
     assert codes.scale.untyped_storage().nbytes() == 4 * -(-rows // 128) * -(-columns // 128)
 
@@ -135,7 +117,7 @@ def test_copies_hold_no_cache_and_train_on_their_own(clone):
     x, dy = inputs((9,), 256, 128)
     before = model(x)
     twin = clone(model)
-    assert twin.layer.cached_weight() is None and handle.quantized("layer") is not None
+    assert twin.layer.cached_weight() is None and handle.modules["layer"].cached_weight() is not None
     assert torch.equal(twin(x), before)
     twin(x).backward(dy)
     torch.optim.SGD(twin.parameters(), lr=10.0).step()

@@ -35,8 +35,8 @@ class StreamReport:
         fp8_weights: Number of weights that went out in FP8.
         bytes_sent: Bytes of all weights that went out, scales included (not the KV cache scales).
         error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight, on the device.
-        stale: Name of each weight that came quantized -> whether the first block row of the weight gives other codes, on
-            the device.
+        stale: Name of each weight that came quantized -> whether the first block row of the weight gives other codes
+            or scales, on the device.
     """
 
     fp8_weights: int = 0
@@ -94,15 +94,14 @@ def weight_stream(
         module = name.removesuffix(".weight")
         if name.endswith(".weight") and module in recipe.fp8_modules_set:
             pending.discard(module)
-            weight = parameter.detach()
+            rows = parameter.detach()[:BLOCK].to(dtype)
             if quantized is None:
-                weight = weight.to(dtype)
+                weight = parameter.detach().to(dtype)
                 codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
             else:
                 codes = quantized(module)
-                fresh = quantize_weight(weight[:BLOCK].to(dtype), recipe.scale_format, check_finite=False)
-                report.stale[name] = (fresh.qdata.view(torch.uint8) != codes.qdata[:BLOCK].view(torch.uint8)).any()
-            for item in _fp8_weight(name, weight[:BLOCK].to(dtype), codes, report):
+                report.stale[name] = _differ(quantize_weight(rows, recipe.scale_format, check_finite=False), codes)
+            for item in _fp8_weight(name, rows, codes, report):
                 report.bytes_sent += item[1].nbytes
                 yield item
         else:
@@ -124,6 +123,12 @@ def _fp8_weight(name: str, rows: torch.Tensor, codes: Float8Tensor, report: Stre
     report.error_sums = sums if report.error_sums is None else report.error_sums + sums
     yield name, codes.qdata
     yield name + SCALE_SUFFIX, codes.scale
+
+
+def _differ(fresh: Float8Tensor, codes: Float8Tensor) -> torch.Tensor:
+    """Whether the first block row of `codes` is not `fresh`. A weight that doubled keeps its codes: scales count too."""
+    held = codes.qdata[:BLOCK].view(torch.uint8)
+    return (fresh.qdata.view(torch.uint8) != held).any() | (fresh.scale != codes.scale[:1]).any()
 
 
 def _block_row_error(rows: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ QKV = ("q", "k", "v")
 # Root mean square of e4m3's relative rounding error: a step of 1/8 of the binade, uniform error, log-uniform mantissa
 E4M3_RELATIVE_ERROR = (1 / 8) / 12**0.5 * (3 / 8 / log(2)) ** 0.5
 # Attention logits that are off by this much (root mean square) change softmax weights by as many percent. An ordinary
-# layer is at 0.02 - 0.05; a K bias of 100 on two of 128 channels brings a tiny Qwen2 to 0.3 and quadruples its mismatch
+# layer is at 0.02 - 0.05; a K bias of 100 on two of 128 channels brings a tiny Qwen2 to 0.3 and its mismatch to five times
 # (benchmarks/results/kv_cache_cpu.json, "k_bias").
 LOGIT_ERROR_LIMIT = 0.15
 

@@ -107,6 +107,8 @@ class AttentionTap:
         self.attend_in_fp32 = False
         self._mask_BT: torch.Tensor | None = None
         decoder = self.base.get_decoder()
+        # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A layer
+        # that calls no registered function is not tapped, and calibration then raises for it by number.
         self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self._implementation = self.base.config.get_text_config()._attn_implementation
         if self._implementation == "eager":

@@ -133,11 +133,6 @@ class FP8Linears:
         for linear in self.modules.values():
             linear.invalidate()
 
-    def quantized(self, name: str) -> Float8Tensor | None:
-        """What the layer has cached of its current weight, for a sync to reuse; None if nothing, or stale."""
-        linear = self.modules.get(name)
-        return None if linear is None else linear.cached_weight()
-
     def remove(self) -> None:
         """Turn the layers back into what they were."""
         for linear in self.modules.values():

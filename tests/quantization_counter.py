@@ -1,0 +1,21 @@
+"""Counts how often a trainer's flow quantizes a weight."""
+
+from trl_fp8.policy.fp8_flow import FP8Flow
+
+
+class QuantizationCounter:
+    """`calls` is the number since the counter was made; `during` that of one function call."""
+
+    def __init__(self, monkeypatch):
+        self.calls, original = 0, FP8Flow.quantize_weight
+
+        def counted(flow, weight):
+            self.calls += 1
+            return original(flow, weight)
+
+        monkeypatch.setattr(FP8Flow, "quantize_weight", counted)
+
+    def during(self, function) -> int:
+        before = self.calls
+        function()
+        return self.calls - before
