@@ -7,11 +7,12 @@ and the one layer that is kept in high precision stands out.
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 
 from torch import nn
 
 from .numerics.blockwise import BLOCK
-from .recipe import FP8Recipe, checkpoint_name, linear_layers
+from .recipe import FP8Recipe, checkpoint_name, full_shape, linear_layers
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,13 @@ def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
         name = checkpoint_name(name)
         if ".lora_" in name or "original_module" in name:
             continue
-        module = name.rpartition(".")[0]
-        is_weight = name.endswith(".weight") or parameter.dim() == 3
+        module, shape = name.rpartition(".")[0], full_shape(parameter)
+        is_weight = name.endswith(".weight") or len(shape) == 3
         fp8 = is_weight and module in recipe.fp8_modules_set
-        reason = recipe.kept_modules.get(module, "") if module in linears or parameter.dim() == 3 else ""
-        shape = tuple(parameter.shape)
+        reason = recipe.kept_modules.get(module, "") if module in linears or len(shape) == 3 else ""
         label = module if name.endswith(".weight") else name
-        groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)].append(parameter)
-    rows = [_row(key, parameters) for key, parameters in groups.items()]
+        groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)].append(name)
+    rows = [_row(key, len(names)) for key, names in groups.items()]
     text = model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     per_layer = 2 * text.num_key_value_heads * head_dim  # elements of a token
@@ -129,14 +129,14 @@ def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
     )
 
 
-def _row(key: tuple[str, tuple[int, ...], str, str], parameters: list[nn.Parameter]) -> PlanRow:
+def _row(key: tuple[str, tuple[int, ...], str, str], count: int) -> PlanRow:
     pattern, shape, precision, reason = key
-    numel = sum(parameter.numel() for parameter in parameters)
+    numel = prod(shape) * count
     after = 2 * numel
     if precision == "fp8":  # one byte an element and an fp32 scale a block
-        blocks = -(-shape[-2] // BLOCK) * -(-shape[-1] // BLOCK) * len(parameters)
+        blocks = -(-shape[-2] // BLOCK) * -(-shape[-1] // BLOCK) * count
         after = numel + 4 * blocks
-    return PlanRow(pattern, len(parameters), shape, precision, reason, numel, 2 * numel, after)
+    return PlanRow(pattern, count, shape, precision, reason, numel, 2 * numel, after)
 
 
 def format_bytes(count: int) -> str:

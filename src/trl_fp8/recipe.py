@@ -145,6 +145,11 @@ def checkpoint_name(name: str) -> str:
     return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
 
 
+def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    """Shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
 def _why_not_fp8(name: str, linear: nn.Linear, model: nn.Module, tp_size: int) -> str | None:
     match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
@@ -197,6 +202,6 @@ def _check_skipped(skipped: tuple[int, ...], layers: int) -> None:
 def _experts(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Expert modules (fused 3-D parameters) and routers, which vLLM would expect in FP8 unless they are named."""
     for name, module in model.named_modules():
-        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+        if any(len(full_shape(parameter)) == 3 for parameter in module.parameters(recurse=False)):
             yield checkpoint_name(name), "experts: FP8 experts are not supported yet"
             yield f"{checkpoint_name(name).rpartition('.')[0]}.gate", "router"

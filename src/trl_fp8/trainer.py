@@ -26,6 +26,7 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import FP8GRPOConfig, fsdp1_message
 from .correction import apply_correction
+from .engine.replicas import all_reduce_max
 from .engine.upstream import substituted
 from .numerics.health import health_warnings
 from .plan import Plan, plan_for_model
@@ -34,6 +35,7 @@ from .policy.fp8_flow import FP8Flow
 from .policy.kv_calibration import KVCalibrator, layers_with_outliers
 from .policy.precision_flow import PrecisionFlow
 from .recipe import FP8Recipe
+from .rollout_buffer import load_rollouts, save_rollouts
 from .sync_metrics import sync_metrics
 
 
@@ -179,11 +181,13 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     def _tap_attention(self, recipe: FP8Recipe) -> FP8Recipe:
         """Tap the policy's attention; returns the recipe with kv_cache_skip_layers='auto' resolved."""
-        reduce_max = _all_reduce_max if self.accelerator.num_processes > 1 else None
+        reduce_max = all_reduce_max if self.accelerator.num_processes > 1 else None
         self._tap = AttentionTap(self.model, recipe.kv_cache_skip_layers)
         if self.args.skip_layers is None:
             prompts = [row["prompt"] for row in islice(self.train_dataset, OUTLIER_PROMPTS)]
-            errors = layers_with_outliers(self.model, self._tap, self._tokenize_prompts(prompts)[0], reduce_max)
+            with DistributedBackend(self.accelerator).gather_params(list(self.model.parameters())):
+                tokens = self._tokenize_prompts(prompts)[0]
+                errors = layers_with_outliers(self.model, self._tap, tokens, reduce_max, fused_lm_head=True)
             recipe = self.args.recipe_for(self.model, tuple(errors))
             self._tap.high_precision_layers = frozenset(errors)
         self._calibrator = KVCalibrator(
@@ -192,6 +196,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             margin=self.args.kv_scale_margin,
             max_tokens=self.args.kv_calibration_tokens,
             pad_token_id=self._tokenizer.pad_token_id,
+            fused_lm_head=True,
             reduce_max=reduce_max,
         )
         return recipe
@@ -286,15 +291,17 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self._calibrator:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self._calibrator.save(folder, self.accelerator.process_index)
+        if self.args.any_fp8 and self._step % (self.args.steps_per_generation * self.num_iterations):
+            save_rollouts(folder, self.accelerator.process_index, self._step, self._buffered_inputs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._calibrator and checkpoint is not None:
+        if checkpoint is None or not self.args.any_fp8:
+            return
+        if self._calibrator:
             self._calibrator.load(checkpoint, self.accelerator.process_index)
-
-
-def _all_reduce_max(tensor: torch.Tensor) -> None:
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+        if rollouts := load_rollouts(checkpoint, self.accelerator.process_index):
+            self._step, self._buffered_inputs = rollouts

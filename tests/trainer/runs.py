@@ -41,9 +41,8 @@ def arguments(folder, config=FP8GRPOConfig, **flags):
 @contextmanager
 def training(model, args, trainer=FP8GRPOTrainer, **options):
     """A trainer over the tiny task; its engine is shut down at the end, so that the next one can start."""
-    made = trainer(
-        model=model, reward_funcs=reward_digits, args=args, train_dataset=options.pop("train", dataset()), **options
-    )
+    defaults = {"reward_funcs": reward_digits, "train_dataset": options.pop("train", dataset())}
+    made = trainer(model=model, args=args, **(defaults | options))
     try:
         yield made
     finally:

@@ -2,7 +2,8 @@
 
     sender:  weight_stream -> Ledger.record -> reload     a checksum of each tensor's part on this rank, on the way
     engine:  after the reload, the same checksum of the same piece of the parameter that it ended up in
-    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named
+    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named,
+             and so is each that is not the same on every rank
 
 A reload can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
 the old tensors of a layer that got nothing, and accepts tensors in any order under any name that exists. All of these
@@ -15,7 +16,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ..numerics.digest import digest
+from ..numerics.kv_scales import KVScales
 from .layout import Layout
+from .replicas import Replicas
 from .weight_stream import Named
 
 
@@ -30,12 +33,21 @@ AUDITABLE_KERNELS = (
 
 @dataclass
 class Ledger:
-    """What was sent in one sync: a checksum per tensor, on the device. `record` a stream, then `audit`."""
+    """What was sent in one sync: a checksum per tensor, on the device. `record` a stream, then `audit`.
+
+    Attributes:
+        layout: Of the engine.
+        replicas: The ranks to compare with; None on one process.
+        digests: Checkpoint name -> checksum of this rank's part of the tensor.
+        unread: What cannot be read back (a layer's experts under one name) -> checksum of what was sent.
+        unknown: Names that the engine does not have.
+    """
 
     layout: Layout
+    replicas: Replicas | None = None
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
+    unread: dict[str, torch.Tensor | int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
-    unaudited: set[str] = field(default_factory=set)
 
     def record(self, stream: Iterable[Named]) -> Iterator[Named]:
         """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor."""
@@ -43,29 +55,31 @@ class Ledger:
             if (piece := self.layout.pieces.get(name)) is not None:
                 self.digests[name] = digest(piece.of_sent(tensor))
             elif (key := self.layout.unreadable_name(name)) is not None:
-                self.unaudited.add(key)
+                before = self.unread.get(key, 0)
+                self.unread[key] = 31 * before + digest(tensor) if self.replicas else before  # modulo 2**64
             elif not name.endswith(("q_scale", "k_scale", "v_scale")):  # those are read back by kv_cache
                 self.unknown.append(name)
             yield name, tensor
 
-    def audit(self) -> int:
-        """Compare with the engine; returns the number of tensors proven. Waits for the device once.
+    def audit(self, kv_scales: KVScales | None = None) -> int:
+        """Compare with the engine, and with the other ranks; returns the number of tensors proven.
+
+        Waits for the device once. With `replicas` it is a collective: of every rank or of none.
+
+        Args:
+            kv_scales: What was sent, to compare over ranks; whether it arrived is for `verify_kv_scales` to say.
 
         Raises:
             RuntimeError: Something differs; the message names every tensor (the first dozen of each kind).
         """
         missing = [name for name in self.layout.pieces if name not in self.digests]
-        missing += [name for name in self.layout.unreadable if name not in self.unaudited]
-        held = {name: digest(self.layout.pieces[name].of_engine()) for name in self.digests}
-        differing = []
-        if held:
-            pairs = torch.stack([torch.stack(list(held.values())), torch.stack(list(self.digests.values()))])
-            engine, sent = pairs.tolist()
-            differing = [name for name, a, b in zip(held, engine, sent, strict=True) if a != b]
+        missing += [name for name in self.layout.unreadable if name not in self.unread]
+        engine_differs, ranks_differ = self._compare(kv_scales)
         problems = {
-            "hold other bytes than were sent": differing,
+            "hold other bytes than were sent": engine_differs,
             "are in the engine but were never sent": missing,
             "were sent but are not in the engine": self.unknown,
+            "are not the same on every rank": ranks_differ,
         }
         found = [
             f"{len(names)} tensors {what}: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
@@ -79,7 +93,30 @@ class Ledger:
                 + ". The engine must not generate; nothing was trained on it. This is a defect of the sync (vLLM 0.31 "
                 "is what it was tested with), not of your data."
             )
-        return len(held)
+        return len(self.digests)
+
+    def _compare(self, kv_scales: KVScales | None) -> tuple[list[str], list[str]]:
+        """Names whose bytes differ in the engine, and over ranks. Every rank lists all names, sent or not."""
+        names = list(self.layout.pieces)
+        if not names:
+            return [], []
+        held = [digest(piece.of_engine()) for piece in self.layout.pieces.values()]
+        nothing = torch.zeros_like(held[0])
+        sent = [self.digests.get(name, nothing) for name in names]
+        both = torch.stack(held + sent)
+        if self.replicas is None:
+            held_values, sent_values = both.view(2, -1).tolist()
+            ranks_differ = []
+        else:
+            unread = {name: self.unread.get(name, nothing) for name in self.layout.unreadable}
+            unread["KV cache scales"] = nothing if kv_scales is None else digest(kv_scales.values).to(nothing.device)
+            values = torch.cat([both, torch.stack(list(unread.values()))])
+            own, largest, smallest = torch.cat([values[None], self.replicas.extremes(values)]).tolist()
+            held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
+            labels = [*(f"{name} (in the engine)" for name in names), *names, *unread]
+            ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+        pairs = zip(names, held_values, sent_values, strict=True)
+        return [name for name, a, b in pairs if a != b and name in self.digests], ranks_differ
 
 
 def require_auditable(kernels: dict[str, int]) -> None:

@@ -15,6 +15,7 @@ import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm import LLM
 
@@ -28,6 +29,7 @@ from .cpu_ops import register_cpu_ops
 from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
 from .linear_kernels import activation_scaling, fp8_kernels
+from .replicas import Replicas, all_reduce_max
 from .weight_stream import Named, Quantized, StreamReport, require_finite, weight_stream
 
 
@@ -84,6 +86,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.last_sync: SyncReport | None = None
         self.audit_failures = 0
         self._engine_is_whole = False
+        self._replicas: Replicas | None = None
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -115,6 +118,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.activation_scaling = activation_scaling(engine)
         require_auditable(self.kernels)
         self._layout = engine_layout(engine)
+        if self.accelerator.num_processes > 1:
+            self._replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
         if self.recipe.fp8_kv_cache:
             fp8_attention_layers(engine, self.recipe.kv_cache_skip_layers)
         self.quantizes_query = quantizes_query(engine)
@@ -128,6 +133,9 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[Named]:
         """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
+        for module in self.model.modules():  # after a forward without backward FSDP2 leaves some parameters unsharded
+            if isinstance(module, FSDPModule):
+                module.reshard()
         try:
             yield from super()._iter_named_params()
         finally:
@@ -143,7 +151,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                 engine refuses to generate until a sync succeeds.
         """
         start = time.perf_counter()
-        require_finite(self.model, _all_reduce_max if self.accelerator.num_processes > 1 else None)
+        require_finite(self.model, self._replicas and self._replicas.reduce_max)
         self._wake_weights()
         checked = time.perf_counter()
         kv_scales = self.calibrate() if self.recipe.fp8_kv_cache else None
@@ -152,7 +160,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         try:
             ledger, stream, waiting = self._reload(kv_scales)
         except RuntimeError as error:
-            if self.accelerator.num_processes > 1:  # the other ranks may be through: a lone retry would hang
+            if self._replicas:  # the other ranks may be through: a lone retry would hang
                 raise
             logger.warning(f"weight sync failed and is repeated once: {error}")
             ledger, stream, waiting = self._reload(kv_scales)
@@ -211,7 +219,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _reload(self, kv_scales: KVScales | None) -> tuple[Ledger, StreamReport, float]:
         """One pass of the whole model into the engine. On any error the engine's own tensors are put back."""
         engine, on_cpu = upstream.engine_model(self.llm), self.accelerator.device.type == "cpu"
-        ledger, report = Ledger(self._layout), StreamReport()
+        ledger, report = Ledger(self._layout, self._replicas), StreamReport()
         if on_cpu:
             cpu_kernel.prepare_cpu_reload(engine)
         try:
@@ -240,7 +248,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _audit(self, ledger: Ledger, kv_scales: KVScales | None) -> int:
         try:
-            audited = ledger.audit()
+            audited = ledger.audit(kv_scales)
             self._verify_kv_scales(kv_scales)
         except RuntimeError:
             self.audit_failures += 1
@@ -251,10 +259,6 @@ class FP8VLLMGeneration(VLLMGeneration):
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
         return audited
-
-
-def _all_reduce_max(tensor: torch.Tensor) -> None:
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
 
 
 class _Timed:

@@ -153,11 +153,11 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     once and waits for the device once.
 
     Args:
-        model: The policy. Under FSDP2 its local shards are read; under ZeRO-3 there is nothing to read here.
+        model: The policy. Under FSDP2 and ZeRO-3 this rank's shards are read.
         reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
             went on alone would wait for the others in the next gather.
     """
-    named = [(name, _local(p.detach())) for name, p in model.named_parameters() if p.is_floating_point()]
+    named = [(name, _local(p)) for name, p in model.named_parameters() if p.is_floating_point()]
     held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
     bad = torch.zeros(len(named), device=named[0][1].device)
     if held:
@@ -175,5 +175,7 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         )
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """What of `parameter` is on this rank. ZeRO-3 (DeepSpeed 0.19) keeps its shard beside an empty tensor."""
+    tensor = getattr(parameter, "ds_tensor", parameter).detach()
     return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

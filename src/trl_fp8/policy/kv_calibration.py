@@ -44,6 +44,7 @@ class KVCalibrator:
         margin: `kv_scale_margin`.
         max_tokens: Most tokens of a calibration forward.
         pad_token_id: Any valid token id; padding is masked.
+        fused_lm_head: Whether the policy has TRL's fused output head, see `observe_sequences`.
         reduce_max: Replaces a tensor by its maximum over ranks, in place; None on one process.
 
     Attributes:
@@ -58,10 +59,11 @@ class KVCalibrator:
         margin: float,
         max_tokens: int,
         pad_token_id: int = 0,
+        fused_lm_head: bool = False,
         reduce_max: Callable[[torch.Tensor], None] | None = None,
     ):
         self.tap, self.mode, self.margin, self.max_tokens = tap, mode, margin, max_tokens
-        self.pad_token_id, self.reduce_max = pad_token_id, reduce_max
+        self.pad_token_id, self.fused_lm_head, self.reduce_max = pad_token_id, fused_lm_head, reduce_max
         self.margin_factor = 1.0
         self.coming_prompts: list[list[int]] = []
         self._rollouts: list[list[int]] = []
@@ -85,7 +87,12 @@ class KVCalibrator:
             return kv_scales_from_amax(self._rollout_amax_L3, margin)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
         observation = observe_sequences(
-            model, self.tap, list(sequences), pad_token_id=self.pad_token_id, max_tokens=self.max_tokens
+            model,
+            self.tap,
+            list(sequences),
+            pad_token_id=self.pad_token_id,
+            max_tokens=self.max_tokens,
+            fused_lm_head=self.fused_lm_head,
         )
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
@@ -201,9 +208,10 @@ def layers_with_outliers(
     tap: AttentionTap,
     prompts: Sequence[Sequence[int]],
     reduce_max: Callable[[torch.Tensor], None] | None = None,
+    fused_lm_head: bool = False,
 ) -> dict[int, float]:
     """Layers of the policy whose k has outliers on `prompts` (token ids): number -> expected error of the logits."""
-    error_L = observe_sequences(model, tap, prompts).logit_error_L
+    error_L = observe_sequences(model, tap, prompts, fused_lm_head=fused_lm_head).logit_error_L
     if reduce_max is not None:
         reduce_max(error_L)
     return outlier_layers(error_L)
@@ -227,6 +235,7 @@ def observe_sequences(
     *,
     pad_token_id: int = 0,
     max_tokens: int = 8192,
+    fused_lm_head: bool = False,
 ) -> QKVObservation:
     """Run `sequences` through the policy and observe q, k, v of their tokens, with moments.
 
@@ -237,6 +246,9 @@ def observe_sequences(
             used, so the most telling sequences should come first.
         pad_token_id: Any valid token id; padding is masked.
         max_tokens: Bound on the tokens of the forward.
+        fused_lm_head: Whether the model has TRL's fused output head, which is then asked for no token at all. Not only
+            cheaper: ZeRO-3 fetches modules ahead in the order of the previous forward, and in TRL's own forwards the
+            head is no module call. A forward that made it one would have the next one gather it twice.
 
     Raises:
         ValueError: There is no token to observe.
@@ -248,8 +260,9 @@ def observe_sequences(
     ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=tap.device)
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=tap.device)
     observation = QKVObservation(tap.layers, tap.device, moments=True)
+    head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True} if fused_lm_head else {"logits_to_keep": 1}
     with torch.no_grad(), tap.observing(observation):
-        model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=1)
+        model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
     return observation
 
 

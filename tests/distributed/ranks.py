@@ -1,0 +1,77 @@
+"""Start a test's function on several ranks, each a process with an engine of its own, and collect what they report."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+WORKER = Path(__file__).with_name("worker.py")
+BIN = Path(sys.executable).parent
+SECONDS = 280  # below the tests' own limit, so that a hang ends with the ranks' output in the report
+
+
+@dataclass
+class Ended:
+    """A launch that is over: exit status, the output of all ranks, and what each rank reported (by rank)."""
+
+    status: int
+    output: str
+    reports: list[dict]
+
+
+def launch(function: str, folder: Path, *, config: Path | None = None, ranks: int = 2, **options) -> list[dict]:
+    """Run `worker.<function>(**options)` on every rank; returns their reports.
+
+    Args:
+        function: Name in tests/distributed/worker.py.
+        folder: For reports and whatever the function writes.
+        config: An accelerate configuration; None: torchrun, which is DDP.
+        ranks: World size, asserted on every rank.
+        **options: JSON values.
+    """
+    ended = run(function, folder, config=config, ranks=ranks, **options)
+    assert ended.status == 0, ended.output[-6000:]
+    assert len(ended.reports) == ranks
+    return ended.reports
+
+
+def run(function: str, folder: Path, *, config: Path | None = None, ranks: int = 2, **options) -> Ended:
+    """As `launch`, whatever the outcome."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("rank_*.json"):
+        old.unlink()
+    port = str(free_port())
+    if config is None:
+        command = [BIN / "torchrun", "--nproc_per_node", ranks, "--master_addr", "127.0.0.1", "--master_port", port]
+    else:
+        command = [BIN / "accelerate", "launch", "--config_file", config, "--num_processes", ranks]
+        command += ["--main_process_port", port]
+    command += [WORKER, function, folder, json.dumps(options | {"ranks": ranks})]
+    # PYTHONDONTWRITEBYTECODE would have every rank compile torch, vLLM and transformers from source: 40 s
+    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
+    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment = inherited | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        raise AssertionError(f"{function} did not end within {SECONDS} s:\n{output[-6000:]}") from None
+    reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
+    return Ended(done.returncode, done.stdout, reports)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

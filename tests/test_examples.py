@@ -1,0 +1,403 @@
+"""The example configurations: what accelerate and TRL make of them, that the models they name are FP8 throughout at
+those sizes, and that they fit the GPUs in their names."""
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainingArguments
+from trl import ModelConfig, TrlParser
+
+from trl_fp8 import FP8GRPOConfig
+from trl_fp8.plan import plan_for_model
+
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+LAUNCHERS = {  # file -> type, machines, processes on all of them
+    "ddp": (DistributedType.MULTI_GPU, 1, 8),
+    "fsdp2": (DistributedType.FSDP, 1, 8),
+    "zero3": (DistributedType.DEEPSPEED, 1, 8),
+    "multi_node": (DistributedType.FSDP, 2, 16),
+    "cpu_ddp": (DistributedType.MULTI_GPU, 1, 2),
+}
+RECIPES = {  # file -> processes, prompts a generation, updates a generation
+    "addition": (1, 16, 1),
+    "qwen3_8b_base_8xh100": (8, 32, 1),
+    "llama3_1_8b_8xh100": (8, 32, 2),
+    "qwen3_4b_1xh200": (1, 32, 1),
+}
+OF_REAL_MODELS = [name for name in RECIPES if name != "addition"]
+QWEN3 = dict(vocab_size=151936, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
+ARCHITECTURES = {  # the models' config.json, and the parameters that their cards state, in billions
+    "Qwen/Qwen3-8B-Base": (
+        Qwen3Config(**QWEN3, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
+        8.19,
+    ),
+    "Qwen/Qwen3-4B": (Qwen3Config(**QWEN3, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True), 4.02),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        LlamaConfig(
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            tie_word_embeddings=False,
+        ),
+        8.03,
+    ),
+}
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+GPU_GIB = {"h100": 79, "h200": 139}  # what the driver offers of 80 GB and 141 GB
+GIB = 2**30
+
+
+def launcher(name: str) -> Path:
+    return EXAMPLES / "accelerate_configs" / f"{name}.yaml"
+
+
+def recipe(name: str) -> Path:
+    return EXAMPLES / "configs" / f"{name}.yaml"
+
+
+def example(script: str):
+    """An example script as a module."""
+    spec = importlib.util.spec_from_file_location(f"{script}_under_test", EXAMPLES / f"{script}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    return module
+
+
+def commands(path: Path) -> list[list[str]]:
+    """The commands in a file's leading comment, as words."""
+    comment = [line[1:] for line in takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())]
+    found = re.findall(r"(?m)^ {3}((?:accelerate launch|python) (?:.*\\\n)*.*)$", "\n".join(comment))
+    return [shlex.split(command.replace("\\\n", " ")) for command in found]
+
+
+def launch_arguments(words: list[str]):
+    """The arguments of `accelerate launch`, with the config file read, and the environment it starts processes with."""
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+    args.main_process_port = 0  # any free one: accelerate insists that it is free
+    if not args.use_deepspeed:
+        return args, prepare_multi_gpu_env(args)
+    args.deepspeed_fields_from_accelerate_config = ""
+    return args, prepare_deepspeed_cmd_env(args)[1]
+
+
+def unknown_keys(path: Path) -> list[str]:
+    """Keys of the nested sections that `accelerate launch` has no option for; it would ignore them."""
+    options = vars(launch_command_parser().parse_args(["script.py"]))
+    config = load_config_from_file(str(path))
+    return [key for section in (config.fsdp_config, config.deepspeed_config) for key in section if key not in options]
+
+
+def parse(path: Path, *words: str) -> tuple:
+    """(script's own arguments, FP8GRPOConfig, ...) as the recipe's script gets them. `use_cpu` is the one difference: with
+    it, TrainingArguments accepts bf16 where there is no GPU.
+    """
+    script = re.match(r"# examples/(\w+)\.py: ", path.read_text()).group(1)
+    module = example(script)
+    types = (module.MathArguments, FP8GRPOConfig, ModelConfig) if script == "grpo" else None
+    parser = TrlParser(types or (module.ScriptArguments, FP8GRPOConfig))
+    return parser.parse_args_and_config(["--config", str(path), "--use_cpu", "true", *words])
+
+
+@pytest.fixture
+def world_size(monkeypatch):
+    """Let TRL check batch sizes for that many processes, without starting them."""
+    return lambda size: monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: size))
+
+
+def meta_model(name: str):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(ARCHITECTURES[name][0])
+
+
+# Accelerate configurations
+
+
+def test_every_file_is_tested():
+    assert {path.stem for path in (EXAMPLES / "accelerate_configs").iterdir()} == set(LAUNCHERS)
+    assert {path.stem for path in (EXAMPLES / "configs").iterdir()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_accelerate_reads_the_launcher(name):
+    config = load_config_from_file(str(launcher(name)))
+    assert (config.distributed_type, config.num_machines, config.num_processes) == LAUNCHERS[name]
+    assert config.mixed_precision is None  # TRL's bf16 decides
+    assert unknown_keys(launcher(name)) == []
+
+
+def test_a_misspelt_key_of_a_launcher_is_found(tmp_path):
+    broken, nested = tmp_path / "broken.yaml", tmp_path / "nested.yaml"
+    broken.write_text(launcher("ddp").read_text().replace("num_processes", "num_proceses"))
+    nested.write_text(launcher("fsdp2").read_text().replace("fsdp_version", "fsdp_verson"))
+    with pytest.raises(ValueError, match="num_proceses"):
+        load_config_from_file(str(broken))
+    assert unknown_keys(nested) == ["fsdp_verson"]
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_the_launchers_command_starts_its_processes(name):
+    (words,) = commands(launcher(name))
+    assert words[:4] == ["accelerate", "launch", "--config_file", f"examples/accelerate_configs/{name}.yaml"]
+    args, environment = launch_arguments(words[2:])
+    kind, machines, processes = LAUNCHERS[name]
+    assert int(args.nproc_per_node) * machines == processes
+    assert (args.use_fsdp, args.use_deepspeed, args.multi_gpu) == (
+        kind == DistributedType.FSDP,
+        kind == DistributedType.DEEPSPEED,
+        kind == DistributedType.MULTI_GPU,
+    )
+    assert (ROOT / args.training_script).is_file()
+    assert args.training_script_args[0] == "--config" and (ROOT / args.training_script_args[1]).is_file()
+    if machines > 1:
+        assert (args.nnodes, args.node_rank, args.main_process_ip) == ("2", 0, "10.0.0.1")
+    assert environment["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+@pytest.mark.parametrize("name", [name for name, (kind, *_) in LAUNCHERS.items() if kind == DistributedType.FSDP])
+def test_fsdp_is_version_2_and_saves_whole_models(name, monkeypatch):
+    for key, value in launch_arguments(commands(launcher(name))[0][2:])[1].items():
+        monkeypatch.setenv(key, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert plugin.state_dict_type.name == "FULL_STATE_DICT"
+    assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
+    # What the file would say without its two comments' keys
+    monkeypatch.delenv("FSDP_STATE_DICT_TYPE")
+    monkeypatch.delenv("FSDP_AUTO_WRAP_POLICY")
+    default = FullyShardedDataParallelPlugin()
+    assert default.state_dict_type.name == "SHARDED_STATE_DICT" and default.auto_wrap_policy is None
+
+
+def test_deepspeed_is_stage_3_and_saves_whole_models(monkeypatch):
+    for key, value in launch_arguments(commands(launcher("zero3"))[0][2:])[1].items():
+        monkeypatch.setenv(key, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == 3 and plugin.zero3_init_flag
+    assert plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+
+
+@pytest.mark.parametrize("name", [name for name in LAUNCHERS if name.startswith("cpu")])
+def test_launchers_for_cpu_do_not_promise_sharding(name):
+    config = load_config_from_file(str(launcher(name)))
+    assert config.use_cpu and config.distributed_type == DistributedType.MULTI_GPU
+
+
+def test_accelerate_still_ignores_fsdp_on_cpu():
+    """Why there is no cpu_fsdp2.yaml. If this fails, there can be one."""
+    code = (
+        "from accelerate import Accelerator; made = Accelerator(cpu=True); print(made.distributed_type, made.is_fsdp2)"
+    )
+    ranked = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    sharded = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | ranked | sharded, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["DistributedType.MULTI_CPU", "False"], done.stderr
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_recipe_is_parsed_as_written(name, world_size):
+    processes, prompts, updates = RECIPES[name]
+    world_size(processes)
+    parsed = parse(recipe(name))
+    made = parsed[1]
+    given = yaml.safe_load(recipe(name).read_text())
+    for key, value in given.items():
+        (owner,) = [part for part in parsed if hasattr(part, key)]
+        if key != "report_to":  # 'none' becomes an empty list
+            assert getattr(owner, key) == value, key
+    assert made.use_vllm and made.vllm_importance_sampling_clip_max == 2.0
+    assert made.generation_batch_size == prompts * made.num_generations
+    assert made.steps_per_generation == updates * made.gradient_accumulation_steps
+    assert made.vllm_max_model_length > made.max_completion_length
+    assert processes % made.vllm_tensor_parallel_size == 0
+
+
+@pytest.mark.parametrize("name", OF_REAL_MODELS)
+def test_the_recipes_command_runs_its_script_with_it(name):
+    (words,) = commands(recipe(name))
+    processes = 1
+    if words[0] == "accelerate":
+        args, _ = launch_arguments(words[2:])
+        processes, words = int(args.nproc_per_node), ["python", args.training_script, *args.training_script_args]
+    assert words == ["python", "examples/grpo.py", "--config", f"examples/configs/{name}.yaml"]
+    assert processes == RECIPES[name][0] == int(name.rpartition("_")[2][0])
+
+
+def test_more_machines_keep_the_batch(world_size):
+    args, _ = launch_arguments(commands(launcher("multi_node"))[0][2:])
+    config, *overrides = args.training_script_args[1:]
+    world_size(8)
+    single = parse(ROOT / config)[1]
+    world_size(args.num_processes)
+    assert parse(ROOT / config, *overrides)[1].generation_batch_size == single.generation_batch_size == 512
+
+
+def test_an_unknown_key_of_a_recipe_is_refused(tmp_path):
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(recipe("qwen3_4b_1xh200").read_text().replace("fp8_weights:", "fp8_wieghts:"))
+    with pytest.raises(ValueError, match="fp8_wieghts"):
+        parse(broken)
+
+
+def test_a_batch_with_part_of_a_group_is_refused(world_size):
+    world_size(8)
+    with pytest.raises(ValueError, match="divisible by num_generations"):
+        parse(recipe("qwen3_8b_base_8xh100"), "--num_generations", "24")
+
+
+@pytest.mark.parametrize("name", OF_REAL_MODELS)
+def test_every_projection_of_the_model_is_fp8(name):
+    _, made, model_arguments = parse(recipe(name))
+    model = meta_model(model_arguments.model_name_or_path)
+    layers, stated = model.config.num_hidden_layers, ARCHITECTURES[model_arguments.model_name_or_path][1]
+    assert round(model.num_parameters() / 1e9, 2) == stated
+    found = made.recipe_for(model)
+    assert set(found.fp8_modules) == {
+        f"model.layers.{layer}.{kind}"
+        for layer in range(layers)
+        for kind in [*(f"self_attn.{p}" for p in ATTENTION), *(f"mlp.{p}" for p in MLP)]
+    }
+    assert found.kept_modules == {"lm_head": "output head"}
+    assert found.kv_cache_dtype == made.kv_cache_dtype
+
+
+def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
+    """As the recipe's comment says; the attention still fits."""
+    made = parse(recipe("qwen3_4b_1xh200"), "--vllm_tensor_parallel_size", "8")[1]
+    found = made.recipe_for(meta_model("Qwen/Qwen3-4B"))
+    assert {name.rpartition(".")[2] for name in found.fp8_modules} == set(ATTENTION)
+    assert {name.rpartition(".")[2] for name in found.kept_modules} == {"lm_head", *MLP}
+
+
+@pytest.mark.parametrize("name", OF_REAL_MODELS)
+def test_the_recipe_fits_its_gpus(name):
+    """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
+    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter; checkpointing
+    keeps each layer's input, in BF16 under FSDP2's mixed precision, in FP32 under autocast, which also copies weights to BF16.
+    """
+    _, made, model_arguments = parse(recipe(name))
+    model = meta_model(model_arguments.model_name_or_path)
+    processes, gpu = RECIPES[name][0], GPU_GIB[name[-4:]] * GIB
+    parameters, sharded = model.num_parameters(), processes > 1
+    tokens = made.per_device_train_batch_size * made.vllm_max_model_length
+    states = 16 * parameters / processes + (0 if sharded else 2 * parameters)
+    reference = 4 * parameters / processes if made.beta else 0
+    activations = model.config.num_hidden_layers * tokens * model.config.hidden_size * (2 if sharded else 4)
+    engine = made.vllm_gpu_memory_utilization * gpu
+    assert states + reference + activations + engine < 0.85 * gpu
+
+    plan = plan_for_model(model, made.recipe_for(model))
+    reserved = 3 * GIB  # CUDA graphs and the activations of 4096 batched tokens
+    cache = (engine - plan.bytes_after - reserved) / plan.kv_bytes_per_token_after
+    sequences = made.per_device_train_batch_size * made.gradient_accumulation_steps * RECIPES[name][2]
+    assert cache > 0.25 * sequences * made.vllm_max_model_length  # a quarter of the batch runs at full length at once
+
+
+# examples/grpo.py
+
+
+def test_rewards_are_those_asked_for(monkeypatch):
+    script = example("grpo")
+    monkeypatch.setattr(script, "find_spec", lambda name: object())
+    asked = script.MathArguments(reward_funcs=["accuracy_reward", "soft_overlong_punishment"], overlong_buffer=4)
+    accuracy, overlong = script.reward_functions(asked, max_completion_length=16)
+    assert accuracy.__name__ == "accuracy_reward"
+    assert overlong(completion_ids=[[0] * 12, [0] * 14, [0] * 16]) == [0.0, -0.5, -1.0]
+    with pytest.raises(ValueError, match=r"reward_funcs=\['accuracy'\].*'accuracy_reward'"):
+        script.reward_functions(script.MathArguments(reward_funcs=["accuracy"]), 16)
+    monkeypatch.setattr(script, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="pip install math-verify"):
+        script.reward_functions(asked, 16)
+
+
+def test_prompts_become_messages():
+    as_messages, user = example("grpo").as_messages, {"role": "user", "content": "1+1="}
+    assert as_messages({"problem": "1+1="}, "problem", None) == {"prompt": [user]}
+    with_system = as_messages({"prompt": [user]}, "prompt", "Add.")
+    assert with_system == {"prompt": [{"role": "system", "content": "Add."}, user]}
+
+
+def test_the_script_declares_its_dependencies():
+    header = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", (EXAMPLES / "grpo.py").read_text()).group(1)
+    assert {"trl-fp8", "math-verify", "peft", "vllm==0.31.*"} == set(re.findall(r'"(.+)"', header))
+
+
+@pytest.mark.engine
+def test_the_script_trains_and_saves(checkpoint, tmp_path):
+    """A recipe of a real model with what is large about it replaced, for one step on the CPU."""
+    policy, data, out = checkpoint("qwen3"), tmp_path / "data", tmp_path / "out"
+    data.mkdir()
+    rows = [{"problem": f"{10 + row}+{20 + row}=", "solution": str(30 + 2 * row)} for row in range(8)]
+    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {
+        "model_name_or_path": policy,
+        "output_dir": out,
+        "dataset_name": data,
+        "prompt_column": "problem",
+        "system_prompt": "add:",
+        "reward_funcs": "think_format_reward soft_overlong_punishment",
+        "overlong_buffer": 32,  # all lengths are punished differently, so that groups have something to learn from
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "vllm_max_model_length": 64,
+        "learning_rate": 1e-3,
+        "warmup_steps": 0,
+        "max_steps": 1,
+        "save_steps": 1,
+    }
+    words = [word for flag, value in small.items() for word in (f"--{flag}", *str(value).split())]
+    done = subprocess.run(
+        [sys.executable, "examples/grpo.py", "--config", "examples/configs/qwen3_4b_1xh200.yaml", *words],
+        cwd=ROOT,
+        env=os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    (row,) = [
+        row
+        for row in json.loads((out / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
+        if "loss" in row
+    ]
+    assert row["rewards/think_format_reward/mean"] == 0.0
+    assert -1.0 <= row["rewards/soft_overlong_punishment_reward/mean"] < 0.0
+    assert row["fp8/audited_tensors"] > 0 and row["mismatch/k3_kl"] >= 0.0
+    saved, given = load_file(out / "model.safetensors"), load_file(Path(policy) / "model.safetensors")
+    assert saved.keys() == given.keys() and {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    moved = [name for name in saved if not torch.equal(saved[name], given[name].float())]
+    assert "model.layers.0.mlp.down_proj.weight" in moved
+    assert (out / "tokenizer.json").is_file()

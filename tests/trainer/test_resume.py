@@ -1,0 +1,52 @@
+"""A run that was interrupted and resumed takes the steps that it would have taken anyway, bit for bit."""
+
+import pytest
+import torch
+
+from trainer.runs import arguments, training
+
+
+pytestmark = pytest.mark.engine
+
+
+def trajectory(trainer):
+    return [
+        {name: value for name, value in row.items() if "seconds" not in name and name != "step_time"}
+        for row in trainer.state.log_history
+        if "loss" in row
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_calibration": "policy"},
+        {"fp8_forward": "full"},
+        # checkpoint 2 falls between two generations: 3 updates for each batch of rollouts
+        {"num_iterations": 3, "beta": 0.02},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
+    ],
+    ids=["policy", "full", "iterations", "generation-of-three-steps"],
+)
+def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, checkpoint, tmp_path):
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5, **options)
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train()
+        whole, weights = trajectory(trainer), {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert trajectory(trainer) == whole
+        assert all(torch.equal(p, weights[name]) for name, p in trainer.model.named_parameters())
+    assert len({row["loss"] for row in whole}) == 5
+
+
+def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path):
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, num_iterations=3)
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train()
+        whole = trajectory(trainer)
+    assert (tmp_path / "checkpoint-2" / "rollouts_0.pt").exists()
+    (tmp_path / "checkpoint-2" / "rollouts_0.pt").unlink()
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert trajectory(trainer)[:2] == whole[:2] and trajectory(trainer)[2:] != whole[2:]
