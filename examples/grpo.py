@@ -11,9 +11,9 @@
     accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml \
         examples/grpo.py --config examples/configs/qwen3_8b_base_8xh100.yaml
 
-The dataset needs a column with the problem (text or messages) and one named `solution`. Flags after the recipe override
-it, e.g. `--kv_cache_dtype auto` or `--use_peft`. It is `trl grpo` with `FP8GRPOTrainer`, except that the penalty on
-overlong completions follows `max_completion_length`.
+The dataset needs a column with the problem (text or messages) and one named `solution`. Flags after the recipe
+override it, e.g. `--kv_cache_dtype auto` or `--use_peft`. It is `trl grpo` with `FP8GRPOTrainer`, except that the
+penalty on overlong completions follows `max_completion_length`.
 """
 
 from collections.abc import Callable

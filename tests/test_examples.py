@@ -97,7 +97,7 @@ def commands(path: Path) -> list[list[str]]:
 
 
 def launch_arguments(words: list[str]):
-    """The arguments of `accelerate launch`, with the config file read, and the environment it starts processes with."""
+    """What `accelerate launch` makes of these words, and the environment that it starts processes with."""
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
     args.main_process_port = 0  # any free one: accelerate insists that it is free
     if not args.use_deepspeed:
@@ -114,8 +114,8 @@ def unknown_keys(path: Path) -> list[str]:
 
 
 def parse(path: Path, *words: str) -> tuple:
-    """(script's own arguments, FP8GRPOConfig, ...) as the recipe's script gets them. `use_cpu` is the one difference: with
-    it, TrainingArguments accepts bf16 where there is no GPU.
+    """(script's own arguments, FP8GRPOConfig, ...) as the recipe's script gets them. `use_cpu` is the one difference:
+    with it, TrainingArguments accepts bf16 where there is no GPU.
     """
     script = re.match(r"# examples/(\w+)\.py: ", path.read_text()).group(1)
     module = example(script)
@@ -302,8 +302,9 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
 def test_the_recipe_fits_its_gpus(name):
     """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
-    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter; checkpointing
-    keeps each layer's input, in BF16 under FSDP2's mixed precision, in FP32 under autocast, which also copies weights to BF16.
+    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter. Checkpointing
+    keeps each layer's input, in BF16 under FSDP2's mixed precision and in FP32 under autocast, which also copies the
+    weights to BF16.
     """
     _, made, model_arguments = parse(recipe(name))
     model = meta_model(model_arguments.model_name_or_path)

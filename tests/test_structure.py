@@ -18,19 +18,23 @@ ALLOWED = {
     "recipe": {"numerics"},
     "plan": {"recipe", "numerics"},
     "flags": {"recipe", "numerics"},
-    "config": {"flags", "recipe", "numerics"},
+    "launch": set(),
+    "config": {"flags", "launch", "recipe", "numerics"},
     "correction": {"numerics"},
     "policy": {"recipe", "numerics"},
     "engine": {"recipe", "numerics"},
     "report": {"plan", "recipe", "numerics"},
+    "rollout_buffer": set(),
     "sync_metrics": {"engine", "recipe"},
-    "trainer": {"config", "correction", "plan", "policy", "engine", "recipe", "numerics", "sync_metrics"},
+    "trainer": {
+        *("config", "correction", "launch", "plan", "policy", "engine", "recipe", "rollout_buffer", "sync_metrics"),
+    },
     "cli": {"trainer", "config", "flags", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
-    "trl": {"config", "engine", "trainer", "cli"},
+    "trl": {"config", "engine", "launch", "trainer", "cli"},
     "transformers": {"policy", "engine", "trainer", "cli"},
 }
 

@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from .flags.forward import ForwardFlags
 from .flags.kv_cache import KVCacheFlags
+from .launch import fsdp1_message
 from .numerics.e4m3 import check_scale_format
 from .numerics.importance import RolloutCorrection
 from .numerics.presets import correction_from
@@ -250,11 +251,3 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's own "
                 "flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
             )
-
-
-def fsdp1_message(given: str, remedy: str) -> str:
-    """Why FSDP1 is refused, for the flag or launcher setting `given` and its `remedy`."""
-    return (
-        f"{given} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the weight "
-        f"sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."
-    )

@@ -11,10 +11,15 @@ them; where TRL computed the very ratio that the correction asks for, only metri
 
 import torch
 from accelerate import Accelerator
+from accelerate.logging import get_logger
 
 from .numerics.correction_report import correction_metrics
+from .numerics.health import health_warnings
 from .numerics.importance import RolloutCorrection, correct_rollout
 from .numerics.mismatch import mismatch_tally, summarize_mismatch
+
+
+logger = get_logger(__name__)
 
 
 def apply_correction(
@@ -52,3 +57,11 @@ def apply_correction(
     tally = mismatch_tally(trainer_BT, rollout_BT, mask_BT) | corrected.report
     sums = tally.gathered(accelerator.gather).read()
     return summarize_mismatch(sums) | correction_metrics(sums)
+
+
+def warn_once(metrics: dict[str, float], correction: RolloutCorrection, warned: set[str]) -> None:
+    """Log what `metrics` of `apply_correction` give reason to worry about, unless it is in `warned` already."""
+    for name, text in health_warnings(metrics, correction).items():
+        if name not in warned:
+            warned.add(name)
+            logger.warning(text)

@@ -24,11 +24,11 @@ from trl.distributed import DistributedBackend
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
-from .config import FP8GRPOConfig, fsdp1_message
-from .correction import apply_correction
+from .config import FP8GRPOConfig
+from .correction import apply_correction, warn_once
 from .engine.replicas import all_reduce_max
 from .engine.upstream import substituted
-from .numerics.health import health_warnings
+from .launch import check_launch
 from .plan import Plan, plan_for_model
 from .policy.attention_tap import AttentionTap
 from .policy.fp8_flow import FP8Flow
@@ -143,8 +143,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             return VLLMGeneration(**kwargs)
         from .engine.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
-        if DistributedBackend(self.accelerator).fsdp_version == 1:
-            raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))
+        check_launch(self.accelerator)
         recipe = self.args.recipe_for(self.model)
         if recipe.fp8_kv_cache:
             recipe = self._tap_attention(recipe)
@@ -168,12 +167,10 @@ class FP8GRPOTrainer(GRPOTrainer):
         """Make the policy compute what the engine's kernels were found to compute."""
         scaling = generation.activation_scaling
         flow = FP8Flow(
-            forward=self.args.fp8_forward,
-            backward=self.args.fp8_backward,
+            **self.args.flow,
             weight_format=self.recipe.scale_format,
             activation_format=scaling.scale_format,
             activation_amax_floor=scaling.amax_floor,
-            backend=self.args.fp8_gemm_backend,
             cache_weights=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
         )
         logger.info(f"trainer: {flow}")
@@ -192,9 +189,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             self._tap.high_precision_layers = frozenset(errors)
         self._calibrator = KVCalibrator(
             self._tap,
-            mode=self.args.kv_calibration,
-            margin=self.args.kv_scale_margin,
-            max_tokens=self.args.kv_calibration_tokens,
+            **self.args.calibration,
             pad_token_id=self._tokenizer.pad_token_id,
             fused_lm_head=True,
             reduce_max=reduce_max,
@@ -206,6 +201,8 @@ class FP8GRPOTrainer(GRPOTrainer):
             return super()._generate(prompts)
         if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
             self._calibrator.coming_prompts = self._tokenize_prompts(prompts)[0]
+        several_turns = self.tools or self.environments or self.rollout_func
+        self.vllm_generation.llm.keep_weights = bool(several_turns) or not self.model.training
         output = super()._generate(prompts)
         if self._calibrator:
             rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
@@ -271,10 +268,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         metrics = apply_correction(output, self.correction, self.accelerator, ratio_from_trl=from_trl)
         for name, value in metrics.items():
             logged[name].append(value)
-        for name, text in health_warnings(metrics, self.correction).items():
-            if name not in self._warned:
-                self._warned.add(name)
-                logger.warning(text)
+        warn_once(metrics, self.correction, self._warned)
         return output
 
     def _log_sync(self) -> None:
@@ -284,10 +278,9 @@ class FP8GRPOTrainer(GRPOTrainer):
             return
         self._logged_sync = sync
         logged = self._metrics["train" if self.model.training else "eval"]
-        for name, value in sync_metrics(sync, self.recipe).items():
+        margin = self._calibrator and self._calibrator.margin_in_force
+        for name, value in sync_metrics(sync, self.recipe, margin).items():
             logged[name].append(value)
-        if self._calibrator:
-            logged["fp8/kv_margin"].append(self._calibrator.margin * self._calibrator.margin_factor)
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)

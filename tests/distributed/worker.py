@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+import weakref
 from pathlib import Path
 
 
@@ -12,33 +14,88 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
+from accelerate.state import DistributedType, PartialState  # noqa: E402
 from engine import engines  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from trainer.runs import arguments, dataset, reward_digits  # noqa: E402
 
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.upstream import engine_model  # noqa: E402
 from trl_fp8.numerics.digest import digest  # noqa: E402
+from trl_fp8.recipe import recipe_for_model  # noqa: E402
 
 
-def train(folder: Path, checkpoint: str, ranks: int, lora: dict | None = None, resume: str | None = None, **flags):
-    """A short training run; reports logs, what engine and policy hold at the end, and how the gathers went."""
+def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str | None = None, **flags) -> dict:
+    """A short training run and one more sync; reports logs, what engine and policy hold, and how the gathers went."""
     trainer = make_trainer(folder, checkpoint, lora, **flags)
-    assert trainer.accelerator.num_processes == ranks
     gathered = FullTensors()
     trainer.train(resume_from_checkpoint=resume)
     trainer.vllm_generation.sync_weights()
+    return described(trainer) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
+
+
+def killed(folder: Path, checkpoint: str, **flags) -> dict:
+    """A training run whose second rank dies in its third step, without a word."""
+    trainer = make_trainer(folder, checkpoint, **flags)
+    step = trainer.training_step
+
+    def dying_step(*args):
+        if trainer.accelerator.process_index == 1 and trainer.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*args)
+
+    trainer.training_step = dying_step
+    trainer.train()
+    return {}
+
+
+def drifting(folder: Path, checkpoint: str, **flags) -> dict:
+    """A run whose second rank's policy has drifted apart before the second sync; reports the error."""
+    trainer = make_trainer(folder, checkpoint, **flags)
+    trainer.vllm_generation.sync_weights()
+    if trainer.accelerator.process_index == 1:
+        with torch.no_grad():
+            trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
+    try:
+        trainer.vllm_generation.sync_weights()
+    except RuntimeError as error:
+        return described(trainer) | {"error": str(error)}
+    return {}
+
+
+def tensor_parallel(folder: Path, checkpoint: str, **flags) -> dict:
+    """As `train`, with one engine on both ranks; writes what was sent as an FP8 checkpoint."""
+    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, **flags)
+    trainer.train()
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    if trainer.accelerator.is_main_process:
+        engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.kv_scales)
+    shape = list(engine_model(generation.llm).model.layers[0].self_attn.qkv_proj.weight.shape)
+    return described(trainer) | {"qkv_shape": shape}
+
+
+def fresh_engine(folder: Path, checkpoint: str) -> dict:
+    """An engine on both ranks that loads the checkpoint from disk."""
+    from transformers import AutoModelForCausalLM
+
+    recipe = recipe_for_model(AutoModelForCausalLM.from_pretrained(checkpoint), tensor_parallel_size=2)
+    llm = engines.load(folder / "fresh", recipe)
+    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
+    return {"ranks": ranks, "log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
+
+
+def described(trainer: FP8GRPOTrainer) -> dict:
+    generation = trainer.vllm_generation
     return {
-        "distributed_type": str(trainer.accelerator.distributed_type),
+        "ranks": trainer.accelerator.num_processes,
+        "distributed_type": trainer.accelerator.distributed_type.value,
         "log": [row for row in trainer.state.log_history if "loss" in row],
         "evaluated": [row for row in trainer.state.log_history if "eval_reward" in row],
-        "engine": engine_digest(trainer),
-        "kv_scales": trainer.vllm_generation.last_sync.kv_scales.values.tolist(),
-        "log_probs": engines.log_probs(trainer.vllm_generation.llm),
-        "audited": trainer.vllm_generation.last_sync.audited_tensors,
-        "audit_failures": trainer.vllm_generation.audit_failures,
-        "policy": policy_digest(trainer),
-        "most_gathered": gathered.most_alive,
-        "gathered": gathered.total,
+        "kv_scales": generation.last_sync.kv_scales.values.tolist(),
+        "engine": engine_digest(generation.llm),
+        "log_probs": engines.log_probs(generation.llm),
+        "audit_failures": generation.audit_failures,
     }
 
 
@@ -61,10 +118,6 @@ class FullTensors:
     """How many gathered parameters (FSDP2's `full_tensor`) were alive at once."""
 
     def __init__(self):
-        import weakref
-
-        from torch.distributed.tensor import DTensor
-
         self.total = self.most_alive = 0
         alive, original = weakref.WeakSet(), DTensor.full_tensor
 
@@ -78,17 +131,11 @@ class FullTensors:
         DTensor.full_tensor = full_tensor
 
 
-def engine_digest(trainer) -> int:
+def engine_digest(llm) -> int:
     """Checksum of everything that the engine's model holds on this rank."""
-    model = engine_model(trainer.vllm_generation.llm)
+    model = engine_model(llm)
     tensors = [t for t in [*model.parameters(), *model.buffers()] if t.numel()]
     return digest(torch.stack([digest(tensor) for tensor in tensors])).item()
-
-
-def policy_digest(trainer) -> int:
-    """Checksum of the policy's weights, gathered."""
-    named = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-    return digest(torch.stack([digest(named[name]) for name in sorted(named)])).item() if named else 0
 
 
 def shard_on_cpu() -> None:
@@ -97,8 +144,6 @@ def shard_on_cpu() -> None:
     accelerate 1.15 looks at FSDP and DeepSpeed settings only where it found an accelerator, and otherwise goes on with
     DDP, or with ranks that know nothing of each other. What it does after that look is all the same on gloo and CPU.
     """
-    from accelerate.state import DistributedType, PartialState
-
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda state, *args: ("gloo", DistributedType.MULTI_GPU)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -55,20 +55,30 @@ def start(
 
 def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> LLM:
     """An engine that loads, from a checkpoint written to `folder`, what `generation` was last sent."""
-    recipe: FP8Recipe = generation.recipe
+    write_checkpoint(folder, generation, kv_scales)
+    ensure_master_addr_port()
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    return load(folder, generation.recipe, generation.engine_kwargs)
+
+
+def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> None:
+    """The policy of `generation` as an FP8 checkpoint."""
     source = Path(generation.model.name_or_path)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = recipe.quantization_config
+    config["quantization_config"] = generation.recipe.quantization_config
     (folder / "config.json").write_text(json.dumps(config))
-    stream = weight_stream(generation.model.named_parameters(), recipe, kv_scales, StreamReport())
+    stream = weight_stream(generation.model.named_parameters(), generation.recipe, kv_scales, StreamReport())
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
-    ensure_master_addr_port()
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+
+
+def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> LLM:
+    """An engine with the weights of an FP8 checkpoint; this process is one of its ranks, as the environment says."""
     on_gpu = torch.cuda.is_available()
     device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
-    arguments = engine_arguments(recipe, generation.model.config, device, **sizes, user=generation.engine_kwargs)
+    config = AutoConfig.from_pretrained(folder)
+    arguments = engine_arguments(recipe, config, device, **sizes, user=engine_kwargs)
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     del arguments["hf_overrides"]  # the checkpoint's own config says it
     register_cpu_kernel()
@@ -78,6 +88,7 @@ def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | Non
             model=str(folder),
             distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",
+            tensor_parallel_size=recipe.tensor_parallel_size,
             **sizes,
             **arguments,
         )

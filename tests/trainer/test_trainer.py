@@ -14,6 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainer.runs import arguments, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.launch import check_launch
 
 
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto"}
@@ -176,11 +177,18 @@ def test_trls_config_is_refused_with_the_remedy(checkpoint, tmp_path):
 
 
 def test_fsdp1_from_the_launcher_is_refused(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_fp8.trainer.DistributedBackend", lambda accelerator: SimpleNamespace(fsdp_version=1))
+    monkeypatch.setattr("trl_fp8.launch.DistributedBackend", lambda accelerator: SimpleNamespace(fsdp_version=1))
     with pytest.raises(
         ValueError, match="fsdp_version: 1 in the accelerate configuration selects FSDP1.*fsdp_version: 2"
     ):
         FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path), dataset())
+
+
+def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(ValueError, match="WORLD_SIZE=2 processes, but accelerate formed no group.*use_cpu=True"):
+        check_launch(SimpleNamespace(num_processes=1))
 
 
 def test_a_model_that_vllm_cannot_find_is_refused(tmp_path):

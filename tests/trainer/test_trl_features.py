@@ -215,7 +215,7 @@ def test_streamed_prompts_arrive_in_order_and_completions_are_logged(checkpoint,
 
 
 def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
-    calibrated, messages = [], []
+    messages = []
 
     def reward(completions, **kwargs):
         messages.extend(completions)
@@ -255,6 +255,10 @@ class Keypad:
         return 1.0
 
 
+def turns(completions, **kwargs):
+    return [float(len(messages)) for messages in completions]
+
+
 @pytest.mark.parametrize(
     "source",
     [{"tools": [Keypad().press]}, {"environment_factory": Keypad, "reward_funcs": None}],
@@ -287,10 +291,6 @@ def test_tools_are_called_and_their_output_is_not_corrected(source, checkpoint, 
     masks = [torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1) for output in outputs]
     assert seen == [128 * mask.sum() for mask in masks]
     assert all(row["fp8/kv_saturation_fraction"] == 0 for row in rows(trainer))
-
-
-def turns(completions, **kwargs):
-    return [float(len(messages)) for messages in completions]
 
 
 def test_outlier_layers_are_looked_for_in_environments_too(checkpoint, tmp_path):

@@ -17,7 +17,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
-from vllm import LLM
 
 from ..numerics.kv_scales import KVScales
 from ..recipe import FP8Recipe
@@ -30,6 +29,7 @@ from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
 from .linear_kernels import activation_scaling, fp8_kernels
 from .replicas import Replicas, all_reduce_max
+from .rollout_llm import RolloutLLM
 from .weight_stream import Named, Quantized, StreamReport, require_finite, weight_stream
 
 
@@ -110,7 +110,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         )
         with (
             reference_attention() if on_cpu and self.recipe.fp8_kv_cache else nullcontext(),
-            upstream.substituted(trl_generation, "LLM", lambda **kwargs: LLM(**(kwargs | overrides))),
+            upstream.substituted(trl_generation, "LLM", lambda **kwargs: RolloutLLM(**(kwargs | overrides))),
         ):
             super()._init_vllm()
         engine = upstream.engine_model(self.llm)
@@ -186,6 +186,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         profiler: AbstractContextManager | None = None,
     ) -> tuple:
         """As TRL's, but only from an engine whose last sync was audited and whose KV scales are still those."""
+        if self.enable_sleep_mode and self.llm.weights_kept:
+            self._wake_weights()  # the weights of the last sync: TRL would sync again
         will_sync = self.enable_sleep_mode and self._llm_weights_sleeping
         if not (self._engine_is_whole or will_sync):
             raise RuntimeError(

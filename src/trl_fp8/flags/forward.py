@@ -39,6 +39,11 @@ class ForwardFlags:
     def fp8_flow_on(self) -> bool:
         return self.fp8_forward != "off"
 
+    @property
+    def flow(self) -> dict[str, str]:
+        """What the flags say of an `FP8Flow`."""
+        return {"forward": self.fp8_forward, "backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
+
     def check_forward(self, fp8_weights: bool, fp16: bool) -> None:
         """Raise `ValueError` naming flag, value, reason and remedy. What `FP8Flow` checks itself is left to it."""
         if self.fp8_forward not in FP8_FORWARDS:

@@ -65,6 +65,15 @@ class KVCacheFlags:
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
 
+    @property
+    def calibration(self) -> dict:
+        """What the flags say of a `KVCalibrator`."""
+        return {
+            "mode": self.kv_calibration,
+            "margin": self.kv_scale_margin,
+            "max_tokens": self.kv_calibration_tokens,
+        }
+
     def check_kv_cache(self) -> None:
         """Bring the flags into one form. Raises `ValueError` naming flag, value, reason and remedy."""
         if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type

@@ -72,6 +72,11 @@ class KVCalibrator:
         self._seen: QKVObservation | None = None
         self._saturation: float | None = None
 
+    @property
+    def margin_in_force(self) -> float:
+        """What the next calibration multiplies magnitudes by."""
+        return self.margin * self.margin_factor
+
     def next_scales(self, model: nn.Module) -> KVScales:
         """Scales for the policy as it is now.
 
@@ -82,7 +87,7 @@ class KVCalibrator:
             ValueError: A magnitude is NaN, infinite or zero; see `kv_scales_from_amax`.
         """
         self._harvest()
-        margin = self.margin * self.margin_factor
+        margin = self.margin_in_force
         if self._rollout_amax_L3 is not None:
             return kv_scales_from_amax(self._rollout_amax_L3, margin)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
@@ -181,7 +186,7 @@ class KVCalibrator:
         ]
         widest = self.margin_factor >= WIDEST_MARGIN_FACTOR
         self.margin_factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR)
-        now = self.margin * self.margin_factor
+        now = self.margin_in_force
         logger.warning(
             f"KV cache scales were too small for the rollouts: share of saturated elements in {', '.join(beyond[:6])}. "
             + (

@@ -1,0 +1,73 @@
+"""Two ranks under DDP, an engine each: equal engines, a run that resumes, a rank that dies, a rank that drifts."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed.ranks import SECONDS, launch, run
+
+
+pytestmark = pytest.mark.engine
+
+ACCELERATE = Path(__file__).parents[2] / "examples" / "accelerate_configs"
+# Everything that has a state of its own: rollouts used for several optimizer steps, scales observed in the rollouts,
+# quantized weights shared by forward and sync, gradients of two micro-batches
+FLAGS = dict(
+    fp8_forward="full",
+    gradient_accumulation_steps=2,
+    num_iterations=2,
+    max_steps=5,
+    save_strategy="steps",
+    save_steps=1,
+)
+
+
+def trajectory(report: dict) -> list[dict]:
+    return [
+        {name: value for name, value in row.items() if "seconds" not in name and name != "step_time"}
+        for row in report["log"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ddp")
+    return launch("train", folder, config=ACCELERATE / "cpu_ddp.yaml", checkpoint=checkpoint("qwen3"), **FLAGS)
+
+
+def test_both_ranks_engines_hold_the_same_policy(uninterrupted):
+    first, second = uninterrupted
+    assert first["distributed_type"] == second["distributed_type"] == "MULTI_CPU"
+    assert first["engine"] == second["engine"]
+    assert first["log_probs"] == second["log_probs"]
+    assert first["kv_scales"] == second["kv_scales"]
+    assert first["audit_failures"] == second["audit_failures"] == 0
+
+
+def test_the_precision_flow_leaves_no_mismatch_under_ddp(uninterrupted):
+    rows = trajectory(uninterrupted[0])
+    assert len(rows) == 5 and len({row["grad_norm"] for row in rows}) == 5
+    # without the flow, the same model on one process is at 0.1 (test_trainer)
+    measured = [row["mismatch/logp_difference_mean"] for row in rows if "mismatch/logp_difference_mean" in row]
+    assert len(measured) == 3 and max(measured) < 1e-5  # two optimizer steps for each generation
+
+
+def test_a_killed_rank_ends_the_job_and_the_run_resumes(uninterrupted, checkpoint, tmp_path):
+    config = ACCELERATE / "cpu_ddp.yaml"
+    start = time.monotonic()
+    ended = run("killed", tmp_path, config=config, checkpoint=checkpoint("qwen3"), **FLAGS)
+    assert ended.status != 0 and ended.reports == []
+    assert "SIGKILL" in ended.output or "Signal 9" in ended.output or "exitcode  : -9" in ended.output
+    assert time.monotonic() - start < SECONDS / 2
+    # killed between the two optimizer steps of a generation: the second is made from the rollouts in the checkpoint
+    resume = str(tmp_path / "run" / "checkpoint-1")
+    again = launch("train", tmp_path, config=config, checkpoint=checkpoint("qwen3"), resume=resume, **FLAGS)
+    assert trajectory(again[0]) == trajectory(uninterrupted[0])
+    assert again[0]["engine"] == again[1]["engine"] == uninterrupted[0]["engine"]
+
+
+def test_a_policy_that_drifted_apart_is_named_on_every_rank(checkpoint, tmp_path):
+    for report in launch("drifting", tmp_path, checkpoint=checkpoint("qwen3")):
+        assert "not the same on every rank" in report["error"]
+        assert "model.layers.1.mlp.up_proj.weight" in report["error"] and "layers.0" not in report["error"]

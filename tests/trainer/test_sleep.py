@@ -1,0 +1,120 @@
+"""Sleep mode: what is freed when, in which order the engine wakes up, and when weights have to be sent again.
+
+vLLM refuses sleep mode on CPU. Here the engine is real and its sleep is played with real tensors: level 2 destroys
+parameters and KV cache, level 1 keeps a copy of the parameters, and waking brings back what was kept.
+"""
+
+import pytest
+import torch
+from vllm import LLM
+
+from engine import engines
+from trainer.runs import arguments, dataset, reward_digits
+from trl_fp8 import FP8GRPOTrainer
+from trl_fp8.engine.kv_cache import attention_layers
+from trl_fp8.engine.rollout_llm import RolloutLLM
+from trl_fp8.engine.upstream import engine_model
+
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What happened to the engine, in order."""
+    happened, kept = [], {}
+
+    def parameters(llm):
+        return [parameter for parameter in engine_model(llm).parameters() if parameter.numel()]
+
+    def sleep(llm, level, **kwargs):
+        happened.append(f"sleep {level}")
+        kept["weights"] = [p.detach().clone() for p in parameters(llm)] if level == 1 else None
+        for parameter in parameters(llm):
+            parameter.data.view(torch.uint8).fill_(0x7F)  # NaN in e4m3, 3e38 in BF16
+        assert llm.reset_prefix_cache()
+
+    def wake_up(llm, tags):
+        happened.append(f"wake {' '.join(tags)}")
+        if tags == ["weights"] and kept["weights"] is not None:
+            for parameter, weight in zip(parameters(llm), kept["weights"], strict=True):
+                parameter.data.copy_(weight)
+
+    def noted(name, original):
+        def call(llm, *args, **kwargs):
+            if name != "collective_rpc":
+                happened.append(name)
+            elif args[0] == "reload_weights":
+                happened.append("reload")
+            return original(llm, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(RolloutLLM, "__init__", lambda llm, enable_sleep_mode, **kw: LLM.__init__(llm, **kw))
+    monkeypatch.setattr(LLM, "sleep", sleep)
+    monkeypatch.setattr(LLM, "wake_up", wake_up)
+    for name in ("collective_rpc", "generate"):
+        monkeypatch.setattr(LLM, name, noted(name, getattr(LLM, name)))
+    return happened
+
+
+def sleepy_trainer(checkpoint, folder, **flags):
+    args = arguments(folder, vllm_enable_sleep_mode=True, per_device_eval_batch_size=4, **flags)
+    return FP8GRPOTrainer(checkpoint, reward_digits, args, dataset(), eval_dataset=dataset(2))
+
+
+SYNCED = ["wake weights", "reload", "wake kv_cache", "generate"]
+AS_BEFORE = ["wake weights", "wake kv_cache", "generate"]
+
+
+def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tmp_path):
+    trainer = sleepy_trainer(checkpoint("qwen3"), tmp_path, max_steps=3, eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    step = [*SYNCED, "sleep 2"]
+    evaluation = [*SYNCED, "sleep 1", *AS_BEFORE, "sleep 1"]  # two batches of 4 completions
+    last_step = [*AS_BEFORE, "sleep 2"]  # the weights that were evaluated
+    assert events == [
+        "sleep 2",
+        *step,
+        *step,
+        *evaluation,
+        *last_step,
+        *evaluation,
+    ]  # transformers evaluates at the end
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    assert all(0 < row["mismatch/logp_difference_mean"] < 0.3 for row in rows)
+    engines.shutdown(trainer.vllm_generation.llm)
+
+
+def test_turns_of_a_conversation_share_one_sync(events, checkpoint, tmp_path):
+    def two_turns(prompts, trainer):
+        ids = trainer.processing_class(prompts)["input_ids"]
+        for _ in range(2):
+            prompt_ids, completion_ids, logprobs, _ = trainer.vllm_generation.generate(ids, None, 1)
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "logprobs": [[token[0] for token in sequence] for sequence in logprobs],
+        }
+
+    args = arguments(tmp_path, vllm_enable_sleep_mode=True, max_steps=2)
+    trainer = FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, args, dataset(), rollout_func=two_turns)
+    trainer.train()
+    step = [*SYNCED, "sleep 1", *AS_BEFORE, "sleep 1"]
+    assert events == ["sleep 2", *step, *step]
+    engines.shutdown(trainer.vllm_generation.llm)
+
+
+def test_scales_that_a_wake_up_lost_are_named(events, checkpoint, tmp_path, monkeypatch):
+    trainer = sleepy_trainer(checkpoint("qwen3"), tmp_path, max_steps=1)
+    wake_up = LLM.wake_up
+
+    def forgetful(llm, tags):
+        wake_up(llm, tags)
+        if tags == ["kv_cache"]:
+            attention_layers(engine_model(llm))[1]._k_scale.fill_(1.0)
+
+    monkeypatch.setattr(LLM, "wake_up", forgetful)
+    with pytest.raises(RuntimeError, match=r"(?s)did not arrive.*layer 1 k_scale: device tensor holds 1, sent 0\.0"):
+        trainer.train()
+    engines.shutdown(trainer.vllm_generation.llm)
