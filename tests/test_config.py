@@ -54,11 +54,21 @@ def test_what_the_user_sets_wins():
         ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
         ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
         ({"vllm_importance_sampling_mode": "tokens"}, ["vllm_importance_sampling_mode='tokens'", "token_truncate"]),
-        ({"top_p": 0.9}, ["top_p=0.9", "renormalizes", "vllm_importance_sampling_correction=False"]),
-        ({"top_k": 20}, ["top_k=20", "surviving"]),
+        ({"top_p": 0.9}, ["top_p=0.9", "renormalized", "vllm_importance_sampling_correction=False"]),
+        ({"top_k": 20}, ["top_k=20", "survive"]),
         ({"min_p": 0.1}, ["min_p=0.1"]),
         ({"repetition_penalty": 1.1, "top_k": 5}, ["top_k=5", "repetition_penalty=1.1"]),
         ({"generation_kwargs": {"top_p": 0.8}}, ["top_p=0.8"]),
+        ({"generation_kwargs": {"logit_bias": {5: 1.0}, "min_tokens": 4}}, ["logit_bias={5: 1.0}", "min_tokens=4"]),
+        ({"vllm_structured_outputs_regex": r"\d+"}, ["vllm_structured_outputs_regex='", "another distribution"]),
+        (
+            {"kv_calibration": "rollout", "vllm_importance_sampling_correction": False},
+            ["kv_calibration='rollout' with vllm_importance_sampling_correction=False", "does not see", "'policy'"],
+        ),
+        (
+            {"kv_calibration": "rollout", "mask_truncated_completions": True},
+            ["kv_calibration='rollout' with mask_truncated_completions=True", "leave it unset"],
+        ),
         ({"vllm_engine_kwargs": {"seed": 1, "kv_cache_dtype": "auto"}}, ["['kv_cache_dtype', 'seed']", "own"]),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, ["FSDP1", "embeddings", "fsdp_config={'version': 2}"]),
         ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'weights', 'full']"]),
@@ -90,7 +100,7 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
     "flags",
     [
         {"top_p": 0.9, "vllm_importance_sampling_correction": False},
-        {"top_k": -1, "min_p": 0.0},
+        {"top_k": -1, "min_p": 0.0, "generation_kwargs": {"min_tokens": 0, "stop": ["\n"]}},
         {"fsdp": True, "fsdp_config": {"version": 2}},
         {"vllm_engine_kwargs": {"enforce_eager": True}},
         {"fp8_forward": "weights"},
@@ -100,6 +110,19 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
 )
 def test_good_flags_pass(flags):
     config(**flags)
+
+
+@pytest.mark.parametrize(
+    "flags, source",
+    [
+        ({}, "rollout"),
+        ({"vllm_importance_sampling_correction": False}, "policy"),
+        ({"mask_truncated_completions": True}, "policy"),
+        ({"kv_calibration": "policy"}, "policy"),
+    ],
+)
+def test_scales_come_from_the_rollouts_unless_these_are_not_seen_whole(flags, source):
+    assert config(**flags).kv_calibration == source
 
 
 @pytest.mark.parametrize(

@@ -24,17 +24,19 @@ ALLOWED = {
     "policy": {"recipe", "numerics"},
     "engine": {"recipe", "numerics"},
     "report": {"plan", "recipe", "numerics"},
+    "probe": {"policy"},
     "rollout_buffer": set(),
     "sync_metrics": {"engine", "recipe"},
     "trainer": {
-        *("config", "correction", "launch", "plan", "policy", "engine", "recipe", "rollout_buffer", "sync_metrics"),
+        *("config", "correction", "engine", "launch", "plan", "policy", "probe", "recipe", "rollout_buffer"),
+        "sync_metrics",
     },
     "cli": {"trainer", "config", "flags", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
-    "trl": {"config", "engine", "launch", "trainer", "cli"},
+    "trl": {"config", "engine", "launch", "probe", "trainer", "cli"},
     "transformers": {"policy", "engine", "trainer", "cli"},
 }
 

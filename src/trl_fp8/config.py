@@ -140,8 +140,15 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
             ignored_modules=tuple(self.fp8_ignored_modules or ()),
         )
 
+    @property
+    def _blind_pass(self) -> str | None:
+        """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
+        if not self.vllm_importance_sampling_correction:
+            return "vllm_importance_sampling_correction=False"
+        return "mask_truncated_completions=True" if self.mask_truncated_completions else None
+
     def _check_values(self) -> None:
-        self.check_kv_cache()
+        self.check_kv_cache(self._blind_pass)
         self.check_forward(self.fp8_weights, self.fp16)
         try:
             check_scale_format(self.fp8_scale_format)
@@ -153,6 +160,8 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
         if self.simulate_kv_cache is None:
             nothing_larger = self.fp8_forward == "full" or not self.fp8_weights
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and nothing_larger
+        if self.kv_calibration is None:
+            self.kv_calibration = "rollout" if self._blind_pass is None else "policy"
         if self.use_vllm is None:
             self.use_vllm = True if self.any_fp8 else trl_defaults["use_vllm"]
         if self.vllm_importance_sampling_mode is None:
@@ -194,30 +203,28 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
         """Correction compares log-probs of the full softmax; truncated sampling renormalizes those of the rollout."""
         if not self.vllm_importance_sampling_correction:
             return
-        truncating = {
-            "top_p": (self.top_p, 1.0),
-            "top_k": (self.top_k, 0),
-            "min_p": (self.min_p, None),
-            "repetition_penalty": (self.repetition_penalty, 1.0),
+        neutral = {
+            "top_p": (1.0,),
+            "top_k": (0, -1, None),
+            "min_p": (None, 0.0),
+            "repetition_penalty": (1.0,),
+            "vllm_structured_outputs_regex": (None,),
+            # of generation_kwargs only
+            "presence_penalty": (0.0,),
+            "frequency_penalty": (0.0,),
+            "min_tokens": (0,),
+            **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
         }
-        neutral = {"top_k": (-1, None), "min_p": (0.0,)}
-        set_by_user = {
-            name: value
-            for name, (value, off) in truncating.items()
-            if value != off and value not in neutral.get(name, ())
-        }
-        set_by_user |= {
-            name: value
-            for name, value in (self.generation_kwargs or {}).items()
-            if name in truncating and value != truncating[name][1] and value not in neutral.get(name, ())
-        }
-        if set_by_user:
-            given = ", ".join(f"{name}={value}" for name, value in set_by_user.items())
+        given = {name: getattr(self, name) for name in neutral if hasattr(self, name)} | (self.generation_kwargs or {})
+        changing = {name: value for name, value in given.items() if name in neutral and value not in neutral[name]}
+        if changing:
+            listed = ", ".join(f"{name}={value!r}" for name, value in changing.items())
             raise ValueError(
-                f"{given} with vllm_importance_sampling_correction=True: vLLM renormalizes log-probs over the tokens "
-                "that survive, the trainer does not, so every importance ratio would be off by the surviving mass. "
-                "Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0), or set "
-                "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
+                f"{listed} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
+                "distribution (renormalized over the tokens that survive), the trainer's are not, so every importance "
+                "ratio would be off. Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, "
+                "repetition_penalty=1.0, no other restriction), or set vllm_importance_sampling_correction=False and "
+                "accept uncorrected FP8 rollouts."
             )
 
     def _check_correction(self, mode_set_by_user: bool) -> None:

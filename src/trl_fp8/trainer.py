@@ -8,7 +8,6 @@ What it adds to a step, all of it around TRL's own code:
     metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
 """
 
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
-from trl.distributed import DistributedBackend
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
@@ -30,10 +28,12 @@ from .engine.replicas import all_reduce_max
 from .engine.upstream import substituted
 from .launch import check_launch
 from .plan import Plan, plan_for_model
+from .policy.adapters import is_reference
 from .policy.attention_tap import AttentionTap
 from .policy.fp8_flow import FP8Flow
-from .policy.kv_calibration import KVCalibrator, layers_with_outliers
+from .policy.kv_calibration import KVCalibrator
 from .policy.precision_flow import PrecisionFlow
+from .probe import outliers_on_first_prompts
 from .recipe import FP8Recipe
 from .rollout_buffer import load_rollouts, save_rollouts
 from .sync_metrics import sync_metrics
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-OUTLIER_PROMPTS = 16  # of the dataset, for kv_cache_skip_layers="auto"
 
 AnyDataset = Dataset | IterableDataset
 
@@ -181,10 +179,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         reduce_max = all_reduce_max if self.accelerator.num_processes > 1 else None
         self._tap = AttentionTap(self.model, recipe.kv_cache_skip_layers)
         if self.args.skip_layers is None:
-            prompts = [row["prompt"] for row in islice(self.train_dataset, OUTLIER_PROMPTS)]
-            with DistributedBackend(self.accelerator).gather_params(list(self.model.parameters())):
-                tokens = self._tokenize_prompts(prompts)[0]
-                errors = layers_with_outliers(self.model, self._tap, tokens, reduce_max, fused_lm_head=True)
+            errors = outliers_on_first_prompts(self, self._tap, reduce_max)
             recipe = self.args.recipe_for(self.model, tuple(errors))
             self._tap.high_precision_layers = frozenset(errors)
         self._calibrator = KVCalibrator(
@@ -219,11 +214,11 @@ class FP8GRPOTrainer(GRPOTrainer):
             self._calibrator.coming_prompts = prompt_ids
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs) -> tuple:
-        if self._calibrator is None:
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs) -> tuple:
+        if self._calibrator is None or model is self.ref_model or is_reference(model):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         with self._calibrator.watching():
-            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
     def compute_loss(self, model, inputs: dict, *args, **kwargs):
         if "kv_scales" in inputs:

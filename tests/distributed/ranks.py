@@ -54,7 +54,9 @@ def run(function: str, folder: Path, *, config: Path | None = None, ranks: int =
     # PYTHONDONTWRITEBYTECODE would have every rank compile torch, vLLM and transformers from source: 40 s
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
-    environment = inherited | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "DS_ACCELERATOR": "cpu"}
+    # accelerate calls the device of a rank on CPU "cpu:0", where torch cannot load an optimizer's state
+    cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
+    environment = inherited | cpu | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     try:
         done = subprocess.run(
             [str(part) for part in command],

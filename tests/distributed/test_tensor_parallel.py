@@ -5,7 +5,7 @@ import pytest
 from distributed.ranks import launch
 
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # two ranks on two cores
 
 SHAPE = {"head_dim": 128, "intermediate_size": 512}  # 2 KV heads of 128: each rank gets whole blocks
 

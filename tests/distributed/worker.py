@@ -52,6 +52,7 @@ def killed(folder: Path, checkpoint: str, **flags) -> dict:
 def drifting(folder: Path, checkpoint: str, **flags) -> dict:
     """A run whose second rank's policy has drifted apart before the second sync; reports the error."""
     trainer = make_trainer(folder, checkpoint, **flags)
+    trainer._calibrator.coming_prompts = engines.PROMPTS
     trainer.vllm_generation.sync_weights()
     if trainer.accelerator.process_index == 1:
         with torch.no_grad():
@@ -144,7 +145,6 @@ def shard_on_cpu() -> None:
     accelerate 1.15 looks at FSDP and DeepSpeed settings only where it found an accelerator, and otherwise goes on with
     DDP, or with ranks that know nothing of each other. What it does after that look is all the same on gloo and CPU.
     """
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda state, *args: ("gloo", DistributedType.MULTI_GPU)
 
 

@@ -32,6 +32,14 @@ def test_equals_the_definition(dtype, shape):
     assert digest(tensor).item() == integer_oracle(tensor)
 
 
+@pytest.mark.parametrize("words", [1, 40, 100])
+def test_large_tensors_are_taken_in_parts(words, monkeypatch):
+    tensor = sample(torch.float32, (13, 20))
+    whole = digest(tensor)
+    monkeypatch.setattr("trl_fp8.numerics.digest._PART", words)
+    assert torch.equal(digest(tensor), whole)
+
+
 @pytest.mark.parametrize("shape", [(8, 16), (5, 3), (9,)])
 def test_every_flipped_bit_is_seen(shape):
     tensor = sample(torch.float8_e4m3fn, shape)

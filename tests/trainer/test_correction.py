@@ -211,7 +211,7 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
                 "kv_cache_dtype": "auto",
                 "use_vllm": True,
             },
-            ["top_p=0.9", "surviving mass"],
+            ["top_p=0.9", "tokens that survive"],
         ),
     ],
 )

@@ -6,9 +6,9 @@ parameters and KV cache, level 1 keeps a copy of the parameters, and waking brin
 
 import pytest
 import torch
+from engine import engines
 from vllm import LLM
 
-from engine import engines
 from trainer.runs import arguments, dataset, reward_digits
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.kv_cache import attention_layers

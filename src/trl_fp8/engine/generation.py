@@ -15,6 +15,7 @@ import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -90,11 +91,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        if not self.model.name_or_path:
-            raise ValueError(
-                "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
-                "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
-            )
+        _check_model(self.model)
         on_cpu = self.accelerator.device.type == "cpu"
         device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
         if on_cpu:
@@ -137,7 +134,9 @@ class FP8VLLMGeneration(VLLMGeneration):
             if isinstance(module, FSDPModule):
                 module.reshard()
         try:
-            yield from super()._iter_named_params()
+            for name, parameter in super()._iter_named_params():
+                if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
+                    yield name, parameter
         finally:
             if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
                 self.model.unmerge_adapter()
@@ -261,6 +260,23 @@ class FP8VLLMGeneration(VLLMGeneration):
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
         return audited
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raise `ValueError` for a policy that no engine can follow."""
+    if not model.name_or_path:
+        raise ValueError(
+            "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
+            "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
+        )
+    head = model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            "the model's config says tie_word_embeddings=True, but its input and output embeddings are two tensors, "
+            "as with modules_to_save=['embed_tokens'] or ['lm_head'] under PEFT. vLLM ties them, so the engine would "
+            "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
+            "or a base model whose config does not tie them."
+        )
 
 
 class _Timed:

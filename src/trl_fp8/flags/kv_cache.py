@@ -25,12 +25,14 @@ class KVCacheFlags:
             "outliers on the first prompts of the dataset, as in models with a bias on k and no normalization (Qwen2)."
         },
     )
-    kv_calibration: str = field(
-        default="rollout",
+    kv_calibration: str | None = field(
+        default=None,
         metadata={
             "help": "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the latest "
             "rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming prompts and "
-            "latest rollouts). Before the first rollouts both run the coming prompts."
+            "latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', or 'policy' "
+            "where that pass does not see every token: with vllm_importance_sampling_correction=False TRL leaves it "
+            "out, with mask_truncated_completions=True it hides truncated completions from it."
         },
     )
     kv_scale_margin: float = field(
@@ -74,8 +76,12 @@ class KVCacheFlags:
             "max_tokens": self.kv_calibration_tokens,
         }
 
-    def check_kv_cache(self) -> None:
-        """Bring the flags into one form. Raises `ValueError` naming flag, value, reason and remedy."""
+    def check_kv_cache(self, blind_pass: str | None) -> None:
+        """Bring the flags into one form. Raises `ValueError` naming flag, value, reason and remedy.
+
+        Args:
+            blind_pass: The other flag, with its value, for which rollouts cannot be observed in the old-log-prob pass.
+        """
         if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
             self.kv_cache_dtype = "fp8"
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -89,7 +95,12 @@ class KVCacheFlags:
                 f"kv_scale_margin={self.kv_scale_margin} is below 1: the largest calibrated value itself would not "
                 "fit into the KV cache. Use 1.0 or more (default 1.05)."
             )
-        if self.kv_calibration not in KV_CALIBRATIONS:
+        if self.kv_calibration == "rollout" and blind_pass and self.kv_cache_dtype == "fp8":
+            raise ValueError(
+                f"kv_calibration='rollout' with {blind_pass}: the old-log-prob pass, which calibration would observe, "
+                "does not see every token of the rollouts then. Use kv_calibration='policy', or leave it unset."
+            )
+        if self.kv_calibration not in (*KV_CALIBRATIONS, None):
             raise ValueError(
                 f"kv_calibration={self.kv_calibration!r} is not a source of scales: there is no default scale that "
                 f"would be safe. Use one of {list(KV_CALIBRATIONS)}."

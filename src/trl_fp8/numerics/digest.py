@@ -5,14 +5,15 @@ all products are summed modulo 2**64. Since the key of each position is odd, cha
 sum; since keys differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of
 2**-32 or rarer. It is no protection against an adversary, only against mistakes.
 
-Keys factor into rows and columns, so the work is two integer sums over the bytes and no temporary larger than the
-words in 64 bits.
+Keys factor into rows and columns, so the work is two integer sums over the bytes. On CPU these make a copy in 64 bits,
+twice the bytes, so large tensors are taken in parts.
 """
 
 import torch
 
 
 _P = 0x1E3779B97F4A7C15  # any large odd number that fits into int64
+_PART = 2**22  # words
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,7 +26,9 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     rows, columns = words.shape
     row_key = 2 * torch.arange(rows, device=words.device) + 1
     column_key = 2 * _P * torch.arange(columns, device=words.device)  # wraps modulo 2**64, as do the products
-    by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
+    parts = words.split(max(1, _PART // max(1, columns)))
+    by_row = torch.cat([part.sum(1, dtype=torch.int64) for part in parts])
+    by_column = sum(part.sum(0, dtype=torch.int64) for part in parts)
     return (by_row * row_key).sum() + (by_column * column_key).sum()
 
 
