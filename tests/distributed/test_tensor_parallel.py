@@ -20,5 +20,5 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(checkpoint, tmp_p
         assert before["log_probs"] == after["log_probs"]
         assert before["engine"] == after["engine"]
         assert before["audit_failures"] == 0
-    # row-parallel layers add two partial sums where the trainer has one: close to its flow, not equal
-    assert all(row["mismatch/logp_difference_mean"] < 0.05 for row in synced[0]["log"])
+    # the trainer adds the ranks' partial products as the engine's all-reduce does; with one product it is at 0.03
+    assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in synced[0]["log"])

@@ -12,7 +12,7 @@ from quantization_counter import QuantizationCounter
 from torch import nn
 
 from trl_fp8.policy import fp8_matmul
-from trl_fp8.policy.fp8_linear import FP8Flow, FP8Linear
+from trl_fp8.policy.fp8_linear import FP8Flow, FP8Linear, FP8Linears
 from trl_fp8.recipe import recipe_for_model
 
 
@@ -244,3 +244,25 @@ def test_adapters_can_be_added_after_installation():
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
     assert wrapped.base_model.model.model.layers[0].self_attn.q_proj.base_layer is handle.modules[name]
     wrapped(**token_batch()).loss.backward()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_row_parallel_layers_add_the_partial_products_of_the_engines_ranks(bias):
+    """Two ranks with half of K each: each product in BF16, the bias on the first rank, the sum rounded once."""
+    model = nn.ModuleDict({"o_proj": Wrapped(512, 256, bias).layer, "q_proj": Wrapped(512, 256, bias).layer})
+    FP8Linears.install(model, ["o_proj", "q_proj"], FP8Flow(), tensor_parallel_size=2)
+    x, _ = inputs((9,), 512, 256, dtype=torch.bfloat16)
+    halves = []
+    for start in (0, 256):
+        half = Wrapped(256, 256, bias and start == 0)
+        with torch.no_grad():
+            half.layer.weight.copy_(model["o_proj"].weight[:, start : start + 256])
+            if half.layer.bias is not None:
+                half.layer.bias.copy_(model["o_proj"].bias)
+        installed(half, FP8Flow())
+        halves.append(half(x[:, start : start + 256]).float())
+    expected = sum(halves).to(torch.bfloat16)
+    assert torch.equal(model["o_proj"](x), expected)
+    assert not torch.equal(model["q_proj"](x), expected)  # column-parallel: one product of all of K
+    grads = [torch.autograd.grad(model[name](x).float().sum(), model[name].weight)[0] for name in ("o_proj", "q_proj")]
+    assert torch.equal(*grads)  # straight through

@@ -18,7 +18,7 @@ from torch import nn
 from torchao.quantization import Float8Tensor
 
 from ..numerics.blockwise import BLOCK
-from ..recipe import linear_layers
+from ..recipe import ROW_PARALLEL, linear_layers
 from .fp8_flow import FP8Flow
 from .fp8_gemm import require_backend, torchao_linear
 from .fp8_matmul import compute_dtype, fp8_linear
@@ -51,12 +51,13 @@ class FP8Linear(nn.Linear):
     """
 
     fp8_flow: FP8Flow
+    partial_sums: int
     _quantized: _QuantizedWeight | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.fp8_flow.backend == "torchao":
             return self._torchao_forward(input)
-        return fp8_linear(input, self.weight, self.bias, self.quantized_weight(), self.fp8_flow)
+        return fp8_linear(input, self.weight, self.bias, self.quantized_weight(), self.fp8_flow, self.partial_sums)
 
     def quantized_weight(self) -> Float8Tensor:
         """Q(W), codes `[N, K]`: the cached one if it is current, else quantized now."""
@@ -99,13 +100,16 @@ class FP8Linears:
         self.flow = flow
 
     @classmethod
-    def install(cls, model: nn.Module, modules: Collection[str], flow: FP8Flow) -> "FP8Linears":
+    def install(
+        cls, model: nn.Module, modules: Collection[str], flow: FP8Flow, tensor_parallel_size: int = 1
+    ) -> "FP8Linears":
         """Turn linear layers of `model` (plain or PEFT-wrapped) into `FP8Linear`, in place.
 
         Args:
             model: The model whose layers to turn.
             modules: Names as in the checkpoint (`FP8Recipe.fp8_modules`); each must be a plain `nn.Linear`.
             flow: What they compute.
+            tensor_parallel_size: The engine's; row-parallel layers sum that many partial products.
 
         Raises:
             ValueError: A name is not a linear layer of the model, a layer is of another class or does not fit the
@@ -123,9 +127,10 @@ class FP8Linears:
         offenders = [f"{name}: {why}" for name, linear in chosen.items() if (why := _why_not(linear, flow))]
         if offenders:
             raise ValueError("These layers cannot become FP8 linears:\n  " + "\n  ".join(offenders))
-        for linear in chosen.values():
+        for name, linear in chosen.items():
             linear.__class__ = FP8Linear
             linear.fp8_flow = flow
+            linear.partial_sums = tensor_parallel_size if name.rpartition(".")[2] in ROW_PARALLEL else 1
         return cls(chosen, flow)
 
     def invalidate(self) -> None:
@@ -136,7 +141,7 @@ class FP8Linears:
     def remove(self) -> None:
         """Turn the layers back into what they were."""
         for linear in self.modules.values():
-            del linear.fp8_flow
+            del linear.fp8_flow, linear.partial_sums
             linear.__dict__.pop("_quantized", None)
             linear.__class__ = nn.Linear
 

@@ -17,7 +17,12 @@ from .fp8_gemm import gemm_for
 
 
 def fp8_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, weight_codes: Float8Tensor, flow: FP8Flow
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_codes: Float8Tensor,
+    flow: FP8Flow,
+    partial_sums: int = 1,
 ) -> torch.Tensor:
     """`x @ W.T + bias` under `flow`.
 
@@ -27,13 +32,15 @@ def fp8_linear(
         bias: `[N]` or None.
         weight_codes: Q(W): `flow.quantize_weight(weight)`, cached or not.
         flow: The precision flow; not of backend "torchao".
+        partial_sums: Number of parts of K that the engine's tensor parallel ranks multiply by themselves. Each product
+            is rounded to BF16 before they are added, which vLLM's all-reduce does in FP32.
 
     Returns:
         `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is rounded
         to BF16 before the bias is added and again after, as the engine does (vLLM 0.31, BlockScaledMMLinearKernel.py);
         with `"weights"` it is the plain linear of x and the round-tripped weight.
     """
-    y = _FP8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, bias, weight_codes, flow, compute_dtype(x))
+    y = _FP8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, bias, weight_codes, flow, partial_sums, compute_dtype(x))
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -45,10 +52,12 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 class _FP8Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, weight_codes: Float8Tensor, flow: FP8Flow, compute: torch.dtype):
+    def forward(
+        ctx, x, weight, bias, weight_codes: Float8Tensor, flow: FP8Flow, partial_sums: int, compute: torch.dtype
+    ):
         with torch.autocast(x.device.type, enabled=False):
             codes = flow.quantize_input(x) if flow.forward == "full" else None
-            y = _product(x, codes, weight_codes, bias, flow, compute)
+            y = _product(x, codes, weight_codes, bias, flow, partial_sums, compute)
             ctx.flow, ctx.compute = flow, compute
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
             for_dx, for_dw = (None, None), (None, None)
@@ -73,7 +82,7 @@ class _FP8Matmul(torch.autograd.Function):
                 dw = _weight_gradient(dy, x, x_scale, ctx.flow, ctx.compute).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
                 db = dy.sum(0).to(ctx.dtypes[2])
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
 
 
 def _product(
@@ -82,14 +91,20 @@ def _product(
     weight_codes: Float8Tensor,
     bias: torch.Tensor | None,
     flow: FP8Flow,
+    partial_sums: int,
     compute: torch.dtype,
 ) -> torch.Tensor:
     """The forward, `[T, N]` in `compute`; `codes` is Q(x), None where x stays as it is."""
     if codes is None:
         bias = bias if bias is None else bias.to(compute)
         return F.linear(x.to(compute), dequantize_weight(weight_codes, compute), bias)
-    y = gemm_for(flow.backend)(codes, weight_codes, compute).to(torch.bfloat16)
-    return (y if bias is None else y + bias.to(torch.bfloat16)).to(compute)
+    gemm, bf16 = gemm_for(flow.backend), torch.bfloat16
+    parts = zip(_split(codes, 1, partial_sums), _split(weight_codes, BLOCK, partial_sums), strict=True)
+    products = [gemm(*part, compute).to(bf16) for part in parts]
+    if bias is not None:  # the first rank's, before the sum
+        products[0] = products[0] + bias.to(bf16)
+    y = products[0] if partial_sums == 1 else sum(product.float() for product in products).to(bf16)
+    return y.to(compute)
 
 
 def _input_gradient(
@@ -121,6 +136,14 @@ def _weight_gradient(
 def _backward_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
     """Dtype of the straight-through GEMMs. CPUs without 16-bit units emulate them ten times slower than FP32."""
     return torch.float32 if device.type == "cpu" else compute
+
+
+def _split(operand: Float8Tensor, rows: int, parts: int) -> list[Float8Tensor]:
+    """`operand` `[*, K]` in equal parts of K, each of whole blocks."""
+    if parts == 1:
+        return [operand]
+    pairs = zip(operand.qdata.chunk(parts, 1), operand.scale.chunk(parts, 1), strict=True)
+    return [_float8(codes, scale, rows) for codes, scale in pairs]
 
 
 def _float8(codes: torch.Tensor, scale: torch.Tensor, rows: int) -> Float8Tensor:

@@ -27,7 +27,7 @@ class PrecisionFlow(TrainerCallback):
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe, flow: FP8Flow, tap: AttentionTap | None):
         self.keeps_weights = flow.cache_weights
-        self._linears = FP8Linears.install(model, recipe.fp8_modules, flow)
+        self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
         if flow.forward == "full":
             BF16Modules.install(model)
             if tap is not None:  # the engine's CPU reference attends in FP32
