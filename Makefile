@@ -12,6 +12,10 @@ UNUSED := torchvision torchaudio torchcodec
 WORKERS := $(if $(filter cpu,$(ENGINE)),2,1)
 # Two OpenMP threads that spin while they wait slow each other down on a busy machine, 20-fold at worst
 export OMP_WAIT_POLICY := PASSIVE
+# Where it is set, every process of the tests would compile torch, vLLM and transformers anew: 30 s each
+export PYTHONDONTWRITEBYTECODE :=
+# DeepSpeed's CUDA kernels are not needed to shard a policy
+export DS_BUILD_OPS := 0
 
 .PHONY: demo test lint format docs plan clean
 

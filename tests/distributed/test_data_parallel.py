@@ -8,7 +8,7 @@ import pytest
 from distributed.ranks import SECONDS, launch, run
 
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # two ranks on two cores
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 ACCELERATE = Path(__file__).parents[2] / "examples" / "accelerate_configs"
 # Everything that has a state of its own: rollouts used for several optimizer steps, scales observed in the rollouts,

@@ -7,7 +7,7 @@ import pytest
 from distributed.ranks import launch
 
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # two ranks on two cores
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 ACCELERATE = Path(__file__).parents[2] / "examples" / "accelerate_configs"
 SHARDED = {"FSDP": ACCELERATE / "fsdp2.yaml", "DEEPSPEED": ACCELERATE / "zero3.yaml"}

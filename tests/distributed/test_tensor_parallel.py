@@ -5,7 +5,7 @@ import pytest
 from distributed.ranks import launch
 
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]  # two ranks on two cores
+pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SHAPE = {"head_dim": 128, "intermediate_size": 512}  # 2 KV heads of 128: each rank gets whole blocks
 
