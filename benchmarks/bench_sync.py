@@ -4,11 +4,14 @@
 
 Both go through the same reload. Rounds alternate between the two engines, and the first sync of each is not counted.
 Memory is the process's peak during a sync over what it had before, in BF16 decoder layers of the model. vLLM reloads
-module by module, so embeddings, which are larger than a layer, set the peak; "fp8_small_vocabulary" is without them.
+module by module, so embeddings, which are larger than a layer, set the peak; "fp8_small_vocabulary" is without them. It is
+measured in a process of its own, whose allocator returns freed memory at once, which costs time.
 """
 
 import argparse
+import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -33,27 +36,31 @@ BF16 = {"fp8_weights": False, "kv_cache_dtype": "auto"}
 ENGINES = {"fp8": (SHAPE["vocab_size"], {}), "bf16": (SHAPE["vocab_size"], BF16), "fp8_small_vocabulary": (1024, {})}
 
 
-def measure(checkpoint: str, syncs: int, recipe_flags: dict) -> dict:
-    """Seconds and peak memory of `syncs` syncs after a first one."""
+def measure(folder: str, rounds: int, syncs: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds and peak memory of `syncs` syncs after a first one, in alternating rounds; engine -> figure -> values."""
+    import tiny_models
     import torch
     from engine import engines
 
-    scales = engines.some_scales(SHAPE["num_hidden_layers"], 1) if not recipe_flags else None
-    generation = engines.start(checkpoint, scales, **recipe_flags)
-    generation.sync_weights()
-    seconds, quantize, peaks = [], [], []
-    with torch.no_grad():
+    measured = {name: {"seconds": [], "quantize_seconds": [], "peak_bytes": [], "bytes_sent": []} for name in ENGINES}
+    for size in {size for size, _ in ENGINES.values()}:
+        shape = SHAPE | {"vocab_size": size}
+        tiny_models.save_checkpoint(Path(folder, str(size)), initializer_range=0.02, **shape)
+    for name, (size, flags) in rounds * list(ENGINES.items()):
+        scales = None if flags else engines.some_scales(SHAPE["num_hidden_layers"], 1)
+        generation = engines.start(f"{folder}/{size}", scales, **flags)
+        generation.sync_weights()
         for _ in range(syncs):
-            generation.model.model.layers[0].mlp.down_proj.weight.add_(0.001)
+            with torch.no_grad():
+                generation.model.model.layers[0].mlp.down_proj.weight.add_(0.001)
             reset_peak()
             before = memory("VmRSS")
             generation.sync_weights()
-            peaks.append(memory("VmHWM") - before)
-            seconds.append(generation.last_sync.seconds)
-            quantize.append(generation.last_sync.quantize_seconds)
-    sent = generation.last_sync.bytes_sent
-    engines.shutdown(generation.llm)
-    return {"seconds": seconds, "quantize_seconds": quantize, "peak_bytes": peaks, "bytes_sent": sent}
+            measured[name]["peak_bytes"].append(memory("VmHWM") - before)
+            for figure in ("seconds", "quantize_seconds", "bytes_sent"):
+                measured[name][figure].append(getattr(generation.last_sync, figure))
+        engines.shutdown(generation.llm)
+    return measured
 
 
 def reset_peak() -> None:
@@ -67,44 +74,46 @@ def memory(which: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])
 
 
+def peaks_in_a_process_of_its_own() -> dict[str, list[float]]:
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
+    command = [sys.executable, __file__, "--peaks"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--syncs", type=int, default=4)
+    parser.add_argument("--peaks", action="store_true", help="print peak memory as JSON; used by the benchmark itself")
     options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if options.peaks:
+            measured = measure(folder, rounds=1, syncs=3)
+            print(json.dumps({name: figures["peak_bytes"] for name, figures in measured.items()}))
+            return
+        measured = measure(folder, options.rounds, options.syncs)
+    peaks = peaks_in_a_process_of_its_own()
+
     import tiny_models
 
-    per_engine = {name: [] for name in ENGINES}
-    with tempfile.TemporaryDirectory() as folder:
-        for size in {size for size, _ in ENGINES.values()}:
-            shape = SHAPE | {"vocab_size": size}
-            tiny_models.save_checkpoint(Path(folder, str(size)), initializer_range=0.02, **shape)
-        for _ in range(options.rounds):
-            for name, (size, flags) in ENGINES.items():
-                per_engine[name].append(measure(f"{folder}/{size}", options.syncs, flags))
     model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config(**SHAPE))
     layer_bytes = 2 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
-
-    def every(name: str, key: str) -> list[float]:
-        return [value for round_ in per_engine[name] for value in round_[key]]
-
-    ratios = [f / b for f, b in zip(every("fp8", "seconds"), every("bf16", "seconds"), strict=True)]
+    pairs = zip(measured["fp8"]["seconds"], measured["bf16"]["seconds"], strict=True)
     results = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layer_bytes_bf16": layer_bytes,
-        "fp8_over_bf16": record.spread(ratios),
+        "fp8_over_bf16": record.spread([fp8 / bf16 for fp8, bf16 in pairs]),
     }
-    for name in ENGINES:
+    for name, figures in measured.items():
         results[name] = {
-            "sync_seconds": record.spread(every(name, "seconds")),
-            "quantize_seconds": record.spread(every(name, "quantize_seconds")),
-            "peak_layers": record.spread([peak / layer_bytes for peak in every(name, "peak_bytes")]),
-            "bytes_sent": per_engine[name][0]["bytes_sent"],
+            "sync_seconds": record.spread(figures["seconds"]),
+            "quantize_seconds": record.spread(figures["quantize_seconds"]),
+            "peak_layers": record.spread([peak / layer_bytes for peak in peaks[name]]),
+            "bytes_sent": figures["bytes_sent"][0],
         }
     record.write("sync", options.rounds * options.syncs, results)
 
 
 if __name__ == "__main__":
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:  # freed memory goes back at once, so that peaks are what is held
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"})
     main()

@@ -50,7 +50,7 @@ def test_what_the_user_sets_wins():
         ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"use_vllm": False}, ["use_vllm=False", "fp8_weights=True", "Set use_vllm=True", "fp8_weights=False"]),
-        ({"vllm_mode": "server"}, ["vllm_mode='server'", "read back", "vllm_mode='colocate'"]),
+        ({"vllm_mode": "server"}, ["vllm_mode='server'", "reads every FP8 weight", "vllm_mode='colocate'"]),
         ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
         ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
         ({"vllm_importance_sampling_mode": "tokens"}, ["vllm_importance_sampling_mode='tokens'", "token_truncate"]),

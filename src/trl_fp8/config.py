@@ -182,8 +182,10 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
             )
         if self.vllm_mode != "colocate":
             raise ValueError(
-                f"vllm_mode={self.vllm_mode!r} with {flags}: FP8 weights and KV scales can only be synced into, and "
-                f"read back from, a colocated engine so far. Set vllm_mode='colocate', or switch FP8 off: {off}."
+                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer reads every FP8 weight and KV scale back from "
+                "the engine after each sync, which it can do in its own process only, and TRL's transfer to a server "
+                "neither quantizes weights nor carries KV scales. Set vllm_mode='colocate' (vllm_enable_sleep_mode=True "
+                f"frees its memory during the optimizer step), or keep the server in BF16: {off}."
             )
         if self.vllm_model_impl == "transformers":
             raise ValueError(

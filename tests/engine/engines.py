@@ -33,6 +33,7 @@ def start(
     kv_scales: KVScales | None = None,
     generation=FP8VLLMGeneration,
     engine_kwargs: dict | None = None,
+    sleep: bool = False,
     **recipe_flags,
 ):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
@@ -50,6 +51,7 @@ def start(
         max_model_length=64,
         max_num_seqs=8,
         max_completion_length=8,
+        enable_sleep_mode=sleep,
     )
 
 

@@ -96,3 +96,21 @@ def test_skipped_kv_layers_keep_a_bf16_cache(checkpoint, tmp_path):
     again = engines.fresh(tmp_path / "fresh", generation, scales)
     assert engines.log_probs(again) == synced
     engines.shutdown(again)
+
+
+@WITH_AND_WITHOUT_GRAPHS
+def test_an_engine_that_slept_samples_as_before(enforce_eager, checkpoint):
+    generation = engines.start(
+        checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs={"enforce_eager": enforce_eager}, sleep=True
+    )
+    generation.temperature = 0.0
+    generation.sync_weights()
+    generation.llm.keep_weights = True  # level 1: weights in host memory
+    first, sync = generation.generate(engines.PROMPTS, None, 1), generation.last_sync
+    assert generation.llm.weights_kept
+    assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is sync
+    generation.llm.keep_weights = False  # level 2: weights discarded
+    assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is sync
+    assert not generation.llm.weights_kept
+    assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is not sync
+    engines.shutdown(generation.llm)

@@ -1,9 +1,9 @@
 """`vllm serve` as the rollout engine (TRL's `vllm_mode="server"`), which `FP8GRPOConfig` refuses: how far it gets.
 
-    HTTP            VLLMClient -> server      generation, server info         needs no GPU
-    handshake       init_communicator         TRL and vLLM's worker refuse without a CUDA device
-    weights         packed buffers over NCCL  flat bytes: FP8 codes pass, tensors without dimensions do not
-    KV scales       last in the same stream   as [1], see `wire`
+HTTP            VLLMClient -> server      generation, server info         needs no GPU
+handshake       init_communicator         TRL and vLLM's worker refuse without a CUDA device
+weights         packed buffers over NCCL  flat bytes: FP8 codes pass, tensors without dimensions do not
+KV scales       last in the same stream   as [1], see `wire`
 """
 
 import json
@@ -116,7 +116,6 @@ def test_a_sync_through_vllms_packed_buffer_passes_the_audit(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), generation=ThroughPackedBuffer)
     generation.sync_weights()
     assert generation.last_sync.fp8_weights == 14
-    assert generation.last_sync.audited_tensors > 2 * 14
     engines.shutdown(generation.llm)
 
 
@@ -131,7 +130,7 @@ def test_the_packed_buffer_refuses_tensors_without_dimensions():
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a server without CUDA cannot do")
-def test_a_server_on_cpu_generates_but_has_no_way_in_for_weights(checkpoint, tmp_path, monkeypatch):
+def test_a_server_on_cpu_generates_and_refuses_the_weight_transfer(checkpoint, tmp_path, monkeypatch):
     folder = checkpoint("qwen3")
     arguments = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**24} | SIZES | COMMON
     with server(folder, arguments, tmp_path / "server.log") as url:
@@ -165,14 +164,13 @@ def test_a_server_on_cpu_generates_but_has_no_way_in_for_weights(checkpoint, tmp
 def check_greedy(folder: str, output: dict) -> None:
     """Each completion's first token is transformers' choice, with its log-prob up to BF16.
 
-    Logits below 4 in magnitude have BF16 steps of 2^-6. Head and body of the model round once more than the reference
-    does, which leaves a few half steps: 2 steps are allowed, and the mean distance of other tokens is 60 of them.
+    The largest logits lie between 2 and 4, where BF16 has steps of 2^-6, and the two models round at other places on
+    the way to them. Allowed are 2 steps (measured: 0.7); the mean token is more than 100 of them below the chosen one.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     for ids, completion, logps in zip(output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True):
         assert len(completion) == len(logps) <= COMPLETION["max_tokens"]
         expected = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
-        print("DIFF", logps[0][0] - expected[completion[0]].item(), expected.max(), completion[0], expected.argmax(), (expected.mean()-expected.max())/2**-6)
         assert completion[0] == expected.argmax()
         assert abs(logps[0][0] - expected[completion[0]]) < 2 * 2**-6
 

@@ -160,9 +160,9 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     named = [(name, _local(p)) for name, p in model.named_parameters() if p.is_floating_point()]
     held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
     bad = torch.zeros(len(named), device=named[0][1].device)
-    if held:
-        largest = torch.stack(torch._foreach_norm([named[index][1] for index in held], torch.inf))
-        bad[held] = (~torch.isfinite(largest)).float()
+    if held:  # a norm would need 15 times as long on CPU
+        extremes = torch.stack([torch.stack(torch.aminmax(named[index][1])).float() for index in held])
+        bad[held] = (~torch.isfinite(extremes)).any(1).float()
     if reduce_max is not None:
         reduce_max(bad)
     names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
