@@ -56,6 +56,17 @@ def test_nothing_aliases_a_policy_that_will_change(model):
         assert sum(tensor.data_ptr() in owned for _, tensor in sent) == expected
 
 
+def test_a_loader_that_rounds_gets_the_policys_own_tensors(model):
+    recipe, report = recipe_for_model(model), StreamReport()
+    parameters = dict(model.named_parameters())
+    sent = dict(weight_stream(parameters.items(), recipe, None, report, round_here=False))
+    kept = [name for name in parameters if name.removesuffix(".weight") not in recipe.fp8_modules_set]
+    assert len(kept) == 11 and all(sent[name].data_ptr() == parameters[name].data_ptr() for name in kept)
+    rounded = StreamReport()
+    list(weight_stream(parameters.items(), recipe, None, rounded))
+    assert report.bytes_sent == rounded.bytes_sent  # of the engine's dtype
+
+
 def test_a_module_that_vanished_is_named(model):
     recipe = recipe_for_model(model)
     parameters = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]

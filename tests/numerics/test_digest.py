@@ -33,11 +33,20 @@ def test_equals_the_definition(dtype, shape):
 
 
 @pytest.mark.parametrize("words", [1, 40, 100])
-def test_large_tensors_are_taken_in_parts(words, monkeypatch):
-    tensor = sample(torch.float32, (13, 20))
+@pytest.mark.parametrize("shape", [(13, 20), (4, 7, 6), (3, 5), (40,)])
+def test_large_tensors_are_taken_in_parts(words, shape, monkeypatch):
+    tensor = sample(torch.bfloat16, shape)
     whole = digest(tensor)
     monkeypatch.setattr("trl_fp8.numerics.digest._PART", words)
     assert torch.equal(digest(tensor), whole)
+    strided = tensor.transpose(0, -1)
+    assert torch.equal(digest(strided), digest(strided.contiguous()))
+
+
+def test_a_cast_is_part_of_the_checksum():
+    master = sample(torch.float32, (13, 20))
+    assert torch.equal(digest(master, torch.bfloat16), digest(master.bfloat16()))
+    assert not torch.equal(digest(master, torch.bfloat16), digest(master))
 
 
 @pytest.mark.parametrize("shape", [(8, 16), (5, 3), (9,)])

@@ -50,10 +50,10 @@ class Ledger:
     unknown: list[str] = field(default_factory=list)
 
     def record(self, stream: Iterable[Named]) -> Iterator[Named]:
-        """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor."""
+        """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it will be held."""
         for name, tensor in stream:
             if (piece := self.layout.pieces.get(name)) is not None:
-                self.digests[name] = digest(piece.of_sent(tensor))
+                self.digests[name] = digest(piece.of_sent(tensor), piece.dtype)
             elif (key := self.layout.unreadable_name(name)) is not None:
                 before = self.unread.get(key, 0)
                 self.unread[key] = 31 * before + digest(tensor) if self.replicas else before  # modulo 2**64
@@ -87,11 +87,14 @@ class Ledger:
             if names
         ]
         if found:
+            cause = (
+                "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
+                if engine_differs or missing or self.unknown
+                else "The ranks have come to hold different policies: look for what changes weights on some of them only."
+            )
             raise RuntimeError(
-                "weight sync failed its audit: "
-                + "; ".join(found)
-                + ". The engine must not generate; nothing was trained on it. This is a defect of the sync (vLLM 0.31 "
-                "is what it was tested with), not of your data."
+                f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained "
+                f"on it. {cause}"
             )
         return len(self.digests)
 

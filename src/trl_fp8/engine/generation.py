@@ -226,12 +226,16 @@ class FP8VLLMGeneration(VLLMGeneration):
         try:
             with closing(self._iter_named_params()) as parameters:
                 merged = is_peft_model(self.model)
+                short_lived = (
+                    merged or self._dist.is_zero3
+                )  # vLLM reads a fused layer's tensors when it has all of them
                 stream = weight_stream(
                     parameters,
                     self.recipe,
                     kv_scales,
                     report,
-                    copy=merged,
+                    copy=short_lived,
+                    round_here=False,
                     quantized=None if merged else self.quantized,
                 )
                 timed = _Timed(ledger.record(stream))

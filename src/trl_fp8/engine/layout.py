@@ -40,6 +40,7 @@ class Piece:
     Attributes:
         name: Name of the checkpoint tensor.
         module, attribute: The engine parameter. Looked up at every use, since vLLM may replace it.
+        dtype: Its dtype.
         sent: For each dim, which part of the checkpoint tensor this rank holds (None: all of it).
         held: For each dim, where in the engine parameter it is (None: everywhere).
     """
@@ -47,6 +48,7 @@ class Piece:
     name: str
     module: nn.Module
     attribute: str
+    dtype: torch.dtype
     sent: tuple[Span | None, ...] = ()
     held: tuple[Span | None, ...] = ()
 
@@ -110,16 +112,17 @@ def _why_unreadable(module: nn.Module, parameter: torch.Tensor) -> str | None:
 
 def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     in_blocks = attribute == "weight_scale_inv"
+    dtype = getattr(module, attribute).dtype
     for name, rows, columns, offset in _shards(model, prefix, module):
         if rows is None and columns is None:
-            yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute)
+            yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
         held_rows = Span(offset, rows.size) if rows else None
         spans = (rows, columns), (held_rows, None)
         if in_blocks:
             spans = tuple(tuple(span and span.blocks() for span in pair) for pair in spans)
         dims = 1 if attribute == "bias" else 2
-        yield Piece(f"{name}.{attribute}", module, attribute, sent=spans[0][:dims], held=spans[1][:dims])
+        yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=spans[0][:dims], held=spans[1][:dims])
 
 
 def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:

@@ -3,7 +3,7 @@
     policy parameter ("...q_proj.weight", fp32 or bf16)
         -> rounded to bf16                            what a BF16 engine would compute with
         -> quantize_weight                            "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
-    any other parameter -> rounded to bf16
+    any other parameter -> rounded to bf16, or as it is, for a loader that rounds on copying
     last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 
 Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to.
@@ -33,7 +33,7 @@ class StreamReport:
 
     Attributes:
         fp8_weights: Number of weights that went out in FP8.
-        bytes_sent: Bytes of all weights that went out, scales included (not the KV cache scales).
+        bytes_sent: Bytes of all weights as the engine holds them, scales included (not the KV cache scales).
         error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight, on the device.
         stale: Name of each weight that came quantized -> whether the first block row of the weight gives other codes
             or scales, on the device.
@@ -73,6 +73,7 @@ def weight_stream(
     *,
     dtype: torch.dtype = torch.bfloat16,
     copy: bool = False,
+    round_here: bool = True,
     quantized: Quantized | None = None,
 ) -> Iterator[Named]:
     """Yield `(name, tensor)` for every checkpoint tensor of the engine.
@@ -84,6 +85,8 @@ def weight_stream(
         report: Filled on the way.
         dtype: The engine's high-precision dtype; FP8 weights are quantized from values rounded to it.
         copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
+        round_here: Whether what is not FP8 is brought to `dtype`. A loader in the same process does that by itself, and
+            an embedding is not held twice.
         quantized: Module name -> its weight as quantized by whoever needs it too; None: quantized here.
 
     Raises:
@@ -105,9 +108,8 @@ def weight_stream(
                 report.bytes_sent += item[1].nbytes
                 yield item
         else:
-            tensor = parameter.detach().to(dtype, copy=copy)
-            report.bytes_sent += tensor.nbytes
-            yield name, tensor
+            report.bytes_sent += parameter.numel() * dtype.itemsize
+            yield name, parameter.detach().to(dtype, copy=copy) if copy or round_here else parameter.detach()
     if pending:
         raise RuntimeError(
             f"the policy has no weight for {len(pending)} modules that the engine expects in FP8: "

@@ -5,8 +5,8 @@ all products are summed modulo 2**64. Since the key of each position is odd, cha
 sum; since keys differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of
 2**-32 or rarer. It is no protection against an adversary, only against mistakes.
 
-Keys factor into rows and columns, so the work is two integer sums over the bytes. On CPU these make a copy in 64 bits,
-twice the bytes, so large tensors are taken in parts.
+Keys factor into rows and columns, so the work is two integer sums over the bytes. Large tensors are taken in parts, so that
+a cast, and the copy in 64 bits that integer sums make on CPU, stay small.
 """
 
 import torch
@@ -16,20 +16,32 @@ _P = 0x1E3779B97F4A7C15  # any large odd number that fits into int64
 _PART = 2**22  # words
 
 
-def digest(tensor: torch.Tensor) -> torch.Tensor:
+def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """int64 0-d checksum on `tensor`'s device, of its bytes and their positions (not of its dtype or shape).
 
     Args:
         tensor: Any dtype, any shape, any strides. A trailing odd number of bytes is padded with zeros.
+        dtype: What `tensor` is cast to first; None: nothing.
     """
-    words = _words(tensor.detach())
-    rows, columns = words.shape
-    row_key = 2 * torch.arange(rows, device=words.device) + 1
-    column_key = 2 * _P * torch.arange(columns, device=words.device)  # wraps modulo 2**64, as do the products
-    parts = words.split(max(1, _PART // max(1, columns)))
-    by_row = torch.cat([part.sum(1, dtype=torch.int64) for part in parts])
-    by_column = sum(part.sum(0, dtype=torch.int64) for part in parts)
-    return (by_row * row_key).sum() + (by_column * column_key).sum()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    row = 0
+    for part in _parts(tensor.detach(), dtype or tensor.dtype):
+        words = _words(part.to(dtype or tensor.dtype))
+        rows, columns = words.shape
+        row_key = 2 * torch.arange(row, row + rows, device=words.device) + 1
+        column_key = 2 * _P * torch.arange(columns, device=words.device)  # wraps modulo 2**64, as do the products
+        by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
+        total = total + (by_row * row_key).sum() + (by_column * column_key).sum()
+        row += rows
+    return total
+
+
+def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """`tensor` along its first dim, in parts of about `_PART` words; whole where rows are no whole number of words."""
+    if tensor.dim() < 2 or not tensor.numel() or tensor.shape[-1] * dtype.itemsize % 4:
+        return (tensor,)
+    words = tensor[0].numel() * dtype.itemsize // 4
+    return tensor.split(max(1, _PART // words))
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
