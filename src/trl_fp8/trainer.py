@@ -141,7 +141,7 @@ class FP8GRPOTrainer(GRPOTrainer):
             return VLLMGeneration(**kwargs)
         from .engine.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
-        check_launch(self.accelerator)
+        check_launch(self.accelerator, self.args.vllm_tensor_parallel_size)
         recipe = self.args.recipe_for(self.model)
         if recipe.fp8_kv_cache:
             recipe = self._tap_attention(recipe)

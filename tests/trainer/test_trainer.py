@@ -191,6 +191,11 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
         check_launch(SimpleNamespace(num_processes=1))
 
 
+def test_processes_that_engines_cannot_share_are_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 with 1 processes.*--num_processes 2"):
+        FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path, vllm_tensor_parallel_size=2), dataset())
+
+
 def test_a_model_that_vllm_cannot_find_is_refused(tmp_path):
     model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
     with pytest.raises(ValueError, match="no name_or_path.*save_pretrained"):
