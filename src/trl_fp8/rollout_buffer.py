@@ -9,6 +9,7 @@ file a rank, with everything that belongs to them (log-probs, weights of the cor
 from pathlib import Path
 
 import torch
+from accelerate.utils import send_to_device
 
 
 def save_rollouts(folder: str | Path, rank: int, step: int, batches: list[dict]) -> None:
@@ -16,12 +17,12 @@ def save_rollouts(folder: str | Path, rank: int, step: int, batches: list[dict])
     torch.save({"step": step, "batches": batches}, _file(folder, rank))
 
 
-def load_rollouts(folder: str | Path, rank: int) -> tuple[int, list[dict]] | None:
-    """What `save_rollouts` wrote, or None if the checkpoint does not fall between two generations."""
+def load_rollouts(folder: str | Path, rank: int, device: torch.device) -> tuple[int, list[dict]] | None:
+    """What `save_rollouts` wrote, on `device`, or None if the checkpoint does not fall into a generation."""
     if not (path := _file(folder, rank)).exists():
         return None
-    state = torch.load(path, weights_only=True)
-    return state["step"], state["batches"]
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    return state["step"], send_to_device(state["batches"], device)
 
 
 def _file(folder: str | Path, rank: int) -> Path:

@@ -291,5 +291,5 @@ class FP8GRPOTrainer(GRPOTrainer):
             return
         if self._calibrator:
             self._calibrator.load(checkpoint, self.accelerator.process_index)
-        if rollouts := load_rollouts(checkpoint, self.accelerator.process_index):
+        if rollouts := load_rollouts(checkpoint, self.accelerator.process_index, self.accelerator.device):
             self._step, self._buffered_inputs = rollouts

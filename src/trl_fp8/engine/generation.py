@@ -226,9 +226,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         try:
             with closing(self._iter_named_params()) as parameters:
                 merged = is_peft_model(self.model)
-                short_lived = (
-                    merged or self._dist.is_zero3
-                )  # vLLM reads a fused layer's tensors when it has all of them
+                # vLLM reads the tensors of a fused layer when it has all of them
+                short_lived = merged or self._dist.is_zero3
                 stream = weight_stream(
                     parameters,
                     self.recipe,
