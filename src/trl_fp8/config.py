@@ -205,19 +205,20 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
         """Correction compares log-probs of the full softmax; truncated sampling renormalizes those of the rollout."""
         if not self.vllm_importance_sampling_correction:
             return
-        neutral = {
+        neutral_fields = {
             "top_p": (1.0,),
             "top_k": (0, -1, None),
             "min_p": (None, 0.0),
             "repetition_penalty": (1.0,),
             "vllm_structured_outputs_regex": (None,),
-            # of generation_kwargs only
+        }
+        neutral = neutral_fields | {  # the rest can only be in generation_kwargs
             "presence_penalty": (0.0,),
             "frequency_penalty": (0.0,),
             "min_tokens": (0,),
             **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
         }
-        given = {name: getattr(self, name) for name in neutral if hasattr(self, name)} | (self.generation_kwargs or {})
+        given = {name: getattr(self, name) for name in neutral_fields} | (self.generation_kwargs or {})
         changing = {name: value for name, value in given.items() if name in neutral and value not in neutral[name]}
         if changing:
             listed = ", ".join(f"{name}={value!r}" for name, value in changing.items())

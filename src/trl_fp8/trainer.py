@@ -283,7 +283,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self._calibrator:
             self._calibrator.save(folder, self.accelerator.process_index)
         if self.args.any_fp8 and self._step % (self.args.steps_per_generation * self.num_iterations):
-            save_rollouts(folder, self.accelerator.process_index, self._step, self._buffered_inputs)
+            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -291,5 +291,5 @@ class FP8GRPOTrainer(GRPOTrainer):
             return
         if self._calibrator:
             self._calibrator.load(checkpoint, self.accelerator.process_index)
-        if rollouts := load_rollouts(checkpoint, self.accelerator.process_index, self.accelerator.device):
+        if rollouts := load_rollouts(checkpoint, self.accelerator):
             self._step, self._buffered_inputs = rollouts

@@ -63,6 +63,15 @@ def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | Non
     return load(folder, generation.recipe, generation.engine_kwargs)
 
 
+def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
+    """`log_probs` of a `fresh` engine, which is shut down again; that of `generation` must have been."""
+    llm = fresh(folder, generation, kv_scales)
+    try:
+        return log_probs(llm)
+    finally:
+        shutdown(llm)
+
+
 def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> None:
     """The policy of `generation` as an FP8 checkpoint."""
     source = Path(generation.model.name_or_path)

@@ -35,9 +35,7 @@ def test_two_syncs_equal_fresh_engines(linear_backend, enforce_eager, checkpoint
         results.append(engines.log_probs(generation.llm))
     assert results[0] != results[1]
     engines.shutdown(generation.llm)
-    fresh = engines.fresh(tmp_path / "fresh", generation, engines.some_scales(2, 2))
-    assert engines.log_probs(fresh) == results[1]
-    engines.shutdown(fresh)
+    assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 2)) == results[1]
 
 
 @WITH_AND_WITHOUT_GRAPHS
@@ -93,9 +91,7 @@ def test_skipped_kv_layers_keep_a_bf16_cache(checkpoint, tmp_path):
     generation.sync_weights()
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
-    again = engines.fresh(tmp_path / "fresh", generation, scales)
-    assert engines.log_probs(again) == synced
-    engines.shutdown(again)
+    assert engines.fresh_log_probs(tmp_path / "fresh", generation, scales) == synced
 
 
 @WITH_AND_WITHOUT_GRAPHS

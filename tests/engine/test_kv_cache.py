@@ -141,9 +141,7 @@ def test_skipped_layers_stay_in_bf16_and_equal_a_fresh_engine(checkpoint, tmp_pa
     )
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
-    again = engines.fresh(tmp_path / "fresh", generation, scales)
-    assert engines.log_probs(again) == synced
-    engines.shutdown(again)
+    assert engines.fresh_log_probs(tmp_path / "fresh", generation, scales) == synced
 
 
 def test_bf16_weights_keep_their_scales_through_a_reload(checkpoint):

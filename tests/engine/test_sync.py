@@ -38,13 +38,9 @@ def test_two_syncs_equal_fresh_engines_bit_for_bit(name, checkpoint, tmp_path):
     assert results[0] != results[1]
     engines.shutdown(generation.llm)
 
-    second = engines.fresh(folders[1], generation, scales["now"])
-    assert engines.log_probs(second) == results[1]
-    engines.shutdown(second)
+    assert engines.fresh_log_probs(folders[1], generation, scales["now"]) == results[1]
     generation.model.load_state_dict(saved)
-    first = engines.fresh(folders[0], generation, engines.some_scales(layers, 1))
-    assert engines.log_probs(first) == results[0]
-    engines.shutdown(first)
+    assert engines.fresh_log_probs(folders[0], generation, engines.some_scales(layers, 1)) == results[0]
 
 
 @pytest.mark.parametrize("flags", [{"fp8_weights": False}, {"kv_cache_dtype": "auto"}, {"scale_format": "fp32"}])
@@ -55,9 +51,7 @@ def test_partial_recipes_sync_too(flags, checkpoint, tmp_path):
     generation.sync_weights()
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
-    again = engines.fresh(tmp_path / "fresh", generation, scales)
-    assert engines.log_probs(again) == synced
-    engines.shutdown(again)
+    assert engines.fresh_log_probs(tmp_path / "fresh", generation, scales) == synced
 
 
 def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):

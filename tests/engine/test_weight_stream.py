@@ -3,7 +3,11 @@
 import pytest
 import tiny_models
 import torch
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
+from trl.distributed import DistributedBackend
 
+from trl_fp8.engine.generation import FP8VLLMGeneration
 from trl_fp8.engine.weight_stream import StreamReport, require_finite, weight_stream
 from trl_fp8.numerics.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.numerics.kv_scales import KVScales
@@ -93,6 +97,23 @@ def test_parameters_that_live_elsewhere_are_no_evidence(model):
     model.model.norm.weight.data[3] = torch.nan
     with pytest.raises(ValueError, match="1 of 25 parameters: model.norm.weight"):
         require_finite(model)
+
+
+def test_the_shards_that_zero3_keeps_beside_an_empty_tensor_are_read(model):
+    head = model.lm_head.weight
+    head.ds_tensor, head.data = torch.full((7,), torch.inf), torch.empty(0)
+    with pytest.raises(ValueError, match="1 of 25 parameters: lm_head.weight"):
+        require_finite(model)
+
+
+def test_weights_of_adapters_that_are_not_active_are_not_sent(model):
+    """TRL adds a copy of a PEFT policy's adapter as its reference."""
+    policy = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    policy.add_adapter("ref", policy.peft_config["default"])
+    generation = object.__new__(FP8VLLMGeneration)
+    generation.model, generation._dist = policy, DistributedBackend(Accelerator(cpu=True))
+    sent = dict(generation._iter_named_params())
+    assert len(sent) == 25 and "lm_head.weight" in sent
 
 
 @pytest.mark.parametrize("change", [lambda weight: weight.mul_(2), lambda weight: weight.add_(0.05)])

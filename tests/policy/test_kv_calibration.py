@@ -567,3 +567,13 @@ def test_a_layer_of_zeros_is_an_error_that_names_the_layer():
     scale_up(model, 0, "k_proj", 0.0)
     with pytest.raises(ValueError, match=r"cannot be calibrated: layer 0 k \(amax 0\)\."):
         calibrator(model).next_scales(model)
+
+
+def test_a_rank_that_is_new_after_a_resume_calibrates_as_the_others(tmp_path):
+    """One rank that ran a calibration forward while the others had scales would wait for them in its reduction."""
+    made = calibrator(build())
+    made.load_state_dict({"margin_factor": 2.0, "rollouts": [], "rollout_amax": [[1.0, 2.0, 3.0]] * 2})
+    made.save(tmp_path, rank=0)
+    added = calibrator(build())
+    added.load(tmp_path, rank=3)
+    assert added.state_dict() == made.state_dict()

@@ -1,9 +1,12 @@
 """A run that was interrupted and resumed takes the steps that it would have taken anyway, bit for bit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from trainer.runs import arguments, training
+from trl_fp8.rollout_buffer import load_rollouts, save_rollouts
 
 
 pytestmark = pytest.mark.engine
@@ -50,3 +53,16 @@ def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path)
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trajectory(trainer)[:2] == whole[:2] and trajectory(trainer)[2:] != whole[2:]
+
+
+@pytest.mark.parametrize("ranks, rank", [(1, 0), (3, 0), (3, 2)])
+def test_rollouts_of_another_number_of_ranks_are_refused_on_every_rank(ranks, rank, tmp_path):
+    def of(ranks, rank):
+        return SimpleNamespace(num_processes=ranks, process_index=rank, device=torch.device("cpu"))
+
+    for index in range(2):
+        save_rollouts(tmp_path, of(2, index), 5, [{"prompt_ids": torch.full((2, 3), index)}])
+    step, (batch,) = load_rollouts(tmp_path, of(2, 1))
+    assert step == 5 and torch.equal(batch["prompt_ids"], torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match=f"generation of 2 processes.*among {ranks}.*without rollouts_"):
+        load_rollouts(tmp_path, of(ranks, rank))

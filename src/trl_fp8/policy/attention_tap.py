@@ -29,6 +29,7 @@ from ..numerics.kv_scales import logit_error
 
 EAGER = "trl_fp8_eager"
 _TAP = "_trl_fp8_tap"
+_TAPPED: set[Callable] = set()  # registered attention functions that look for a tap
 
 
 class QKVObservation:
@@ -195,7 +196,7 @@ def transformers_model(model: nn.Module) -> PreTrainedModel:
 
 def _wrap_registered(name: str) -> None:
     attend = ALL_ATTENTION_FUNCTIONS[name]
-    if hasattr(attend, _TAP):
+    if attend in _TAPPED:
         return
 
     @wraps(attend)
@@ -205,7 +206,7 @@ def _wrap_registered(name: str) -> None:
             return tap.attend(attend, module, query, key, value, *args, **kwargs)
         return attend(module, query, key, value, *args, **kwargs)
 
-    setattr(attention, _TAP, True)
+    _TAPPED.add(attention)
     AttentionInterface.register(name, attention)
 
 

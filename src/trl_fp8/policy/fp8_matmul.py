@@ -33,7 +33,7 @@ def fp8_linear(
         weight_codes: Q(W): `flow.quantize_weight(weight)`, cached or not.
         flow: The precision flow; not of backend "torchao".
         partial_sums: Number of parts of K that the engine's tensor parallel ranks multiply by themselves. Each product
-            is rounded to BF16 before they are added, which vLLM's all-reduce does in FP32.
+            is rounded to BF16 and their sum once more, which is what any all-reduce of two ranks computes.
 
     Returns:
         `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is rounded

@@ -138,9 +138,13 @@ class KVCalibrator:
         _state_file(folder, rank).write_text(json.dumps(self.state_dict()))
 
     def load(self, folder: str | Path, rank: int) -> None:
-        """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start."""
-        if (path := _state_file(folder, rank)).exists():
-            self.load_state_dict(json.loads(path.read_text()))
+        """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start.
+
+        A rank that was not there before takes the first rank's state: ranks have to calibrate all or none.
+        """
+        paths = [path for number in (rank, 0) if (path := _state_file(folder, number)).exists()]
+        if paths:
+            self.load_state_dict(json.loads(paths[0].read_text()))
 
     def state_dict(self) -> dict:
         """State as plain numbers and lists; see `save`."""
