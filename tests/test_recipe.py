@@ -4,6 +4,7 @@ import pytest
 import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
 
 from trl_fp8.plan import format_bytes, plan_for_model
 from trl_fp8.recipe import recipe_for_model
@@ -73,12 +74,62 @@ def test_ignored_modules_are_exact_and_take_their_fused_peers_along():
         recipe_for_model(build(), ignored_modules=("up_proj", "model.layers.9.mlp.up_proj"))
 
 
-def test_experts_and_routers_are_kept_by_exact_name():
-    recipe = recipe_for_model(build("qwen3_moe"))
-    for layer in (0, 1):
-        assert recipe.kept_modules[f"model.layers.{layer}.mlp.gate"] == "router"
-        assert "experts" in recipe.kept_modules[f"model.layers.{layer}.mlp.experts"]
-    assert len(recipe.fp8_modules) == 8
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_experts_are_fp8_together_and_routers_never(architecture):
+    recipe = recipe_for_model(build(architecture))
+    assert recipe.fp8_experts == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert "model.layers.1.mlp.experts.down_proj" in recipe.fp8_tensors
+    assert {recipe.kept_modules[f"model.layers.{layer}.mlp.gate"] for layer in (0, 1)} == {"router"}
+    # q, k, v, o of two layers, and three of each shared expert, but not the gate in front of it
+    assert len(recipe.fp8_modules) == (14 if architecture == "qwen2_moe" else 8)
+    assert ("model.layers.0.mlp.shared_expert_gate" in recipe.kept_modules) == (architecture == "qwen2_moe")
+
+
+def test_experts_stay_in_high_precision_where_the_engine_has_no_kernel_and_the_plan_says_so():
+    model = build("qwen3_moe")
+    recipe = recipe_for_model(model, expert_kernels=False)
+    assert recipe.fp8_experts == () and len(recipe.fp8_modules) == 8 and recipe.has_experts
+    assert "model.layers.0.mlp.experts" in recipe.quantization_config["modules_to_not_convert"]
+    assert "vLLM has no kernel for FP8 experts on CPU" in plan_for_model(model, recipe).table()
+
+
+@pytest.mark.parametrize(
+    "options, flags, reason",
+    [
+        ({"moe_intermediate_size": 192}, {}, "192 x 128, not multiples of 128"),
+        (
+            {"head_dim": 128, "hidden_size": 256},
+            {"tensor_parallel_size": 2},
+            "64 x 256 per rank at tensor parallel size 2",
+        ),
+        ({}, {"fp8_weights": False}, "fp8_weights is off"),
+        ({}, {"ignored_modules": ("model.layers.0.mlp.experts",)}, "listed in fp8_ignored_modules"),
+    ],
+)
+def test_experts_that_cannot_be_fp8_are_kept_with_the_reason(options, flags, reason):
+    recipe = recipe_for_model(build("qwen3_moe", **options), **flags)
+    assert reason in recipe.kept_modules["model.layers.0.mlp.experts"]
+    assert "model.layers.0.mlp.experts" not in recipe.fp8_experts
+
+
+def test_experts_of_another_layout_are_kept():
+    model = build("qwen3_moe")
+    model.model.layers[0].mlp.experts.is_transposed = True
+    recipe = recipe_for_model(model)
+    assert "another layout" in recipe.kept_modules["model.layers.0.mlp.experts"]
+    assert recipe.fp8_experts == ("model.layers.1.mlp.experts",)
+
+
+def test_mixtral_has_the_engines_names_in_what_the_engine_reads():
+    recipe = recipe_for_model(build("mixtral"))
+    assert "model.layers.0.block_sparse_moe.gate" in recipe.quantization_config["modules_to_not_convert"]
+    assert (
+        recipe.engine_name("model.layers.0.mlp.experts.gate_up_proj") == "model.layers.0.block_sparse_moe.experts.w13"
+    )
+    assert recipe_for_model(build("olmoe")).engine_name("model.layers.0.mlp.gate") == "model.layers.0.mlp.gate"
 
 
 def test_quantization_config_is_what_vllm_reads():
@@ -127,8 +178,27 @@ def test_plan_of_a_mixture_of_experts_counts_the_experts():
     model = build("qwen3_moe")
     plan = plan_for_model(model, recipe_for_model(model))
     experts = [row for row in plan.rows if "experts" in row.pattern]
-    assert sum(row.parameters for row in experts) == 2 * 4 * 3 * 128 * 128
-    assert all(row.precision == "bf16" and "experts" in row.reason for row in experts)
+    elements = 2 * 4 * 3 * 128 * 128
+    assert sum(row.parameters for row in experts) == elements
+    assert all(row.precision == "fp8" and row.reason == "" for row in experts)
+    assert sum(row.bytes_after for row in experts) == elements + 4 * elements // 128**2
+    assert [row.reason for row in plan.rows if row.pattern.endswith("mlp.gate")] == ["router"]
+
+
+def test_plan_of_qwen3_30b_a3b_from_its_config_alone():
+    """The memory of the real shapes, against figures worked out from the published config by hand."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_models.qwen3_30b_a3b())
+    plan = plan_for_model(model, recipe_for_model(model))
+    experts = 48 * 128 * 3 * 768 * 2048
+    attention = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048)
+    assert plan.parameters == 30_532_122_624  # the published count
+    assert plan.fp8_parameters == experts + attention
+    assert plan.bytes_before - plan.bytes_after == (experts + attention) * (1 - 4 / 128**2)
+    table = plan.table()
+    assert "128 x 1536 x 2048" in table and "29.0 GiB" in table and "97.9% of parameters fp8" in table
+    split = plan_for_model(model, recipe_for_model(model, tensor_parallel_size=4))
+    assert "192 x 2048 per rank at tensor parallel size 4, not multiples of 128" in split.table()
 
 
 @pytest.mark.parametrize(

@@ -15,28 +15,32 @@ PACKAGE = ROOT / "src" / "trl_fp8"
 # What a layer may import of ours (itself always); read: cli -> trainer -> {...} -> recipe -> numerics
 ALLOWED = {
     "numerics": set(),
-    "recipe": {"numerics"},
-    "plan": {"recipe", "numerics"},
+    "checkpoint_names": set(),
+    "experts": {"checkpoint_names", "numerics"},
+    "recipe": {"checkpoint_names", "experts", "numerics"},
+    "plan": {"checkpoint_names", "recipe", "numerics"},
     "flags": {"recipe", "numerics"},
     "launch": set(),
     "config": {"flags", "launch", "recipe", "numerics"},
     "correction": {"numerics"},
-    "policy": {"recipe", "numerics"},
-    "engine": {"recipe", "numerics"},
+    "policy": {"checkpoint_names", "experts", "recipe", "numerics"},
+    "engine": {"checkpoint_names", "recipe", "numerics"},
     "report": {"plan", "recipe", "numerics"},
     "probe": {"policy"},
+    "instruments": {"engine", "policy", "probe", "recipe"},
     "rollout_buffer": set(),
+    "rollout_routes": {"policy"},
     "sync_metrics": {"engine", "recipe"},
     "trainer": {
-        *("config", "correction", "engine", "launch", "plan", "policy", "probe", "recipe", "rollout_buffer"),
-        "sync_metrics",
+        *("config", "correction", "engine", "instruments", "launch", "plan", "policy", "recipe", "rollout_buffer"),
+        *("rollout_routes", "sync_metrics"),
     },
     "cli": {"trainer", "config", "flags", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
-    "trl": {"config", "engine", "launch", "probe", "trainer", "cli"},
+    "trl": {"config", "engine", "instruments", "launch", "probe", "trainer", "cli"},
     "transformers": {"policy", "engine", "trainer", "cli"},
 }
 

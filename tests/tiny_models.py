@@ -7,9 +7,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -22,6 +28,21 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+}
+EXPERTS = {
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1),
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        decoder_sparse_step=1,
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2, intermediate_size=128),
 }
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*/=?<>()., :\n", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -53,13 +74,28 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
         bos_token_id=1,
         eos_token_id=2,
     )
-    if architecture != "qwen2":  # Qwen2's config has none and divides hidden_size by heads: 2 heads of 64
+    if architecture not in ("qwen2", "qwen2_moe", "olmoe"):  # these divide hidden_size by heads: 2 heads of 64
         values["head_dim"] = 64
     else:
         values |= dict(num_attention_heads=2)
-    if architecture == "qwen3_moe":
-        values |= dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1)
-    return ARCHITECTURES[architecture][0](**(values | overrides))
+    return ARCHITECTURES[architecture][0](**(values | EXPERTS.get(architecture, {}) | overrides))
+
+
+def qwen3_30b_a3b() -> Qwen3MoeConfig:
+    """The published config of Qwen/Qwen3-30B-A3B, as far as it decides shapes."""
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        tie_word_embeddings=False,
+    )
 
 
 def save_checkpoint(

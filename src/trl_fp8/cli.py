@@ -22,6 +22,7 @@ def main(words: list[str] | None = None) -> int:
     plan.add_argument("model", help="model id or folder; only its config is read")
     plan.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     plan.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
+    plan.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     plan.set_defaults(run=_plan)
     given = parser.parse_args(words)
     try:
@@ -37,7 +38,10 @@ def _plan(given: argparse.Namespace) -> str:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     recipe = recipe_for_model(
-        model, kv_cache_dtype=given.kv_cache_dtype, tensor_parallel_size=given.tensor_parallel_size
+        model,
+        kv_cache_dtype=given.kv_cache_dtype,
+        tensor_parallel_size=given.tensor_parallel_size,
+        expert_kernels=given.engine == "cuda",
     )
     return plan_for_model(model, recipe).table()
 

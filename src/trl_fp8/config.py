@@ -12,6 +12,7 @@ from trl import GRPOConfig
 
 from .flags.forward import ForwardFlags
 from .flags.kv_cache import KVCacheFlags
+from .flags.router import RouterFlags
 from .launch import fsdp1_message
 from .numerics.e4m3 import check_scale_format
 from .numerics.importance import RolloutCorrection
@@ -23,12 +24,12 @@ from .recipe import FP8Recipe, recipe_for_model
 RESERVED_ENGINE_KWARGS = (
     *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
     *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
-    *("model_impl", "trust_remote_code"),
+    *("model_impl", "trust_remote_code", "enable_return_routed_experts", "aux_output_config"),
 )
 
 
 @dataclass
-class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
+class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
     """Configuration of `FP8GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
 
     Raises:
@@ -55,8 +56,9 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
     fp8_ignored_modules: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Linear layers to keep in high precision, by exact name, e.g. 'model.layers.0.mlp.down_proj'. "
-            "Layers that vLLM fuses with a named one (q, k, v and gate, up) are kept too."
+            "help": "Linear layers and experts to keep in high precision, by exact name, e.g. "
+            "'model.layers.0.mlp.down_proj' or 'model.layers.0.mlp.experts'. Layers that vLLM fuses with a named one "
+            "(q, k, v and gate, up) are kept too."
         },
     )
     rollout_correction: dict | str | None = field(
@@ -103,13 +105,20 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
     def any_fp8(self) -> bool:
         return self.fp8_weights or self.kv_cache_dtype != "auto"
 
+    @property
+    def own_engine(self) -> bool:
+        """Whether rollouts need this project's engine and not TRL's."""
+        return self.any_fp8 or self.routes_returned
+
     def __post_init__(self):
         self._check_values()
         mode_set_by_user = self.vllm_importance_sampling_mode is not None
         self._resolve_defaults()
         super().__post_init__()
+        self.check_router(self.use_vllm, self.vllm_mode, self._blind_pass)
         if self.any_fp8:
             self._check_rollouts()
+        if self.own_engine:
             self._check_engine_kwargs()
         if self.any_fp8 or self.rollout_correction is not None:
             self._check_sampling()
@@ -128,7 +137,7 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
         return RolloutCorrection.from_trl_mode(self.vllm_importance_sampling_mode, *bounds)
 
     def recipe_for(self, model: nn.Module, kv_cache_skip_layers: tuple[int, ...] = ()) -> FP8Recipe:
-        """Which tensors of `model` are FP8 under these flags; `kv_cache_skip_layers` with 'auto' resolved."""
+        """Which tensors of `model` are FP8 under these flags, on this machine; `kv_cache_skip_layers` with 'auto' resolved."""
         return recipe_for_model(
             model,
             fp8_weights=self.fp8_weights,
@@ -138,6 +147,7 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
             kv_scale_margin=self.kv_scale_margin,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
             ignored_modules=tuple(self.fp8_ignored_modules or ()),
+            expert_kernels=self.device.type != "cpu",
         )
 
     @property
@@ -260,4 +270,9 @@ class FP8GRPOConfig(ForwardFlags, KVCacheFlags, GRPOConfig):
             raise ValueError(
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's own "
                 "flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
+            )
+        if (self.vllm_engine_kwargs or {}).get("enable_expert_parallel"):
+            raise ValueError(
+                "vllm_engine_kwargs sets enable_expert_parallel=True: ranks would hold different experts, and the audit knows "
+                "parts of every expert only. Remove it; vllm_tensor_parallel_size splits each expert."
             )

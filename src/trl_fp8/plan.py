@@ -11,8 +11,9 @@ from math import prod
 
 from torch import nn
 
+from .checkpoint_names import checkpoint_name, full_shape
 from .numerics.blockwise import BLOCK
-from .recipe import FP8Recipe, checkpoint_name, full_shape, linear_layers
+from .recipe import FP8Recipe
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,13 @@ class Plan:
 def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
     """Group the parameters of `model` (PEFT adapters left out) under `recipe`. Works on the meta device."""
     groups = defaultdict(list)
-    linears = {name for name, _ in linear_layers(model)}
     for name, parameter in model.named_parameters():
         name = checkpoint_name(name)
         if ".lora_" in name or "original_module" in name:
             continue
         module, shape = name.rpartition(".")[0], full_shape(parameter)
-        is_weight = name.endswith(".weight") or len(shape) == 3
-        fp8 = is_weight and module in recipe.fp8_modules_set
-        reason = recipe.kept_modules.get(module, "") if module in linears or len(shape) == 3 else ""
+        fp8 = name in recipe.fp8_tensors
+        reason = recipe.kept_modules.get(module, "")
         label = module if name.endswith(".weight") else name
         groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)].append(name)
     rows = [_row(key, len(names)) for key, names in groups.items()]
@@ -134,7 +133,7 @@ def _row(key: tuple[str, tuple[int, ...], str, str], count: int) -> PlanRow:
     numel = prod(shape) * count
     after = 2 * numel
     if precision == "fp8":  # one byte an element and an fp32 scale a block
-        blocks = -(-shape[-2] // BLOCK) * -(-shape[-1] // BLOCK) * count
+        blocks = prod(shape[:-2]) * -(-shape[-2] // BLOCK) * -(-shape[-1] // BLOCK) * count
         after = numel + 4 * blocks
     return PlanRow(pattern, count, shape, precision, reason, numel, 2 * numel, after)
 

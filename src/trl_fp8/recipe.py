@@ -4,9 +4,10 @@ The idea is that the decision is made once, by exact module name, before the eng
 matches exact names only and drops what does not match without a word, so nothing here is a pattern: each linear layer
 is either in `fp8_modules` or in `kept_modules` with the reason why.
 
-A linear layer is FP8 if it is one of a decoder layer's projections and each of its shards at the engine's tensor
-parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up) stand or fall together.
-Output head, embeddings, norms, MoE routers and (for now) experts stay in high precision.
+A linear layer is FP8 if it is one of a decoder layer's projections (or of its shared expert's) and each of its shards
+at the engine's tensor parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up) stand
+or fall together. The experts of a layer are FP8 under the same condition, all together, where the engine has kernels
+for them. Output head, embeddings, norms, routers and gates of shared experts stay in high precision.
 """
 
 import re
@@ -16,6 +17,8 @@ from functools import cached_property
 
 from torch import nn
 
+from .checkpoint_names import checkpoint_name, engine_name
+from .experts import PARAMETERS, expert_modules, router_name, why_not_fp8
 from .numerics.blockwise import BLOCK
 from .numerics.e4m3 import ScaleFormat
 
@@ -26,7 +29,9 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _PROJECTION = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp)\.(?P<kind>" + "|".join(COLUMN_PARALLEL + ROW_PARALLEL) + r")$"
+    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>"
+    + "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
+    + r")$"
 )
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
@@ -37,12 +42,14 @@ class FP8Recipe:
 
     Attributes:
         fp8_modules: Exact names (as in the checkpoint) of the linear layers whose weights are FP8, in model order.
-        kept_modules: Name -> reason, for every linear layer (and expert module) that stays in high precision.
+        fp8_experts: Exact names of the expert modules whose weights are FP8, in model order.
+        kept_modules: Name -> reason, for every linear layer, expert module and router that stays in high precision.
         kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
         kv_cache_skip_layers: Decoder layers whose KV cache stays in the model's dtype.
         scale_format: Format of the weights' scales, see `trl_fp8.numerics.e4m3`.
         kv_scale_margin: What the calibrated amax of q, k and v is multiplied by before it becomes a scale.
         tensor_parallel_size: Number of ranks that share one engine.
+        model_type: Of the model's config; a few model types have other names in the engine.
     """
 
     fp8_modules: tuple[str, ...]
@@ -52,14 +59,26 @@ class FP8Recipe:
     scale_format: ScaleFormat = "pow2"
     kv_scale_margin: float = 1.05
     tensor_parallel_size: int = 1
+    fp8_experts: tuple[str, ...] = ()
+    model_type: str = ""
 
     @cached_property
-    def fp8_modules_set(self) -> frozenset[str]:
-        return frozenset(self.fp8_modules)
+    def fp8_tensors(self) -> frozenset[str]:
+        """Checkpoint names of the weights that are FP8."""
+        experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in PARAMETERS}
+        return frozenset(experts | {f"{name}.weight" for name in self.fp8_modules})
 
     @property
     def fp8_weights(self) -> bool:
-        return bool(self.fp8_modules)
+        return bool(self.fp8_modules or self.fp8_experts)
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
+
+    def engine_name(self, name: str) -> str:
+        """What the engine calls a parameter or module of the policy."""
+        return engine_name(name, self.model_type)
 
     @property
     def fp8_kv_cache(self) -> bool:
@@ -79,7 +98,7 @@ class FP8Recipe:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": list(self.kept_modules),
+            "modules_to_not_convert": [self.engine_name(name) for name in self.kept_modules],
         }
 
 
@@ -93,43 +112,54 @@ def recipe_for_model(
     kv_scale_margin: float = 1.05,
     tensor_parallel_size: int = 1,
     ignored_modules: tuple[str, ...] = (),
+    expert_kernels: bool = True,
 ) -> FP8Recipe:
-    """Decide for each linear layer of `model` (a transformers or PEFT causal LM, meta device is fine).
+    """Decide for each linear layer and expert module of `model` (a transformers or PEFT causal LM, meta device is fine).
+
+    Args:
+        model: The policy.
+        fp8_weights, kv_cache_dtype, kv_cache_skip_layers, scale_format, kv_scale_margin, tensor_parallel_size: See the
+            flags of `FP8GRPOConfig`.
+        ignored_modules: Linear layers and expert modules to keep, by exact name.
+        expert_kernels: Whether the engine has kernels for FP8 experts: vLLM has on CUDA, not on CPU.
 
     Raises:
         ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
             layers that do not exist, or all layers. The message lists them.
     """
-    linears = dict(linear_layers(model))
-    _check_ignored(ignored_modules, linears)
+    linears, experts = dict(linear_layers(model)), dict(expert_modules(model))
+    _check_ignored(ignored_modules, linears | experts)
     _check_skipped(kv_cache_skip_layers, model.config.get_text_config().num_hidden_layers)
-    reasons = {}
+    reasons = {name: "fp8_weights is off" for name in linears | experts if not fp8_weights}
+    reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name, linear in linears.items():
-        reason = "fp8_weights is off" if not fp8_weights else None
-        if name in ignored_modules:
-            reason = "listed in fp8_ignored_modules"
-        reasons[name] = reason or _why_not_fp8(name, linear, model, tensor_parallel_size)
+        reasons[name] = reasons.get(name) or _why_not_fp8(name, linear, model, tensor_parallel_size)
+    for name, module in experts.items():
+        blocked = None if expert_kernels else "vLLM has no kernel for FP8 experts on CPU"
+        reasons[name] = reasons.get(name) or why_not_fp8(module, tensor_parallel_size) or blocked
     for name in linears:  # what vLLM fuses is either all FP8 or all kept
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
             reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
-    kept = {name: reason for name, reason in reasons.items() if reason}
-    if fp8_weights and len(kept) == len(linears):
+    kept = {name: reasons[name] for name in linears | experts if reasons[name]}
+    if fp8_weights and len(kept) == len(linears) + len(experts):
         offenders = "\n".join(f"  {name}: {reason}" for name, reason in list(kept.items())[:8])
         raise ValueError(
-            f"fp8_weights=True, but none of the {len(linears)} linear layers of {type(model).__name__} can be FP8 at "
+            f"fp8_weights=True, but none of the {len(kept)} linear layers of {type(model).__name__} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
             "Block-FP8 needs shards that fill whole 128x128 blocks. Use a smaller tensor parallel size or another "
             "model, or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
-        kept_modules=kept | dict(_experts(model)),
+        fp8_experts=tuple(name for name in experts if name not in kept),
+        kept_modules=kept | {router_name(name): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         scale_format=scale_format,
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
+        model_type=model.config.get_text_config().model_type,
     )
 
 
@@ -138,16 +168,6 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and ".lora_" not in name and "original_module" not in name:
             yield checkpoint_name(name), module
-
-
-def checkpoint_name(name: str) -> str:
-    """The name that a module or parameter of a PEFT model has in the base model's checkpoint."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
-
-
-def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def _why_not_fp8(name: str, linear: nn.Linear, model: nn.Module, tp_size: int) -> str | None:
@@ -179,12 +199,12 @@ def _fused_with(name: str) -> list[str]:
     return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group if peer != kind]
 
 
-def _check_ignored(ignored: tuple[str, ...], linears: dict[str, nn.Linear]) -> None:
-    unknown = [name for name in ignored if name not in linears]
+def _check_ignored(ignored: tuple[str, ...], known: dict[str, nn.Module]) -> None:
+    unknown = [name for name in ignored if name not in known]
     if unknown:
         raise ValueError(
-            f"fp8_ignored_modules={unknown} are not linear layers of the model. Names are matched exactly; the model "
-            f"has for example {list(linears)[:3]}."
+            f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
+            f"the model has for example {list(known)[:3]}."
         )
 
 
@@ -197,11 +217,3 @@ def _check_skipped(skipped: tuple[int, ...], layers: int) -> None:
             f"kv_cache_skip_layers names all {layers} layers, so nothing of the KV cache would be FP8. Set "
             "kv_cache_dtype='auto' instead."
         )
-
-
-def _experts(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Expert modules (fused 3-D parameters) and routers, which vLLM would expect in FP8 unless they are named."""
-    for name, module in model.named_modules():
-        if any(len(full_shape(parameter)) == 3 for parameter in module.parameters(recurse=False)):
-            yield checkpoint_name(name), "experts: FP8 experts are not supported yet"
-            yield f"{checkpoint_name(name).rpartition('.')[0]}.gate", "router"

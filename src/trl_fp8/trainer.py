@@ -4,10 +4,12 @@ What it adds to a step, all of it around TRL's own code:
 
     rollouts due   -> remember the prompts -> [sync: KV scales, stream, audit] -> generate (FP8)
     old log-probs  -> q, k, v observed for the next scales -> importance ratios -> TRL's loss and optimizer step
-    both forwards  -> optionally with k and v as the KV cache held them, under the scales of those rollouts
+    both forwards  -> optionally with k and v as the KV cache held them, under the scales of those rollouts, and with the
+                      experts that the rollouts used
     metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,26 +26,26 @@ from trl.trainer.utils import get_config_model_id
 
 from .config import FP8GRPOConfig
 from .correction import apply_correction, warn_once
-from .engine.replicas import all_reduce_max
 from .engine.upstream import substituted
+from .instruments import precision_flow, tap_attention
 from .launch import check_launch
 from .plan import Plan, plan_for_model
 from .policy.adapters import is_reference
 from .policy.attention_tap import AttentionTap
-from .policy.fp8_flow import FP8Flow
 from .policy.kv_calibration import KVCalibrator
 from .policy.precision_flow import PrecisionFlow
-from .probe import outliers_on_first_prompts
+from .policy.router_replay import RouterReplay
 from .recipe import FP8Recipe
 from .rollout_buffer import load_rollouts, save_rollouts
-from .sync_metrics import sync_metrics
+from .rollout_routes import RolloutRoutes
+from .sync_metrics import SyncLog
 
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
-    from .engine.generation import FP8VLLMGeneration, SyncReport
+    from .engine.generation import FP8VLLMGeneration
 
 
 logger = get_logger(__name__)
@@ -112,7 +114,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         self._tap: AttentionTap | None = None
         self._calibrator: KVCalibrator | None = None
         self._flow: PrecisionFlow | None = None
-        self._logged_sync: SyncReport | None = None
+        self._routes: RolloutRoutes | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
                 model=model,
@@ -135,7 +137,7 @@ class FP8GRPOTrainer(GRPOTrainer):
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments."""
-        if not self.args.any_fp8 and (self.args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
+        if not self.args.own_engine and (self.args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
             from trl.generation.vllm_generation import VLLMGeneration
 
             return VLLMGeneration(**kwargs)
@@ -144,64 +146,44 @@ class FP8GRPOTrainer(GRPOTrainer):
         check_launch(self.accelerator, self.args.vllm_tensor_parallel_size)
         recipe = self.args.recipe_for(self.model)
         if recipe.fp8_kv_cache:
-            recipe = self._tap_attention(recipe)
-        if self.args.any_fp8:
+            self._tap, self._calibrator, recipe = tap_attention(self, recipe)
+        if self.args.own_engine:
             self.recipe, self.plan = recipe, plan_for_model(self.model, recipe)
+            self._sync_log = SyncLog(recipe)
             self.accelerator.print(self.plan.table())
+        if self.args.routes_returned:
+            replay = RouterReplay(self.model, f"router_replay={self.args.router_replay!r}")
+            self._routes = RolloutRoutes(replay, self.args.router_replay)
         generation = FP8VLLMGeneration(
             recipe=recipe,
             calibrate=lambda: self._calibrator.next_scales(self.model_wrapped),
             engine_kwargs=self.args.vllm_engine_kwargs,
+            return_routes=self.args.routes_returned,
             **kwargs,
         )
         if self._tap is not None:
             self._tap.quantize_query = generation.quantizes_query
         if self.args.fp8_flow_on:
-            self._flow = self._precision_flow(generation)
+            self._flow = precision_flow(self, generation.activation_scaling, self._tap)
+            logger.info(f"trainer: {self._flow.flow}")
             generation.quantized = self._flow.quantized_weight if self._flow.keeps_weights else None
         return generation
-
-    def _precision_flow(self, generation: "FP8VLLMGeneration") -> PrecisionFlow:
-        """Make the policy compute what the engine's kernels were found to compute."""
-        scaling = generation.activation_scaling
-        flow = FP8Flow(
-            **self.args.flow,
-            weight_format=self.recipe.scale_format,
-            activation_format=scaling.scale_format,
-            activation_amax_floor=scaling.amax_floor,
-            cache_weights=not (self.is_fsdp_enabled or self.is_deepspeed_enabled),
-        )
-        logger.info(f"trainer: {flow}")
-        return PrecisionFlow(self.model, self.recipe, flow, self._tap)
-
-    def _tap_attention(self, recipe: FP8Recipe) -> FP8Recipe:
-        """Tap the policy's attention; returns the recipe with kv_cache_skip_layers='auto' resolved."""
-        reduce_max = all_reduce_max if self.accelerator.num_processes > 1 else None
-        self._tap = AttentionTap(self.model, recipe.kv_cache_skip_layers)
-        if self.args.skip_layers is None:
-            errors = outliers_on_first_prompts(self, self._tap, reduce_max)
-            recipe = self.args.recipe_for(self.model, tuple(errors))
-            self._tap.high_precision_layers = frozenset(errors)
-        self._calibrator = KVCalibrator(
-            self._tap,
-            **self.args.calibration,
-            pad_token_id=self._tokenizer.pad_token_id,
-            fused_lm_head=True,
-            reduce_max=reduce_max,
-        )
-        return recipe
 
     def _generate(self, prompts: list) -> tuple:
         if self.recipe is None:
             return super()._generate(prompts)
         if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
             self._calibrator.coming_prompts = self._tokenize_prompts(prompts)[0]
-        several_turns = self.tools or self.environments or self.rollout_func
-        self.vllm_generation.llm.keep_weights = bool(several_turns) or not self.model.training
+        several_turns, llm = self.tools or self.environments or self.rollout_func, self.vllm_generation.llm
+        llm.keep_weights = bool(several_turns) or not self.model.training
+        if self._routes:
+            llm.routes.clear()
         output = super()._generate(prompts)
+        rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
+        sequences = [list(prompt) + list(completion) for prompt, completion in rollouts]
+        if self._routes:
+            self._routes.arrived(llm.routes.of(sequences), [len(prompt) for prompt in output[0]])
         if self._calibrator:
-            rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
-            sequences = [list(prompt) + list(completion) for prompt, completion in rollouts]
             self._calibrator.rollouts_arrived(sequences, self.vllm_generation.last_sync.kv_scales)
             self._simulate(self._kv_scales_in_force)
         if self._flow is not None and is_peft_model(self.model):
@@ -214,28 +196,42 @@ class FP8GRPOTrainer(GRPOTrainer):
             self._calibrator.coming_prompts = prompt_ids
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
-    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs) -> tuple:
-        if self._calibrator is None or model is self.ref_model or is_reference(model):
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-        with self._calibrator.watching():
-            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+    ) -> tuple:
+        with ExitStack() as watched:
+            if model is not self.ref_model and not is_reference(model):
+                if self._calibrator:
+                    watched.enter_context(self._calibrator.watching())
+                if self._routes:
+                    scoring = self._routes.old_log_probs(input_ids.shape, logits_to_keep, input_ids.device)
+                    watched.enter_context(scoring)
+            inputs = input_ids, attention_mask, logits_to_keep
+            return super()._get_per_token_logps_and_entropies(model, *inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs: dict, *args, **kwargs):
         if "kv_scales" in inputs:
             self._simulate(inputs["kv_scales"][0])
+        if "routed_experts" in inputs:
+            self._routes.replay.begin(inputs["routed_experts"], replay=True)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         try:
             return super().training_step(*args, **kwargs)
         finally:  # not before: gradient checkpointing runs the forward again in the backward pass
-            self._simulate(None)
+            self._end_forward()
 
     def prediction_step(self, *args, **kwargs) -> tuple:
         try:
             return super().prediction_step(*args, **kwargs)
         finally:
-            self._simulate(None)
+            self._end_forward()
+
+    def _end_forward(self) -> None:
+        self._simulate(None)
+        if self._routes:
+            self._routes.replay.end()
 
     @property
     def _kv_scales_in_force(self) -> torch.Tensor:
@@ -250,6 +246,12 @@ class FP8GRPOTrainer(GRPOTrainer):
         logged = self._metrics["train" if self.model.training else "eval"]
         if self.args.simulate_kv_cache:  # a copy per sequence, because TRL shuffles and splits batches by sequence
             output["kv_scales"] = self._kv_scales_in_force.expand(len(output["prompt_ids"]), -1, -1)
+        if self._routes:
+            columns = output["prompt_ids"].shape[1], output["prompt_ids"].shape[1] + output["completion_ids"].shape[1]
+            if (routes := self._routes.batch_field(*columns)) is not None:
+                output["routed_experts"] = routes
+            for name, value in self._routes.metrics(lambda sums: self.accelerator.reduce(sums, "sum")).items():
+                logged[name].append(value)
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
         if self.correction is None:
@@ -267,14 +269,9 @@ class FP8GRPOTrainer(GRPOTrainer):
         return output
 
     def _log_sync(self) -> None:
-        """Add the latest sync's figures to TRL's metrics, once per sync. All of them are on the host already."""
-        sync = self.vllm_generation.last_sync
-        if sync is self._logged_sync:
-            return
-        self._logged_sync = sync
-        logged = self._metrics["train" if self.model.training else "eval"]
         margin = self._calibrator and self._calibrator.margin_in_force
-        for name, value in sync_metrics(sync, self.recipe, margin).items():
+        logged = self._metrics["train" if self.model.training else "eval"]
+        for name, value in self._sync_log.new_metrics(self.vllm_generation.last_sync, margin).items():
             logged[name].append(value)
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -282,12 +279,12 @@ class FP8GRPOTrainer(GRPOTrainer):
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self._calibrator:
             self._calibrator.save(folder, self.accelerator.process_index)
-        if self.args.any_fp8 and self._step % (self.args.steps_per_generation * self.num_iterations):
+        if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self.args.any_fp8:
+        if checkpoint is None or not self.args.own_engine:
             return
         if self._calibrator:
             self._calibrator.load(checkpoint, self.accelerator.process_index)

@@ -42,7 +42,7 @@ def start(
         model = model.cuda()
         engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
     return generation(
-        recipe=recipe_for_model(model, **recipe_flags),
+        recipe=recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         model=model,

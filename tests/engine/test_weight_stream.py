@@ -5,10 +5,13 @@ import tiny_models
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
 
 from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.engine.weight_stream import StreamReport, require_finite, weight_stream
+from trl_fp8.engine.policy_checks import require_finite
+from trl_fp8.engine.weight_stream import StreamReport, weight_stream
 from trl_fp8.numerics.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.numerics.kv_scales import KVScales
 from trl_fp8.recipe import recipe_for_model
@@ -64,7 +67,7 @@ def test_a_loader_that_rounds_gets_the_policys_own_tensors(model):
     recipe, report = recipe_for_model(model), StreamReport()
     parameters = dict(model.named_parameters())
     sent = dict(weight_stream(parameters.items(), recipe, None, report, round_here=False))
-    kept = [name for name in parameters if name.removesuffix(".weight") not in recipe.fp8_modules_set]
+    kept = [name for name in parameters if name not in recipe.fp8_tensors]
     assert len(kept) == 11 and all(sent[name].data_ptr() == parameters[name].data_ptr() for name in kept)
     rounded = StreamReport()
     list(weight_stream(parameters.items(), recipe, None, rounded))
@@ -74,7 +77,7 @@ def test_a_loader_that_rounds_gets_the_policys_own_tensors(model):
 def test_a_module_that_vanished_is_named(model):
     recipe = recipe_for_model(model)
     parameters = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]
-    with pytest.raises(RuntimeError, match=r"no weight for 1 modules .*model\.layers\.1\.mlp\.up_proj"):
+    with pytest.raises(RuntimeError, match=r"lacks 1 weights .*model\.layers\.1\.mlp\.up_proj\.weight"):
         list(weight_stream(parameters, recipe, None, StreamReport()))
 
 
@@ -121,7 +124,8 @@ def test_weights_that_come_quantized_from_an_earlier_state_are_named(model, chan
     """A weight that doubled has the codes of before, under other scales."""
     recipe = recipe_for_model(model)
     linears = dict(model.named_modules())
-    earlier = {name: quantize_weight(linears[name].weight.detach().bfloat16()) for name in recipe.fp8_modules}
+    parameters = dict(model.named_parameters())
+    earlier = {name: quantize_weight(parameters[name].detach().bfloat16()) for name in recipe.fp8_tensors}
 
     def send():
         report = StreamReport()
@@ -133,3 +137,77 @@ def test_weights_that_come_quantized_from_an_earlier_state_are_named(model, chan
         change(linears["model.layers.1.mlp.up_proj"].weight)
     with pytest.raises(RuntimeError, match="current weights: model.layers.1.mlp.up_proj.weight. Trainer"):
         send().require_current()
+
+
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+
+
+def moe(architecture="qwen3_moe", **overrides):
+    torch.manual_seed(0)
+    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_experts_are_quantized_block_by_block_like_single_linears(architecture):
+    model = moe(architecture)
+    recipe = recipe_for_model(model)
+    sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport()))
+    for name in recipe.fp8_experts:
+        for parameter, tensor in model.get_submodule(name).named_parameters():
+            codes, scales = (sent[recipe.engine_name(f"{name}.{parameter}") + suffix] for suffix in ("", "_scale_inv"))
+            assert codes.dtype == torch.float8_e4m3fn and codes.shape == tensor.shape
+            for expert, weight in enumerate(tensor.detach().bfloat16()):
+                alone = quantize_weight(weight)
+                assert torch.equal(codes[expert].view(torch.uint8), alone.qdata.view(torch.uint8))
+                assert torch.equal(scales[expert], alone.scale)
+    routers = [name for name in sent if name.endswith(".gate.weight")]
+    assert len(routers) == 2 and all(sent[name].dtype == torch.bfloat16 for name in routers)
+
+
+def launches(model) -> int:
+    """Operators dispatched by one pass of the stream."""
+
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:
+        for _ in weight_stream(model.named_parameters(), recipe_for_model(model), None, StreamReport()):
+            pass
+    return counter.calls
+
+
+def test_launches_of_a_sync_do_not_grow_with_the_number_of_experts():
+    with torch.device("meta"):
+        config = tiny_models.qwen3_30b_a3b()
+        full = launches(AutoModelForCausalLM.from_config(config))  # 48 layers of 128 experts, real shapes
+        config.num_experts = 8
+        few = launches(AutoModelForCausalLM.from_config(config))
+        config.num_hidden_layers = 24
+        half = launches(AutoModelForCausalLM.from_config(config))
+    assert full == few
+    assert half < 0.6 * few  # the count does see the work: it follows the layers
+
+
+def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
+    model = moe()
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[0] = 0
+        experts.gate_up_proj[1] = 1e-30
+        experts.gate_up_proj[2] = 1e-9  # small, and alive
+        experts.down_proj[3, :, :64] = 1e-30  # half of a block: its other half decides the scale
+    report = StreamReport()
+    sent = dict(weight_stream(model.named_parameters(), recipe_for_model(model), None, report))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    scale = sent[name + "_scale_inv"]
+    values = sent[name].float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert values.isfinite().all() and (scale > 1e-15).all()  # as the kernels need
+    assert (values[:2] == 0).all()
+    assert torch.allclose(values[2], torch.tensor(1e-9), rtol=1 / 16)
+    error, dead = report.read()
+    assert dead == {name: 4}  # two experts of two blocks each
+    assert 0.02 < error < 0.03

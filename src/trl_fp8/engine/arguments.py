@@ -32,6 +32,7 @@ def engine_arguments(
     *,
     max_num_seqs: int,
     max_model_len: int | None,
+    return_routes: bool = False,
     user: dict | None = None,
 ) -> dict:
     """What to pass to `LLM(...)` over what TRL passes.
@@ -41,6 +42,7 @@ def engine_arguments(
         config: The policy's config (for the size of a CPU engine's KV cache).
         device: See `Device`.
         max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
+        return_routes: Whether the experts that routers choose are wanted.
         user: `vllm_engine_kwargs`; they win over the pinned backends.
 
     Raises:
@@ -56,25 +58,40 @@ def engine_arguments(
         arguments |= _cpu_arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
     else:
         arguments |= _cuda_arguments(recipe, device)
+    if return_routes:
+        arguments |= _routes_arguments(device, user or {})
     return arguments | (user or {})
+
+
+def _routes_arguments(device: Device, user: dict) -> dict:
+    """vLLM 0.31 keeps returned routes with its prefix cache; read from the routers themselves, a cached token has none."""
+    cached = device.type != "cpu"
+    if user.get("enable_prefix_caching", cached) != cached:
+        raise ValueError(
+            f"vllm_engine_kwargs sets enable_prefix_caching={not cached} with router_replay, which needs {cached} on "
+            f"{device.type}. Remove it, or set router_replay='off'."
+        )
+    return {"enable_prefix_caching": cached} | ({"enable_return_routed_experts": True} if cached else {})
 
 
 def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
     backends = {9: ("cutlass", "FLASH_ATTN"), 8: ("triton", "TRITON_ATTN")}
     major, minor = device.capability
-    if (major, minor) < (8, 9) or major not in backends:
+    if recipe.quantization_config is not None and ((major, minor) < (8, 9) or major not in backends):
         given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
         raise ValueError(
             f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9) and Hopper (9.0). Older "
             "GPUs have no FP8 units; on newer ones vLLM's FP8 kernels repack weights and cache KV scales, so that "
             "delivery could not be verified. Switch FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
         )
-    linear, attention = backends[major]
+    linear, attention = backends.get(major, (None, None))
     arguments = {}
     if recipe.fp8_weights:
         arguments["linear_backend"] = linear
     if recipe.fp8_kv_cache:
         arguments["attention_backend"] = attention
+    if recipe.has_experts:  # other kernels shuffle experts, which could not be read back
+        arguments["moe_backend"] = "triton"
     return arguments
 
 

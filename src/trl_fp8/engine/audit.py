@@ -28,6 +28,7 @@ AUDITABLE_KERNELS = (
     "CutlassFp8BlockScaledMMKernel",
     "TritonFp8BlockScaledMMKernel",
     "BlockWiseTorchFP8ScaledMMLinearKernel",
+    "Fp8MoeBackend.TRITON",
 )
 
 
@@ -126,12 +127,13 @@ def require_auditable(kernels: dict[str, int]) -> None:
     """Raise `RuntimeError` if an FP8 kernel of the engine changes weights after loading, so that no audit is possible.
 
     Args:
-        kernels: Class name -> number of layers, from `layout.fp8_kernels`.
+        kernels: Name -> number of layers, from `linear_kernels.fp8_kernels`.
     """
     refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
     if refused:
         raise RuntimeError(
-            f"vLLM chose FP8 linear kernels that repack or requantize weights: {refused}. What they hold cannot be "
+            f"vLLM chose FP8 kernels that repack or requantize weights: {refused}. What they hold cannot be "
             f"compared with what was sent. Auditable kernels: {list(AUDITABLE_KERNELS)}; choose one with "
-            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}."
+            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for experts "
+            "{'moe_backend': 'triton'}."
         )

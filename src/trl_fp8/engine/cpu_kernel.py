@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.platforms import PlatformEnum, current_platform
 
 
@@ -41,7 +42,7 @@ def register_cpu_kernel() -> None:
 def prepare_cpu_reload(model: nn.Module) -> None:
     """Before a reload on CPU: let unquantized experts be packed again (vLLM 0.31 packs only if there is no kernel)."""
     for module in model.modules():
-        if type(module).__name__ == "RoutedExperts":
+        if isinstance(module, RoutedExperts):
             module.quant_method.moe_kernel = None
 
 

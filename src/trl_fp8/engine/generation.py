@@ -15,7 +15,6 @@ import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -29,9 +28,11 @@ from .cpu_ops import register_cpu_ops
 from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
 from .linear_kernels import activation_scaling, fp8_kernels
+from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
-from .weight_stream import Named, Quantized, StreamReport, require_finite, weight_stream
+from .routes import RouteLog, RouterCapture, returned_routes
+from .weight_stream import Named, Quantized, StreamReport, weight_stream
 
 
 logger = get_logger(__name__)
@@ -39,7 +40,9 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One finished sync. Seconds are wall time; `quantize_seconds` is the part spent outside the engine's reload."""
+    """One finished sync. Seconds are wall time; `quantize_seconds` is the part spent outside the engine's reload.
+    `dead_blocks` has the FP8 weights with blocks that are as good as zero, and their number.
+    """
 
     seconds: float
     quantize_seconds: float
@@ -48,6 +51,7 @@ class SyncReport:
     bytes_sent: int
     fp8_weights: int
     weight_relative_error: float
+    dead_blocks: dict[str, int]
     kv_scales: KVScales | None
 
 
@@ -61,6 +65,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine_kwargs: The user's `vllm_engine_kwargs`.
         quantized: Gives the quantized weight of a module of the recipe, if the trainer has it already; the sync then
             sends that one instead of quantizing again.
+        return_routes: Whether `llm.routes` remembers the experts that a mixture of experts' routers choose.
         **kwargs: As for TRL's `VLLMGeneration`.
 
     Attributes:
@@ -78,12 +83,14 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
         quantized: Quantized | None = None,
+        return_routes: bool = False,
         **kwargs,
     ):
         self.recipe = recipe
         self.calibrate = calibrate
         self.engine_kwargs = engine_kwargs
         self.quantized = quantized
+        self.return_routes = return_routes
         self.last_sync: SyncReport | None = None
         self.audit_failures = 0
         self._engine_is_whole = False
@@ -91,7 +98,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        _check_model(self.model)
+        require_servable(self.model)
         on_cpu = self.accelerator.device.type == "cpu"
         device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
         if on_cpu:
@@ -103,6 +110,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             device,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_length,
+            return_routes=self.return_routes,
             user=self.engine_kwargs,
         )
         with (
@@ -110,6 +118,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             upstream.substituted(trl_generation, "LLM", lambda **kwargs: RolloutLLM(**(kwargs | overrides))),
         ):
             super()._init_vllm()
+        if self.return_routes:
+            self.llm.routes = RouteLog(RouterCapture(self.llm) if on_cpu else returned_routes)
         engine = upstream.engine_model(self.llm)
         self.kernels = fp8_kernels(engine)
         self.activation_scaling = activation_scaling(engine)
@@ -120,7 +130,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.recipe.fp8_kv_cache:
             fp8_attention_layers(engine, self.recipe.kv_cache_skip_layers)
         self.quantizes_query = quantizes_query(engine)
-        logger.info(f"engine FP8 linear kernels: {self.kernels or 'none'}, activations: {self.activation_scaling}")
+        logger.info(f"engine FP8 kernels: {dict(self.kernels) or 'none'}, activations: {self.activation_scaling}")
         if self._layout.unreadable:
             reasons = sorted(set(self._layout.unreadable.values()))
             logger.warning(
@@ -166,6 +176,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         stream.require_current()
         audited = self._audit(ledger, kv_scales)
         self._engine_is_whole = True
+        relative_error, dead_blocks = stream.read()
         self.last_sync = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=waiting,
@@ -173,7 +184,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             audited_tensors=audited,
             bytes_sent=stream.bytes_sent,
             fp8_weights=stream.fp8_weights,
-            weight_relative_error=stream.weight_relative_error,
+            weight_relative_error=relative_error,
+            dead_blocks=dead_blocks,
             kv_scales=kv_scales,
         )
 
@@ -242,6 +254,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         except BaseException:
             upstream.abort_reload(self.llm)
             raise
+        upstream.rebuild_expert_kernels(self.llm)
         if on_cpu:
             cpu_kernel.finish_cpu_reload(engine)
         return ledger, report, timed.seconds
@@ -263,23 +276,6 @@ class FP8VLLMGeneration(VLLMGeneration):
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
         return audited
-
-
-def _check_model(model: nn.Module) -> None:
-    """Raise `ValueError` for a policy that no engine can follow."""
-    if not model.name_or_path:
-        raise ValueError(
-            "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
-            "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
-        )
-    head = model.get_output_embeddings()
-    if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
-        raise ValueError(
-            "the model's config says tie_word_embeddings=True, but its input and output embeddings are two tensors, "
-            "as with modules_to_save=['embed_tokens'] or ['lm_head'] under PEFT. vLLM ties them, so the engine would "
-            "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
-            "or a base model whose config does not tie them."
-        )
 
 
 class _Timed:

@@ -1,7 +1,7 @@
 """Where in the engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
 
 vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns, and pads the vocabulary. The layout is read off the engine's own modules once; the audit uses it to cut the
+columns (of experts: the same part of each), and pads the vocabulary. The layout is read off the engine's own modules once; the audit uses it to cut the
 same piece out of what was sent and out of what is held.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -43,6 +44,7 @@ class Piece:
         dtype: Its dtype.
         sent: For each dim, which part of the checkpoint tensor this rank holds (None: all of it).
         held: For each dim, where in the engine parameter it is (None: everywhere).
+        halved: Whether dim 1 is two halves, the gate's rows and the up projection's, each with a dim of its own in `sent`.
     """
 
     name: str
@@ -51,16 +53,20 @@ class Piece:
     dtype: torch.dtype
     sent: tuple[Span | None, ...] = ()
     held: tuple[Span | None, ...] = ()
+    halved: bool = False
 
     @property
     def parameter(self) -> torch.Tensor:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        return _cut(tensor, self.sent)
+        return _cut(self._view(tensor), self.sent)
 
     def of_engine(self) -> torch.Tensor:
-        return _cut(self.parameter, self.held)
+        return _cut(self._view(self.parameter), self.held)
+
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.unflatten(1, (2, -1)) if self.halved else tensor
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def engine_layout(model: nn.Module) -> Layout:
                 continue
             seen.add(id(parameter))
             reason = _why_unreadable(module, parameter)
-            if type(module).__name__ == "RoutedExperts":
+            if isinstance(module, RoutedExperts) and reason:
                 unreadable[prefix.partition(".experts.")[0] + ".experts"] = reason
                 continue
             for piece in _pieces(model, prefix, module, attribute):
@@ -103,8 +109,11 @@ def engine_layout(model: nn.Module) -> Layout:
 
 
 def _why_unreadable(module: nn.Module, parameter: torch.Tensor) -> str | None:
-    if type(module).__name__ == "RoutedExperts":
-        return "experts are stored fused and shuffled"
+    if isinstance(module, RoutedExperts):
+        method = module.quant_method
+        backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
+        if getattr(backend, "name", None) != "TRITON":
+            return f"experts are packed or shuffled for {backend}"
     if parameter.numel() == 0:
         return "packed by vLLM's CPU kernel for unquantized layers"
     return None
@@ -113,6 +122,9 @@ def _why_unreadable(module: nn.Module, parameter: torch.Tensor) -> str | None:
 def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     in_blocks = attribute == "weight_scale_inv"
     dtype = getattr(module, attribute).dtype
+    if isinstance(module, RoutedExperts):
+        yield _expert_piece(prefix, module, attribute, dtype)
+        return
     for name, rows, columns, offset in _shards(model, prefix, module):
         if rows is None and columns is None:
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
@@ -123,6 +135,17 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
             spans = tuple(tuple(span and span.blocks() for span in pair) for pair in spans)
         dims = 1 if attribute == "bias" else 2
         yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=spans[0][:dims], held=spans[1][:dims])
+
+
+def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
+    """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert."""
+    fused, _, kind = attribute.partition("_weight")
+    own_names = {"w13": "gate_up_proj", "w2": "down_proj"} if module.ckpt_gate_proj_name == "gate_proj" else {}
+    name = f"{prefix.partition('.experts.')[0]}.experts.{own_names.get(fused, fused)}{kind}"
+    halved = fused == "w13"
+    size = getattr(module, attribute).shape[1] // 2 if halved else getattr(module, attribute).shape[2]
+    sent = None, None, Span(module.moe_config.tp_rank * size, size)
+    return Piece(name, module, attribute, dtype, sent=sent, halved=halved)
 
 
 def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:

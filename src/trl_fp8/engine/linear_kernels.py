@@ -1,8 +1,10 @@
-"""Which kernels run the engine's FP8 linears, and how those quantize activations: what a trainer in FP8 has to follow."""
+"""Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has to follow."""
 
+from collections import Counter
 from typing import NamedTuple
 
 from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from ..numerics.blockwise import ACTIVATION_AMAX_FLOOR
@@ -21,11 +23,13 @@ class ActivationScaling(NamedTuple):
 
 
 def fp8_kernels(model: nn.Module) -> dict[str, int]:
-    """Class names of the kernels that run the engine's FP8 linear layers -> number of layers."""
-    counts = {}
-    for kernel in _kernels(model):
-        counts[type(kernel).__name__] = counts.get(type(kernel).__name__, 0) + 1
-    return counts
+    """Names of the kernels that run the engine's FP8 linear layers and experts -> number of layers."""
+    backends = [
+        module.quant_method.fp8_backend
+        for module in model.modules()
+        if isinstance(module, RoutedExperts) and hasattr(module.quant_method, "fp8_backend")
+    ]
+    return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *map(str, backends)])
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:

@@ -1,4 +1,4 @@
-"""vLLM's engine with a lighter sleep where the next generation needs the same weights.
+"""vLLM's engine with a lighter sleep where the next generation needs the same weights, and a memory of its routers.
 
 TRL 1.16 puts the engine to sleep at level 2 after each generation: memory is freed and the weights are discarded, so the
 next generation begins with a sync. In a training step that is right, the weights will have changed. Between the batches
@@ -6,7 +6,9 @@ of an evaluation and the turns of a conversation they have not: there level 1 mo
 FP8) and back.
 """
 
-from vllm import LLM
+from vllm import LLM, RequestOutput
+
+from .routes import RouteLog
 
 
 class RolloutLLM(LLM):
@@ -15,10 +17,18 @@ class RolloutLLM(LLM):
     Attributes:
         keep_weights: Whether the weights will be needed again as they are.
         weights_kept: Whether the engine sleeps with its weights in host memory.
+        routes: Takes the experts chosen for every token that is generated; None: nobody asks.
     """
 
     keep_weights = False
     weights_kept = False
+    routes: RouteLog | None = None
+
+    def generate(self, *args, **kwargs) -> list[RequestOutput]:
+        outputs = super().generate(*args, **kwargs)
+        if self.routes is not None:
+            self.routes.add(outputs)
+        return outputs
 
     def sleep(self, level: int = 1, **kwargs) -> None:
         self.weights_kept = level == 1 or self.keep_weights

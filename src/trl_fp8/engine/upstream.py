@@ -9,6 +9,7 @@ duration of one constructor call.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,19 @@ def engine_model(llm: "LLM") -> nn.Module:
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
+def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
+    """(request, position of its first token, first row, end row) for each request of the forward that is running.
+
+    vLLM 0.31, first model runner (`v1/worker/gpu_model_runner.py`); called from a hook in the model. vLLM appends a suffix
+    of its own to the id under which `LLM.generate` returns a request.
+    """
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    batch = runner.input_batch
+    bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
+
+
 def reload_weights(llm: "LLM", weights: Iterator) -> None:
     """Load a whole model's checkpoint tensors into the running engine (vLLM 0.31 `gpu_model_runner.reload_weights`).
 
@@ -46,6 +60,18 @@ def reload_weights(llm: "LLM", weights: Iterator) -> None:
     given every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+
+
+def rebuild_expert_kernels(llm: "LLM") -> None:
+    """After a reload: let the kernels of FP8 experts read the engine's own scales.
+
+    vLLM 0.31 makes them anew from the layer as it is during the reload, so that they keep a second copy of the scales:
+    equal, but not what an audit of the parameters reads, and memory for nothing.
+    """
+    for module in engine_model(llm).modules():
+        method = getattr(module, "quant_method", None)
+        if hasattr(method, "fp8_backend"):
+            method._init_moe_kernel(module)
 
 
 def abort_reload(llm: "LLM") -> None:

@@ -1,8 +1,9 @@
 """The policy's parameters as the checkpoint tensors that an FP8 engine loads, one at a time.
 
-    policy parameter ("...q_proj.weight", fp32 or bf16)
+    policy parameter ("...q_proj.weight", "...experts.gate_up_proj", fp32 or bf16)
         -> rounded to bf16                            what a BF16 engine would compute with
         -> quantize_weight                            "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
+                                                      (all experts of a layer in one call)
     any other parameter -> rounded to bf16, or as it is, for a loader that rounds on copying
     last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 
@@ -14,16 +15,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 from torchao.quantization import Float8Tensor
 
-from ..numerics.blockwise import BLOCK, quantize_weight
+from ..numerics.blockwise import BLOCK, dead_blocks, quantize_weight
+from ..numerics.e4m3 import ScaleFormat
 from ..numerics.kv_scales import QKV, KVScales
-from ..recipe import FP8Recipe, checkpoint_name
+from ..recipe import FP8Recipe
 
 
 Named = tuple[str, torch.Tensor]
-Quantized = Callable[[str], Float8Tensor]
+Quantized = Callable[[str], Float8Tensor | None]
 SCALE_SUFFIX = "_scale_inv"
 
 
@@ -34,7 +35,10 @@ class StreamReport:
     Attributes:
         fp8_weights: Number of weights that went out in FP8.
         bytes_sent: Bytes of all weights as the engine holds them, scales included (not the KV cache scales).
-        error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight, on the device.
+        error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight (of each expert of
+            it), on the device.
+        dead: Name of each FP8 weight -> number of its blocks that are zero or as good as zero, on the device; see
+            `numerics.blockwise.dead_blocks`.
         stale: Name of each weight that came quantized -> whether the first block row of the weight gives other codes
             or scales, on the device.
     """
@@ -42,15 +46,18 @@ class StreamReport:
     fp8_weights: int = 0
     bytes_sent: int = 0
     error_sums: torch.Tensor | None = None
+    dead: dict[str, torch.Tensor] = field(default_factory=dict)
     stale: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    @property
-    def weight_relative_error(self) -> float:
-        """Root of the sampled squared quantization error over the squared weight. Waits for the device."""
+    def read(self) -> tuple[float, dict[str, int]]:
+        """Root of the sampled squared quantization error over the squared weight, and the weights that have dead blocks
+        with their number. Waits for the device once.
+        """
         if self.error_sums is None:
-            return 0.0
-        error, weight = self.error_sums.tolist()
-        return (error / weight) ** 0.5 if weight else 0.0
+            return 0.0, {}
+        error, weight, *dead = torch.stack([*self.error_sums, *self.dead.values()]).tolist()
+        counts = {name: int(count) for name, count in zip(self.dead, dead, strict=True) if count}
+        return (error / weight) ** 0.5 if weight else 0.0, counts
 
     def require_current(self) -> None:
         """Raise `RuntimeError` naming the weights that came quantized from an earlier state. Waits for the device."""
@@ -87,55 +94,56 @@ def weight_stream(
         copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
         round_here: Whether what is not FP8 is brought to `dtype`. A loader in the same process does that by itself, and
             an embedding is not held twice.
-        quantized: Module name -> its weight as quantized by whoever needs it too; None: quantized here.
+        quantized: Weight's name -> the weight as quantized by whoever needs it too, or None: quantized here.
 
     Raises:
         RuntimeError: Modules of the recipe had no weight in `parameters`; the message lists them.
     """
-    pending = set(recipe.fp8_modules)
+    pending = set(recipe.fp8_tensors)
     for name, parameter in parameters:
-        module = name.removesuffix(".weight")
-        if name.endswith(".weight") and module in recipe.fp8_modules_set:
-            pending.discard(module)
-            rows = parameter.detach()[:BLOCK].to(dtype)
-            if quantized is None:
+        if name in recipe.fp8_tensors:
+            pending.discard(name)
+            rows = parameter.detach()[..., :BLOCK, :].to(dtype)
+            codes = quantized(name) if quantized else None
+            if codes is None:
                 weight = parameter.detach().to(dtype)
                 codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
             else:
-                codes = quantized(module)
                 report.stale[name] = _differ(quantize_weight(rows, recipe.scale_format, check_finite=False), codes)
-            for item in _fp8_weight(name, rows, codes, report):
+            _note(name, rows, codes, recipe.scale_format, report)
+            for item in (name, codes.qdata), (name + SCALE_SUFFIX, codes.scale):
                 report.bytes_sent += item[1].nbytes
-                yield item
+                yield recipe.engine_name(item[0]), item[1]
         else:
             report.bytes_sent += parameter.numel() * dtype.itemsize
-            yield name, parameter.detach().to(dtype, copy=copy) if copy or round_here else parameter.detach()
+            tensor = parameter.detach().to(dtype, copy=copy) if copy or round_here else parameter.detach()
+            yield recipe.engine_name(name), tensor
     if pending:
         raise RuntimeError(
-            f"the policy has no weight for {len(pending)} modules that the engine expects in FP8: "
-            f"{sorted(pending)[:6]}. Were modules renamed or replaced after the trainer was made?"
+            f"the policy lacks {len(pending)} weights that the engine expects in FP8: {sorted(pending)[:6]}. Were "
+            "modules renamed or replaced after the trainer was made?"
         )
     if kv_scales is not None:
         yield from kv_scale_stream(kv_scales, recipe.kv_cache_skip_layers)
 
 
-def _fp8_weight(name: str, rows: torch.Tensor, codes: Float8Tensor, report: StreamReport) -> Iterator[Named]:
+def _note(name: str, rows: torch.Tensor, codes: Float8Tensor, scale_format: ScaleFormat, report: StreamReport) -> None:
+    """Account for one FP8 weight; nothing here waits for the device."""
     report.fp8_weights += 1
-    sums = _block_row_error(rows.float(), codes.qdata[:BLOCK], codes.scale)
+    sums = _block_row_error(rows.float(), codes.qdata[..., :BLOCK, :], codes.scale)
     report.error_sums = sums if report.error_sums is None else report.error_sums + sums
-    yield name, codes.qdata
-    yield name + SCALE_SUFFIX, codes.scale
+    report.dead[name] = dead_blocks(codes.scale, scale_format).sum(dtype=torch.float32)
 
 
 def _differ(fresh: Float8Tensor, codes: Float8Tensor) -> torch.Tensor:
     """Whether the first block row of `codes` is not `fresh`. A weight that doubled keeps its codes: scales count too."""
-    held = codes.qdata[:BLOCK].view(torch.uint8)
-    return (fresh.qdata.view(torch.uint8) != held).any() | (fresh.scale != codes.scale[:1]).any()
+    held = codes.qdata[..., :BLOCK, :].view(torch.uint8)
+    return (fresh.qdata.view(torch.uint8) != held).any() | (fresh.scale != codes.scale[..., :1, :]).any()
 
 
 def _block_row_error(rows: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Sums of squares (error, weight) over the first 128 rows: a sample of each weight for 1/N of the cost."""
-    restored = qdata.float().unflatten(-1, (-1, BLOCK)) * scale[:1, :, None]
+    restored = qdata.float().unflatten(-1, (-1, BLOCK)) * scale[..., :1, :, None]
     return torch.stack([(rows - restored.flatten(-2)).square().sum(), rows.square().sum()])
 
 
@@ -146,38 +154,3 @@ def kv_scale_stream(kv_scales: KVScales, skip_layers: Collection[int] = ()) -> I
             continue
         for which, value in zip(QKV, values, strict=True):
             yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
-
-
-def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming the parameters of `model` that hold NaN or infinite values.
-
-    Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
-    once and waits for the device once.
-
-    Args:
-        model: The policy. Under FSDP2 and ZeRO-3 this rank's shards are read.
-        reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
-            went on alone would wait for the others in the next gather.
-    """
-    named = [(name, _local(p)) for name, p in model.named_parameters() if p.is_floating_point()]
-    held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
-    bad = torch.zeros(len(named), device=named[0][1].device)
-    if held:  # a norm would need 15 times as long on CPU
-        extremes = torch.stack([torch.stack(torch.aminmax(named[index][1])).float() for index in held])
-        bad[held] = (~torch.isfinite(extremes)).any(1).float()
-    if reduce_max is not None:
-        reduce_max(bad)
-    names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
-    if names:
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        raise ValueError(
-            f"the policy holds NaN or infinite values in {len(names)} of {len(named)} parameters: {listed}. Nothing was "
-            "sent; the engine still serves the previous weights. Look at the last optimizer step (learning_rate, "
-            "max_grad_norm, loss), and resume from the last good checkpoint."
-        )
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """What of `parameter` is on this rank. ZeRO-3 (DeepSpeed 0.19) keeps its shard beside an empty tensor."""
-    tensor = getattr(parameter, "ds_tensor", parameter).detach()
-    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -22,6 +22,9 @@ BLOCK = 128
 # vLLM's activation kernels floor amax here (csrc/quantization/w8a8/fp8/per_token_group_quant.cu); it is far below any
 # activation that matters and only keeps an all-zero group from dividing by zero.
 ACTIVATION_AMAX_FLOOR = 1e-10
+# Smallest amax of a weight's block. Kernels multiply the scales of weight and activation, and some make NaN of very small
+# ones (flashinfer#2595: blocks of dead experts); a block that is below contributes nothing that BF16 could hold.
+WEIGHT_AMAX_FLOOR = 1e-12
 
 
 def quantize_weight(
@@ -51,7 +54,7 @@ def quantize_weight(
     """
     if weight.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
-    tensor = _quantize(weight, (BLOCK, BLOCK), scale_format, amax_floor=1e-12, name=name)
+    tensor = _quantize(weight, (BLOCK, BLOCK), scale_format, amax_floor=WEIGHT_AMAX_FLOOR, name=name)
     if check_finite:
         require_finite_scales(tensor.scale, name)
     return tensor
@@ -83,6 +86,22 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
     values, view, _ = _padded_blocks(tensor.qdata, blocks)
     view.mul_(_expandable(tensor.scale, len(blocks)))
     return _crop(values, tensor.qdata.shape).to(dtype or tensor.dtype)
+
+
+def dead_blocks(scale: torch.Tensor, scale_format: ScaleFormat) -> torch.Tensor:
+    """Which blocks of `quantize_weight`'s result are as good as zero: no element is above 1e-12 (pow2: 1.6e-12).
+
+    Their scale is held at the floor, so elements below about 1e-15 become zero: such a block computes no NaN, but it does
+    not come back to life in the engine either before its weights have grown.
+
+    Args:
+        scale: fp32 `[..., ceil(N/128), ceil(K/128)]`.
+        scale_format: That of the scales.
+
+    Returns:
+        bool of `scale`'s shape.
+    """
+    return scale <= scale_from_amax(torch.full_like(scale[..., :1, :1], WEIGHT_AMAX_FLOOR), scale_format)
 
 
 def require_finite_scales(scale: torch.Tensor, name: str) -> None:

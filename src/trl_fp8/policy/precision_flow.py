@@ -22,10 +22,12 @@ class PrecisionFlow(TrainerCallback):
         tap: The policy's attention tap, if its KV cache is FP8.
 
     Attributes:
+        flow: As given.
         keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync can share it.
     """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe, flow: FP8Flow, tap: AttentionTap | None):
+        self.flow = flow
         self.keeps_weights = flow.cache_weights
         self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
         if flow.forward == "full":
@@ -40,6 +42,7 @@ class PrecisionFlow(TrainerCallback):
         """Quantized weights are made again when they are next needed."""
         self._linears.invalidate()
 
-    def quantized_weight(self, name: str) -> Float8Tensor:
-        """The quantized weight of an FP8 module, by checkpoint name: kept, or made now and kept."""
-        return self._linears.modules[name].quantized_weight()
+    def quantized_weight(self, name: str) -> Float8Tensor | None:
+        """An FP8 linear's weight by checkpoint name, quantized: kept, or made now and kept. None: not a linear's."""
+        linear = self._linears.modules.get(name.removesuffix(".weight"))
+        return linear and linear.quantized_weight()

@@ -1,0 +1,60 @@
+"""What a policy must be before an engine can follow it: named, tied as its config says, and finite."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..checkpoint_names import checkpoint_name
+
+
+def require_servable(model: nn.Module) -> None:
+    """Raise `ValueError` for a policy that no engine can follow."""
+    if not model.name_or_path:
+        raise ValueError(
+            "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
+            "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
+        )
+    head = model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            "the model's config says tie_word_embeddings=True, but its input and output embeddings are two tensors, "
+            "as with modules_to_save=['embed_tokens'] or ['lm_head'] under PEFT. vLLM ties them, so the engine would "
+            "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
+            "or a base model whose config does not tie them."
+        )
+
+
+def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Raise `ValueError` naming the parameters of `model` that hold NaN or infinite values.
+
+    Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
+    once and waits for the device once.
+
+    Args:
+        model: The policy. Under FSDP2 and ZeRO-3 this rank's shards are read.
+        reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
+            went on alone would wait for the others in the next gather.
+    """
+    named = [(name, _local(p)) for name, p in model.named_parameters() if p.is_floating_point()]
+    held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
+    bad = torch.zeros(len(named), device=named[0][1].device)
+    if held:  # a norm would need 15 times as long on CPU
+        extremes = torch.stack([torch.stack(torch.aminmax(named[index][1])).float() for index in held])
+        bad[held] = (~torch.isfinite(extremes)).any(1).float()
+    if reduce_max is not None:
+        reduce_max(bad)
+    names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
+    if names:
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise ValueError(
+            f"the policy holds NaN or infinite values in {len(names)} of {len(named)} parameters: {listed}. Nothing was "
+            "sent; the engine still serves the previous weights. Look at the last optimizer step (learning_rate, "
+            "max_grad_norm, loss), and resume from the last good checkpoint."
+        )
+
+
+def _local(parameter: nn.Parameter) -> torch.Tensor:
+    """What of `parameter` is on this rank. ZeRO-3 (DeepSpeed 0.19) keeps its shard beside an empty tensor."""
+    tensor = getattr(parameter, "ds_tensor", parameter).detach()
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

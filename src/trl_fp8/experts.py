@@ -1,0 +1,47 @@
+"""Mixture-of-experts layers as transformers 5 holds them: all experts of a layer in two 3-D parameters.
+
+    model.layers.0.mlp.gate.weight             [E, K]      router: always in high precision
+    model.layers.0.mlp.experts.gate_up_proj    [E, 2I, K]  of each expert the gate's rows, then the up projection's
+    model.layers.0.mlp.experts.down_proj       [E, K, I]
+
+vLLM loads these fused tensors under the same names, except for Mixtral, whose published checkpoints have names of their
+own that transformers renames while loading and vLLM does not.
+
+Shape letters: E experts, I intermediate size of one expert, K hidden size.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from .checkpoint_names import checkpoint_name, full_shape
+from .numerics.blockwise import BLOCK
+
+
+PARAMETERS = ("gate_up_proj", "down_proj")
+
+
+def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that hold the experts of one layer, by checkpoint name."""
+    for name, module in model.named_modules():
+        is_experts = checkpoint_name(name).rpartition(".")[2] == "experts"
+        if is_experts and any(len(full_shape(parameter)) == 3 for parameter in module.parameters(recurse=False)):
+            yield checkpoint_name(name), module
+
+
+def router_name(experts: str) -> str:
+    """Checkpoint name of the router in front of the experts `...mlp.experts`."""
+    return f"{experts.rpartition('.')[0]}.gate"
+
+
+def why_not_fp8(experts: nn.Module, tensor_parallel_size: int) -> str | None:
+    """Why an engine cannot hold these experts in block FP8, or None if it can. Meta and sharded parameters are fine."""
+    named = {name: full_shape(parameter) for name, parameter in experts.named_parameters(recurse=False)}
+    odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
+    if sorted(named) != sorted(PARAMETERS) or odd:
+        return "experts of another layout than gate_up_proj [E, 2I, K] and down_proj [E, K, I]"
+    intermediate, hidden = named["down_proj"][2] / tensor_parallel_size, named["down_proj"][1]
+    if intermediate % BLOCK or hidden % BLOCK:
+        at = f" per rank at tensor parallel size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
+        return f"experts of {intermediate:g} x {hidden}{at}, not multiples of {BLOCK}"
+    return None

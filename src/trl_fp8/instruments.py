@@ -1,0 +1,47 @@
+"""What a run installs on its policy before training: the attention tap with its calibrator, and the precision flow."""
+
+from typing import TYPE_CHECKING
+
+from trl import GRPOTrainer
+
+from .engine.replicas import all_reduce_max
+from .policy.attention_tap import AttentionTap
+from .policy.fp8_flow import FP8Flow
+from .policy.kv_calibration import KVCalibrator
+from .policy.precision_flow import PrecisionFlow
+from .probe import outliers_on_first_prompts
+from .recipe import FP8Recipe
+
+
+if TYPE_CHECKING:
+    from .engine.linear_kernels import ActivationScaling
+
+
+def tap_attention(trainer: GRPOTrainer, recipe: FP8Recipe) -> tuple[AttentionTap, KVCalibrator, FP8Recipe]:
+    """Tap the policy's attention; the recipe comes back with kv_cache_skip_layers='auto' resolved."""
+    reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
+    tap = AttentionTap(trainer.model, recipe.kv_cache_skip_layers)
+    if trainer.args.skip_layers is None:
+        errors = outliers_on_first_prompts(trainer, tap, reduce_max)
+        recipe = trainer.args.recipe_for(trainer.model, tuple(errors))
+        tap.high_precision_layers = frozenset(errors)
+    calibrator = KVCalibrator(
+        tap,
+        **trainer.args.calibration,
+        pad_token_id=trainer._tokenizer.pad_token_id,
+        fused_lm_head=True,
+        reduce_max=reduce_max,
+    )
+    return tap, calibrator, recipe
+
+
+def precision_flow(trainer: GRPOTrainer, scaling: "ActivationScaling", tap: AttentionTap | None) -> PrecisionFlow:
+    """Make the policy compute what the engine's kernels were found to compute."""
+    flow = FP8Flow(
+        **trainer.args.flow,
+        weight_format=trainer.recipe.scale_format,
+        activation_format=scaling.scale_format,
+        activation_amax_floor=scaling.amax_floor,
+        cache_weights=not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
+    )
+    return PrecisionFlow(trainer.model, trainer.recipe, flow, tap)
