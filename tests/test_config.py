@@ -21,6 +21,12 @@ def test_one_half_off_is_still_fp8(flags):
     assert config(**flags).vllm_importance_sampling_mode == "token_truncate"
 
 
+def test_routes_need_this_projects_engine_also_without_fp8():
+    made = config(router_replay="rollout", fp8_weights=False, kv_cache_dtype="auto", use_vllm=True)
+    assert made.own_engine and made.routes_returned and not made.any_fp8
+    assert not config(fp8_weights=False, kv_cache_dtype="auto").own_engine
+
+
 def test_what_the_user_sets_wins():
     made = config(vllm_importance_sampling_mode="sequence_mask", vllm_importance_sampling_clip_max=5.0)
     assert (made.vllm_importance_sampling_mode, made.vllm_importance_sampling_clip_max) == ("sequence_mask", 5.0)
@@ -49,6 +55,21 @@ def test_what_the_user_sets_wins():
         ),
         ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
+        ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),
+        ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, ["enable_expert_parallel=True", "tensor_parallel"]),
+        ({"router_replay": "R3"}, ["router_replay='R3'", "'monitor', 'rollout', 'policy'"]),
+        (
+            {"router_replay": "rollout", "fp8_weights": False, "kv_cache_dtype": "auto"},
+            ["router_replay='rollout'", "use_vllm=False", "router_replay='off'"],
+        ),
+        (
+            {"router_replay": "policy", "vllm_importance_sampling_correction": False},
+            ["router_replay='policy'", "vllm_importance_sampling_correction=False", "router_replay='rollout'"],
+        ),
+        (
+            {"router_replay": "monitor", "mask_truncated_completions": True},
+            ["router_replay='monitor'", "mask_truncated_completions=True"],
+        ),
         ({"use_vllm": False}, ["use_vllm=False", "fp8_weights=True", "Set use_vllm=True", "fp8_weights=False"]),
         ({"vllm_mode": "server"}, ["vllm_mode='server'", "reads every FP8 weight", "vllm_mode='colocate'"]),
         ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),

@@ -22,3 +22,13 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(checkpoint, tmp_p
         assert before["audit_failures"] == 0
     # the trainer adds the ranks' partial products as the engine's all-reduce does; with one product it is at 0.03
     assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in synced[0]["log"])
+
+
+def test_each_rank_holds_its_part_of_every_expert_and_replays_the_routes_of_its_own_rollouts(checkpoint, tmp_path):
+    folder = checkpoint("qwen3_moe", head_dim=128, moe_intermediate_size=256)
+    reports = launch("tensor_parallel_experts", tmp_path, checkpoint=folder, router_replay="rollout")
+    assert [report["w13_shape"] for report in reports] == [[4, 256, 128]] * 2  # gate and up of 128 rows each
+    assert reports[0]["engine"] != reports[1]["engine"]  # different halves of each expert
+    for report in reports:
+        assert report["audited"] == report["tensors"] and report["audit_failures"] == 0
+        assert all(row["router/disagreement"] == 0 < row["router/own_disagreement"] < 0.4 for row in report["log"])

@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 from accelerate.state import DistributedType, PartialState  # noqa: E402
 from engine import engines  # noqa: E402
+from engine.reference_experts import offered_fp8_experts  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from trainer.runs import arguments, dataset, reward_digits  # noqa: E402
 
@@ -74,6 +75,20 @@ def tensor_parallel(folder: Path, checkpoint: str, **flags) -> dict:
         engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.kv_scales)
     shape = list(engine_model(generation.llm).model.layers[0].self_attn.qkv_proj.weight.shape)
     return described(trainer) | {"qkv_shape": shape}
+
+
+def tensor_parallel_experts(folder: Path, checkpoint: str, **flags) -> dict:
+    """As `train`, with FP8 experts in one engine on both ranks."""
+    with offered_fp8_experts():
+        trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, **flags)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    experts = next(
+        m for m in engine_model(trainer.vllm_generation.llm).modules() if type(m).__name__ == "RoutedExperts"
+    )
+    sync = trainer.vllm_generation.last_sync
+    held = {"w13_shape": list(experts.w13_weight.shape), "audited": sync.audited_tensors}
+    return described(trainer) | held | {"tensors": len(list(trainer.model.parameters())) + sync.fp8_weights}
 
 
 def fresh_engine(folder: Path, checkpoint: str) -> dict:

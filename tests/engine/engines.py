@@ -34,6 +34,7 @@ def start(
     generation=FP8VLLMGeneration,
     engine_kwargs: dict | None = None,
     sleep: bool = False,
+    return_routes: bool = False,
     **recipe_flags,
 ):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
@@ -45,6 +46,7 @@ def start(
         recipe=recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
+        return_routes=return_routes,
         model=model,
         accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),

@@ -36,6 +36,7 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8
 
+from trl_fp8 import config, recipe
 from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, BLOCK, quantize_activation
 from trl_fp8.numerics.e4m3 import ScaleFormat
 
@@ -93,6 +94,17 @@ def reference_fp8_experts(scale_format: ScaleFormat = "fp32", fused_activation: 
     options = {"scale_format": scale_format, "fused_activation": fused_activation}
     experts = type("ReferenceExperts", (ReferenceExperts,), options)
     with patch.object(fp8, "select_fp8_moe_backend", lambda **_: (Fp8MoeBackend.TRITON, experts)):
+        yield
+
+
+@contextmanager
+def offered_fp8_experts() -> Iterator[None]:
+    """Trainers made inside the block have FP8 experts as they would on CUDA, computed by `ReferenceExperts`."""
+
+    def recipe_for_model(model, **flags):
+        return recipe.recipe_for_model(model, **(flags | {"expert_kernels": True}))
+
+    with reference_fp8_experts(), patch.object(config, "recipe_for_model", recipe_for_model):
         yield
 
 

@@ -16,9 +16,7 @@ MODELS = {
     "qwen2": ("qwen2", {}),
     "partly-aligned": ("qwen3", {"intermediate_size": 192}),
     "qwen3-moe": ("qwen3_moe", {}),
-    "qwen2-moe": ("qwen2_moe", {}),
     "mixtral": ("mixtral", {}),
-    "olmoe": ("olmoe", {}),
 }
 
 

@@ -1,0 +1,140 @@
+"""FP8 experts in a real engine: sync, audit and near-dead experts. The kernel is a reference (reference_experts.py)."""
+
+import pytest
+import torch
+
+from engine import engines
+from engine.reference_experts import reference_fp8_experts
+from trl_fp8.engine.upstream import engine_model
+
+
+pytestmark = [pytest.mark.engine, pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is for CPU")]
+MOE = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
+
+
+@pytest.fixture
+def started():
+    """`started(checkpoint)` -> a generation whose experts are FP8; its engine is shut down at the end."""
+    running = []
+
+    def start(checkpoint: str, scales=None, **options):
+        with reference_fp8_experts():
+            running.append(
+                engines.start(checkpoint, scales or engines.some_scales(2, 1), expert_kernels=True, **options)
+            )
+        return running[-1]
+
+    yield start
+    for generation in running:
+        if generation.llm is not None:
+            engines.shutdown(generation.llm)
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_two_syncs_of_fp8_experts_equal_a_fresh_engine_bit_for_bit(architecture, checkpoint, tmp_path, started):
+    generation = started(checkpoint(architecture))
+    results = []
+    for step in (1, 2):
+        engines.perturb(generation.model, seed=step)
+        generation.sync_weights()
+        results.append(engines.log_probs(generation.llm))
+    assert results[0] != results[1]
+    assert generation.kernels["Fp8MoeBackend.TRITON"] == 2
+    # every tensor of the policy was read back, and a scale for each FP8 weight: the experts' too
+    parameters = len(list(generation.model.parameters()))
+    assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
+    engines.shutdown(generation.llm)
+    generation.llm = None
+    with reference_fp8_experts():
+        assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == results[1]
+
+
+def test_kernels_of_experts_read_what_was_audited(checkpoint, started):
+    generation = started(checkpoint("qwen3_moe"))
+    layers = [m for m in engine_model(generation.llm).modules() if type(m).__name__ == "RoutedExperts"]
+    storage = [layer.w13_weight_scale_inv.data_ptr() for layer in layers]
+    for step in (1, 2):
+        engines.perturb(generation.model, seed=step)
+        generation.sync_weights()
+        for layer, pointer in zip(layers, storage, strict=True):
+            kernel = layer.quant_method.moe_kernel.fused_experts
+            assert layer.w13_weight_scale_inv.data_ptr() == kernel.w1_scale.data_ptr() == pointer
+            assert layer.w2_weight_scale_inv.data_ptr() == kernel.w2_scale.data_ptr()
+
+
+def swapped_experts(generation):
+    """Experts 0 and 1 change places on the way, weights and scales alike."""
+
+    def transport(stream):
+        for name, tensor in stream:
+            yield (
+                name,
+                tensor[[1, 0, *range(2, len(tensor))]] if name.endswith("layers.1.mlp.experts.down_proj") else tensor,
+            )
+
+    generation._transport = transport
+
+
+def scale_of_one_expert_off(generation):
+    def transport(stream):
+        for name, tensor in stream:
+            if name.endswith("layers.0.mlp.experts.gate_up_proj_scale_inv"):
+                tensor = tensor.clone()
+                tensor[2] *= 2
+            yield name, tensor
+
+    generation._transport = transport
+
+
+def gate_and_up_exchanged(generation):
+    def transport(stream):
+        for name, tensor in stream:
+            if name.endswith("layers.0.mlp.experts.gate_up_proj"):
+                tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
+            yield name, tensor
+
+    generation._transport = transport
+
+
+def scales_dropped(generation):
+    def transport(stream):
+        return (item for item in stream if not item[0].endswith("layers.0.mlp.experts.down_proj_scale_inv"))
+
+    generation._transport = transport
+
+
+@pytest.mark.parametrize(
+    "breaks, name",
+    [
+        (swapped_experts, "layers.1.mlp.experts.down_proj"),
+        (scale_of_one_expert_off, "layers.0.mlp.experts.gate_up_proj_scale_inv"),
+        (gate_and_up_exchanged, "layers.0.mlp.experts.gate_up_proj"),
+        (scales_dropped, "layers.0.mlp.experts.down_proj_scale_inv"),
+    ],
+)
+def test_the_audit_names_experts_that_did_not_arrive(breaks, name, checkpoint, started):
+    generation = started(checkpoint("qwen3_moe"))
+    breaks(generation)
+    with pytest.raises(RuntimeError, match=rf"1 tensors hold other bytes than were sent: model\.{name}\. "):
+        generation.sync_weights()
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        generation.generate([[5, 6]], None, 1)
+
+
+def test_near_dead_experts_serve_finite_log_probs_and_are_reported(checkpoint, started):
+    generation = started(checkpoint("qwen3_moe"))
+    experts = generation.model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[0], experts.down_proj[1], experts.gate_up_proj[2] = 0, 1e-30, 1e-23
+    generation.sync_weights()
+    name = "model.layers.0.mlp.experts"
+    assert generation.last_sync.dead_blocks == {f"{name}.gate_up_proj": 4, f"{name}.down_proj": 1}
+    rows = [torch.tensor(values) for _, *parts in engines.log_probs(generation.llm) for values in parts]
+    assert all(row.isfinite().all() for row in rows)
+
+
+def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint):
+    from trl_fp8.engine.audit import require_auditable
+
+    with pytest.raises(RuntimeError, match="'moe_backend': 'triton'"):
+        require_auditable({"Fp8MoeBackend.FLASHINFER_CUTLASS": 48})

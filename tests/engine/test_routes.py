@@ -1,0 +1,172 @@
+"""The engine's routers, read: every token of every rollout, in its place."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.outputs import CompletionOutput
+
+from engine import engines
+from trl_fp8.engine import routes
+from trl_fp8.engine.arguments import Device, engine_arguments
+from trl_fp8.engine.routes import NOWHERE, RouteLog, RouterCapture, returned_routes
+from trl_fp8.policy.router_replay import RouterReplay
+from trl_fp8.recipe import FP8Recipe
+
+
+without_repetitions = routes._without_repetitions
+
+
+def sample(generation, max_tokens=12):
+    """Rollouts of the engine: token ids of each, prompt and completion."""
+    parameters = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in engines.PROMPTS]
+    outputs = generation.llm.generate(prompts, parameters, use_tqdm=False)
+    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def agreement(model, sequences, found, shift=0):
+    """Share of (token, layer) where the BF16 model's routers choose what the engine's did, `shift` tokens earlier."""
+    replay = RouterReplay(model)
+    same = total = 0
+    for tokens, rows in zip(sequences, found, strict=True):
+        with torch.no_grad(), replay.during(None, replay=False, record=True):
+            model(input_ids=torch.tensor([tokens[:-1]]))
+        own = replay.recorded()[0].sort(-1).values.long()
+        theirs = torch.from_numpy(rows).sort(-1).values.long()
+        if shift:
+            own, theirs = own[shift:], theirs[:-shift]
+        same += (own == theirs).all(-1).sum().item()
+        total += own[..., 0].numel()
+    return same / total
+
+
+@pytest.fixture
+def started():
+    running = []
+
+    def start(checkpoint, **options):
+        options = {"fp8_weights": False, "kv_cache_dtype": "auto", "return_routes": True} | options
+        running.append(engines.start(checkpoint, **options))
+        running[-1].sync_weights()
+        return running[-1]
+
+    yield start
+    for generation in running:
+        engines.shutdown(generation.llm)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_every_token_has_the_experts_that_a_bf16_policy_would_choose(architecture, checkpoint, started):
+    """Prompts and completions, prefill and decoding; without FP8 only ties to a BF16 rounding are decided otherwise."""
+    folder = checkpoint(architecture, **{"num_local_experts" if architecture == "mixtral" else "num_experts": 8})
+    generation = started(folder)
+    sequences = sample(generation)
+    found = generation.llm.routes.of(sequences)
+    assert [rows.shape for rows in found] == [(len(tokens) - 1, 2, 2) for tokens in sequences]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert agreement(model, sequences, found) > 0.95
+    assert agreement(model, sequences, found, shift=1) < 0.5  # so an error of one place is seen
+
+
+@pytest.mark.engine
+def test_dense_layers_have_no_route(tmp_path, started):
+    generation = started(tiny_models.save_checkpoint(tmp_path, "qwen3_moe", mlp_only_layers=[0]))
+    found = generation.llm.routes.of(sample(generation))
+    assert all((rows[:, 0] == NOWHERE).all() and (rows[:, 1] >= 0).all() for rows in found)
+
+
+@pytest.mark.engine
+def test_prefills_in_chunks_and_preempted_requests_keep_their_places(checkpoint, started, monkeypatch):
+    """33 prompt tokens in steps of 16, and a cache too small for all requests, so that some are computed twice."""
+    folder = checkpoint("qwen3_moe")
+    block = 2 * 2 * 2 * 64 * 2 * 32  # bytes of 32 tokens: layers, k and v, heads, head size, BF16
+    kwargs = {"max_num_batched_tokens": 16, "block_size": 32, "kv_cache_memory_bytes": 4 * block}
+    generation = started(folder, engine_kwargs=kwargs)
+    read = []
+    monkeypatch.setattr(
+        routes, "_without_repetitions", lambda chunks: read.append(chunks) or without_repetitions(chunks)
+    )
+    sequences = sample(generation, max_tokens=24)
+    log = generation.llm.routes
+    computed = [[start for start, _ in chunks] for chunks in read]
+    assert any(16 in starts for starts in computed)  # a second chunk of the longest prompt
+    assert any(starts.count(0) > 1 for starts in computed)  # a request that began again
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert agreement(model, sequences, log.of(sequences)) > 0.95
+
+
+def output(prompt, completion, routes=None):
+    """What `LLM.generate` returns for one request, as far as it is read here."""
+    finished = CompletionOutput(0, "", completion, None, None, routed_experts=routes)
+    return SimpleNamespace(prompt_token_ids=prompt, outputs=[finished], request_id="0")
+
+
+def numbered(tokens, first=0):
+    """Routes that say which position of which call they are."""
+    rows = np.arange(first, first + len(tokens) - 1, dtype=np.uint8)
+    return np.broadcast_to(rows[:, None, None], (len(rows), 1, 1))
+
+
+def test_a_conversation_has_each_tokens_first_route():
+    log = RouteLog(returned_routes)
+    log.add([output([1, 2], [3, 4], numbered([1, 2, 3, 4]))])
+    log.add([output([1, 2, 3, 4, 9, 9], [5, 6], numbered(range(8), first=100))])
+    whole = [1, 2, 3, 4, 9, 9, 5, 6]
+    assert log.of([whole])[0].ravel().tolist() == [0, 1, 2, 103, 104, 105, 106]
+    assert log.of([whole[:-1]])[0].ravel().tolist() == [0, 1, 2, 103, 104, 105]  # cut at max_completion_length
+    # a tool's result after the last generation was never fed to the engine
+    assert log.of([[*whole, 9, 9]])[0].ravel().tolist() == [0, 1, 2, 103, 104, 105, 106, NOWHERE, NOWHERE]
+
+
+def test_equal_rollouts_of_one_call_keep_their_own_routes():
+    log = RouteLog(returned_routes)
+    log.add([output([1, 2], [3], numbered([1, 2, 3])), output([1, 2], [3], numbered([1, 2, 3], first=50))])
+    assert [rows.ravel().tolist() for rows in log.of([[1, 2, 3], [1, 2, 3]])] == [[0, 1], [50, 51]]
+    log.clear()
+    assert log.records == [] and log.calls == 0
+
+
+def test_rollouts_of_another_engine_are_refused():
+    log = RouteLog(returned_routes)
+    log.add([output([1, 2], [3], numbered([1, 2, 3]))])
+    with pytest.raises(RuntimeError, match="1 of 2 rollouts were not generated by the trainer's engine"):
+        log.of([[1, 2, 3], [1, 2, 4]])
+
+
+def test_routes_that_are_missing_or_shifted_are_refused():
+    log = RouteLog(returned_routes)
+    with pytest.raises(RuntimeError, match="returned no routed experts"):
+        log.add([output([1, 2], [3])])
+    with pytest.raises(RuntimeError, match="routes for 3 tokens of a rollout that fed 2"):
+        log.add([output([1, 2], [3], numbered([1, 2, 3, 4]))])
+
+
+@pytest.mark.engine
+def test_a_dense_engine_has_nothing_to_read(checkpoint):
+    generation = engines.start(checkpoint("qwen3"))
+    with pytest.raises(ValueError, match="no routers"):
+        RouterCapture(generation.llm)
+    engines.shutdown(generation.llm)
+
+
+def test_engine_arguments_ask_for_routes_where_vllm_returns_them():
+    def made(device, **options):
+        recipe = FP8Recipe(fp8_modules=(), fp8_experts=("model.layers.0.mlp.experts",), kv_cache_dtype="auto")
+        sizes = {"max_num_seqs": 8, "max_model_len": 64}
+        return engine_arguments(recipe, tiny_models.config("qwen3_moe"), device, **sizes, **options)
+
+    hopper = made(Device("cuda", (9, 0)), return_routes=True)
+    assert hopper["enable_return_routed_experts"] and hopper["enable_prefix_caching"]
+    assert hopper["moe_backend"] == "triton"
+    assert "enable_prefix_caching" not in made(Device("cuda", (9, 0)))
+    on_cpu = made(Device("cpu"), return_routes=True)
+    assert on_cpu["enable_prefix_caching"] is False and "enable_return_routed_experts" not in on_cpu
+    for device, cached in ((Device("cpu"), True), (Device("cuda", (9, 0)), False)):
+        with pytest.raises(ValueError, match=f"enable_prefix_caching={cached} with router_replay"):
+            made(device, return_routes=True, user={"enable_prefix_caching": cached})
