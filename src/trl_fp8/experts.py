@@ -34,6 +34,11 @@ def router_name(experts: str) -> str:
     return f"{experts.rpartition('.')[0]}.gate"
 
 
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a router that chooses experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
+    return type(module).__name__.endswith("TopKRouter") and hasattr(module, "top_k")
+
+
 def why_not_fp8(experts: nn.Module, tensor_parallel_size: int) -> str | None:
     """Why an engine cannot hold these experts in block FP8, or None if it can. Meta and sharded parameters are fine."""
     named = {name: full_shape(parameter) for name, parameter in experts.named_parameters(recurse=False)}

@@ -14,6 +14,7 @@ from .recipe import FP8Recipe
 
 
 if TYPE_CHECKING:
+    from .engine.generation import FP8VLLMGeneration
     from .engine.linear_kernels import ActivationScaling
 
 
@@ -35,13 +36,21 @@ def tap_attention(trainer: GRPOTrainer, recipe: FP8Recipe) -> tuple[AttentionTap
     return tap, calibrator, recipe
 
 
-def precision_flow(trainer: GRPOTrainer, scaling: "ActivationScaling", tap: AttentionTap | None) -> PrecisionFlow:
+def precision_flow(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap: AttentionTap | None) -> PrecisionFlow:
     """Make the policy compute what the engine's kernels were found to compute."""
-    flow = FP8Flow(
+    scaling, experts_flow = generation.activation_scaling, None
+    if generation.expert_scaling is not None:
+        expert_scaling, fused = generation.expert_scaling
+        experts_flow = _flow(trainer, expert_scaling, fused_activation=fused)
+    return PrecisionFlow(trainer.model, trainer.recipe, _flow(trainer, scaling or expert_scaling), tap, experts_flow)
+
+
+def _flow(trainer: GRPOTrainer, scaling: "ActivationScaling", **options) -> FP8Flow:
+    return FP8Flow(
         **trainer.args.flow,
         weight_format=trainer.recipe.scale_format,
         activation_format=scaling.scale_format,
         activation_amax_floor=scaling.amax_floor,
         cache_weights=not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
+        **options,
     )
-    return PrecisionFlow(trainer.model, trainer.recipe, flow, tap)

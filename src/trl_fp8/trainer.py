@@ -164,7 +164,7 @@ class FP8GRPOTrainer(GRPOTrainer):
         if self._tap is not None:
             self._tap.quantize_query = generation.quantizes_query
         if self.args.fp8_flow_on:
-            self._flow = precision_flow(self, generation.activation_scaling, self._tap)
+            self._flow = precision_flow(self, generation, self._tap)
             logger.info(f"trainer: {self._flow.flow}")
             generation.quantized = self._flow.quantized_weight if self._flow.keeps_weights else None
         return generation

@@ -1,6 +1,7 @@
 """The BF16 between the FP8 linears: an FP32 policy that computes as its BF16 copy, bit for bit, and trains in FP32."""
 
 import copy
+from functools import partial
 
 import pytest
 import tiny_models
@@ -31,11 +32,23 @@ def build(architecture="qwen3", tied=False, implementation="sdpa"):
 
 
 def in_bf16(model):
-    """A copy with BF16 parameters, as a checkpoint is loaded in BF16: the rotary frequencies stay FP32."""
+    """A copy with BF16 parameters, as a checkpoint is loaded in BF16: the rotary frequencies stay FP32.
+
+    Routers hand on FP32 gate weights made of BF16 logits, as the engine's do; transformers would round them again.
+    """
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
+    for module in twin.modules():
+        if type(module).__name__ == "Qwen3MoeTopKRouter":
+            module.forward = partial(route, module.weight, module.top_k)
     return twin
+
+
+def route(weight, top_k, hidden_states):
+    logits = (hidden_states.reshape(-1, weight.shape[1]) @ weight.T).float()
+    chosen = logits.softmax(-1).topk(top_k, dim=-1)
+    return logits, chosen.values, chosen.indices
 
 
 def batch():

@@ -1,17 +1,22 @@
-"""Norm and rotary embedding of a CPU engine with the rounding of vLLM's CUDA kernels.
+"""Norm, rotary embedding and gate weights of a CPU engine with the rounding of vLLM's CUDA kernels.
 
 The two differ in vLLM 0.31, and every BF16 step of difference is multiplied by the e4m3 rounding behind it, so a trainer
 could follow one of them only. A CPU engine here computes what the CUDA kernels compute (csrc/layernorm_kernels.cu,
-csrc/pos_encoding_kernels.cu):
+csrc/pos_encoding_kernels.cu, csrc/moe/topk_softmax_kernels.cu):
 
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
     rotary embedding      each product and sum is rounded to nearest; vLLM's C++ kernel for AVX2 rounds the result to zero
+    gate weights          the softmax over a router's BF16 logits is FP32; vLLM's CPU router computes it in BF16
 
-transformers' own BF16 arithmetic is the same, operation for operation.
+transformers' own BF16 arithmetic is the same, operation for operation (but it rounds the gate weights afterwards).
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from vllm import ir
+from vllm.model_executor.layers.fused_moe.router import cpu_router
 
 
 PROVIDER = "trl_fp8"
@@ -23,10 +28,17 @@ ROUNDING_OF_CUDA = {
 
 
 def register_cpu_ops() -> None:
-    """Register the norm with vLLM's table of implementations. Does nothing if it is there."""
+    """Register the norm with vLLM's table of implementations, and replace the router's softmax. Does nothing twice."""
     op = ir.ops.fused_add_rms_norm
     if PROVIDER not in op.impls:
         op.register_impl(PROVIDER, supported=torch.version.cuda is None)(_add_rms_norm)
+        cpu_router._softmax_topk = partial(_fp32_logits, cpu_router._softmax_topk)
+
+
+def _fp32_logits(
+    softmax_topk: Callable, router_logits: torch.Tensor, *args, **kwargs
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return softmax_topk(router_logits.float(), *args, **kwargs)
 
 
 def _add_rms_norm(

@@ -27,7 +27,7 @@ from .cpu_attention import reference_attention
 from .cpu_ops import register_cpu_ops
 from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
-from .linear_kernels import activation_scaling, fp8_kernels
+from .linear_kernels import activation_scaling, expert_scaling, fp8_kernels
 from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
@@ -71,8 +71,9 @@ class FP8VLLMGeneration(VLLMGeneration):
     Attributes:
         last_sync: `SyncReport` of the latest sync, or None.
         audit_failures: Number of syncs that failed their audit (each raised).
-        kernels: Name -> number of the engine's FP8 linear kernels.
-        activation_scaling: How those kernels quantize their input; None if no linear is FP8.
+        kernels: Name -> number of the engine's FP8 kernels, of linears and of experts.
+        activation_scaling: How those of linears quantize their input; None if no linear is FP8.
+        expert_scaling: How those of experts do, and whether they fuse the activation; None if no expert is FP8.
         quantizes_query: Whether the engine's attention rounds q to e4m3 too.
     """
 
@@ -123,6 +124,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine = upstream.engine_model(self.llm)
         self.kernels = fp8_kernels(engine)
         self.activation_scaling = activation_scaling(engine)
+        self.expert_scaling = expert_scaling(engine)
         require_auditable(self.kernels)
         self._layout = engine_layout(engine)
         if self.accelerator.num_processes > 1:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from ..numerics.blockwise import ACTIVATION_AMAX_FLOOR
 from ..numerics.e4m3 import ScaleFormat
@@ -50,6 +51,18 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
             "vllm_engine_kwargs={'linear_backend': 'cutlass'}."
         )
     return found.pop() if found else None
+
+
+def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
+    """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded; None without.
+
+    vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
+    use (Hopper, by default), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py).
+    """
+    if not any(hasattr(getattr(module, "quant_method", None), "fp8_backend") for module in model.modules()):
+        return None
+    pow2 = is_deep_gemm_e8m0_used()
+    return ActivationScaling("pow2" if pow2 else "fp32", ACTIVATION_AMAX_FLOOR), not pow2
 
 
 def _kernels(model: nn.Module) -> list:

@@ -10,12 +10,19 @@ activation functions, rotary embedding) follows its inputs. Master weights stay 
 through the cast, as under FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from ..checkpoint_names import full_shape
+from ..experts import is_router
 from .attention_tap import transformers_model
+from .fp8_experts import FP8Experts
 from .fp8_linear import FP8Linear
 
 
@@ -23,12 +30,30 @@ class _BF16Parameters:
     """Mixed into a module's class: its forward sees BF16 parameters and BF16 inputs."""
 
     def forward(self, *args, **kwargs):
-        held = dict(self._parameters)
-        try:
-            self._parameters.update({name: _bf16(parameter) for name, parameter in held.items()})
+        with _bf16_parameters(self):
             return super().forward(*map(_bf16, args), **{name: _bf16(value) for name, value in kwargs.items()})
-        finally:
-            self._parameters.update(held)
+
+
+class _BF16Experts:
+    """Mixed into experts: as above, but gate weights stay FP32, as in the engine."""
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        with _bf16_parameters(self):
+            return super().forward(_bf16(hidden_states), top_k_index, top_k_weights)
+
+
+class _BF16Router(_BF16Parameters):
+    """Mixed into routers: logits are BF16 numbers, and what is made of them is FP32, gate weights included."""
+
+    def forward(self, *args, **kwargs):
+        with _FP32AfterLinear():
+            return super().forward(*args, **kwargs)
+
+
+class _FP32AfterLinear(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return output.float() if func is F.linear else output
 
 
 class _BF16Output:
@@ -39,7 +64,8 @@ class _BF16Output:
 
 
 class BF16Modules:
-    """The modules of a policy that compute in BF16; `install` and `remove`. FP8 linears and LoRA adapters are not among them.
+    """The modules of a policy that compute in BF16; `install` and `remove`. FP8 linears, FP8
+    experts and LoRA adapters are not among them.
 
     Attributes:
         modules: What was turned, in model order.
@@ -55,26 +81,43 @@ class BF16Modules:
         candidates = dict(base.get_decoder().named_modules()) | {"lm_head": base.get_output_embeddings()}
         chosen = [module for name, module in candidates.items() if _computes(name, module)]
         for module in chosen:
-            mixin = _BF16Output if isinstance(module, nn.Embedding) else _BF16Parameters
-            module.__class__ = _mixed(mixin, type(module))
+            module.__class__ = _mixed(_mixin_for(module), type(module))
         return cls(chosen)
 
     def remove(self) -> None:
         """Turn the modules back into what they were."""
         for module in self.modules:
-            module.__class__ = type(module).__mro__[2]
+            module.__class__ = type(module).before
 
 
 def _computes(name: str, module: nn.Module | None) -> bool:
     """Whether a module holds floating point parameters itself and is the policy's own."""
-    if module is None or isinstance(module, FP8Linear) or ".lora_" in f".{name}":
+    if module is None or isinstance(module, (FP8Linear, FP8Experts)) or ".lora_" in f".{name}":
         return False
     return any(parameter.is_floating_point() for parameter in module.parameters(recurse=False))
 
 
+def _mixin_for(module: nn.Module) -> type:
+    if isinstance(module, nn.Embedding):
+        return _BF16Output
+    if is_router(module):
+        return _BF16Router
+    return _BF16Experts if any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False)) else _BF16Parameters
+
+
+@contextmanager
+def _bf16_parameters(module: nn.Module) -> Iterator[None]:
+    held = dict(module._parameters)
+    try:
+        module._parameters.update({name: _bf16(parameter) for name, parameter in held.items()})
+        yield
+    finally:
+        module._parameters.update(held)
+
+
 @cache
 def _mixed(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"BF16{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    return type(f"BF16{cls.__name__}", (mixin, cls), {"__module__": cls.__module__, "before": cls})
 
 
 def _bf16(value: object) -> object:

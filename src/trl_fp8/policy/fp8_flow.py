@@ -37,6 +37,7 @@ class FP8Flow:
         activation_format: Format of the scales of activations and gradients: what the engine's kernel uses.
         activation_amax_floor: Smallest amax of an activation group, see `quantize_activation`.
         backend: How the FP8 GEMMs run; see `trl_fp8.policy.fp8_gemm`.
+        fused_activation: Of experts: act(gate) * up goes into quantization in fp32, and not rounded to BF16.
         cache_weights: Keep each layer's quantized weight (1 byte per element) until its weight changes. False where
             the weight that a forward sees is gathered anew each time (FSDP2, ZeRO-3).
 
@@ -50,6 +51,7 @@ class FP8Flow:
     activation_format: ScaleFormat = "pow2"
     activation_amax_floor: float = ACTIVATION_AMAX_FLOOR
     backend: str = "fake_quant"
+    fused_activation: bool = False
     cache_weights: bool = True
 
     def __post_init__(self):

@@ -4,14 +4,11 @@ A layer stays the object it was and only changes its class to `FP8Linear`, so pa
 wrappers and sharding stay as they are. Under LoRA the frozen base layer is FP8 and the adapters stay in high precision;
 the engine, which holds the merged weight, quantizes the sum.
 
-The quantized weight is made once per optimizer step and also serves the sync. It is kept until the weight changes, as far
-as that can be seen: its identity, version counter and storage. Fused optimizers and in-place writes to `.data` (PEFT's
-merge and unmerge) move none of them, so whoever changes weights calls `FP8Linears.invalidate()`.
+The quantized weight is made once per optimizer step and also serves the sync; whoever changes weights calls
+`FP8Linears.invalidate()` (quantized_weight.py says why).
 """
 
-import weakref
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,26 +19,7 @@ from ..recipe import ROW_PARALLEL, linear_layers
 from .fp8_flow import FP8Flow
 from .fp8_gemm import require_backend, torchao_linear
 from .fp8_matmul import compute_dtype, fp8_linear
-
-
-@dataclass(frozen=True)
-class _QuantizedWeight:
-    """Q(W), and the state of W that it was made from."""
-
-    codes: Float8Tensor
-    weight: weakref.ref
-    state: tuple
-
-    @classmethod
-    def of(cls, weight: torch.Tensor, flow: FP8Flow) -> "_QuantizedWeight":
-        return cls(flow.quantize_weight(weight), weakref.ref(weight), _state(weight))
-
-    def is_current(self, weight: torch.Tensor) -> bool:
-        return self.weight() is weight and self.state == _state(weight)
-
-
-def _state(weight: torch.Tensor) -> tuple:
-    return weight._version, weight.data_ptr(), weight.dtype, weight.device
+from .quantized_weight import QuantizedWeight
 
 
 class FP8Linear(nn.Linear):
@@ -52,7 +30,7 @@ class FP8Linear(nn.Linear):
 
     fp8_flow: FP8Flow
     partial_sums: int
-    _quantized: _QuantizedWeight | None = None
+    _quantized: QuantizedWeight | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.fp8_flow.backend == "torchao":
@@ -64,7 +42,7 @@ class FP8Linear(nn.Linear):
         if not self.fp8_flow.cache_weights:
             return self.fp8_flow.quantize_weight(self.weight)
         if self.cached_weight() is None:
-            self._quantized = _QuantizedWeight.of(self.weight, self.fp8_flow)
+            self._quantized = QuantizedWeight.of(self.weight, self.fp8_flow)
         return self._quantized.codes
 
     def cached_weight(self) -> Float8Tensor | None:

@@ -1,4 +1,4 @@
-"""The policy in the engine's precision: FP8 linears, and with a full FP8 forward the engine's BF16 between them."""
+"""The policy in the engine's precision: FP8 linears and experts, and with a full FP8 forward the engine's BF16 between."""
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from ..recipe import FP8Recipe
 from .attention_tap import AttentionTap
 from .bf16_modules import BF16Modules
+from .fp8_experts import FP8ExpertModules
 from .fp8_flow import FP8Flow
 from .fp8_linear import FP8Linears
 
@@ -17,8 +18,9 @@ class PrecisionFlow(TrainerCallback):
 
     Args:
         model: The policy before it is wrapped for training; changed in place, see `FP8Linears` and `BF16Modules`.
-        recipe: Whose FP8 modules become FP8 linears.
+        recipe: Whose FP8 modules become FP8 linears, and FP8 experts.
         flow: What they compute.
+        experts_flow: What experts compute, where the engine's kernels for them differ; None: `flow`.
         tap: The policy's attention tap, if its KV cache is FP8.
 
     Attributes:
@@ -26,9 +28,17 @@ class PrecisionFlow(TrainerCallback):
         keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync can share it.
     """
 
-    def __init__(self, model: nn.Module, recipe: FP8Recipe, flow: FP8Flow, tap: AttentionTap | None):
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: FP8Recipe,
+        flow: FP8Flow,
+        tap: AttentionTap | None,
+        experts_flow: FP8Flow | None = None,
+    ):
         self.flow = flow
         self.keeps_weights = flow.cache_weights
+        self._experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
         self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
         if flow.forward == "full":
             BF16Modules.install(model)
@@ -41,8 +51,10 @@ class PrecisionFlow(TrainerCallback):
     def weights_changed(self) -> None:
         """Quantized weights are made again when they are next needed."""
         self._linears.invalidate()
+        self._experts.invalidate()
 
     def quantized_weight(self, name: str) -> Float8Tensor | None:
-        """An FP8 linear's weight by checkpoint name, quantized: kept, or made now and kept. None: not a linear's."""
-        linear = self._linears.modules.get(name.removesuffix(".weight"))
-        return linear and linear.quantized_weight()
+        """An FP8 weight by checkpoint name, quantized: kept, or made now and kept. None: not one of these layers'."""
+        if (linear := self._linears.modules.get(name.removesuffix(".weight"))) is not None:
+            return linear.quantized_weight()
+        return self._experts.quantized_weight(name)

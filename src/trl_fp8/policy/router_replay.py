@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint_names import full_shape
-from ..experts import expert_modules, router_name
+from ..experts import expert_modules, is_router, router_name
 from .attention_tap import transformers_model
 
 
@@ -193,7 +193,7 @@ def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
         )
     for name in found:
         router = modules.get(name)
-        if not (type(router).__name__.endswith("TopKRouter") and hasattr(router, "top_k")):
+        if not is_router(router):
             raise ValueError(
                 f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k "
                 "(Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE). Set router_replay='off'."
