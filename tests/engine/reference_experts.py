@@ -98,13 +98,16 @@ def reference_fp8_experts(scale_format: ScaleFormat = "fp32", fused_activation: 
 
 
 @contextmanager
-def offered_fp8_experts() -> Iterator[None]:
-    """Trainers made inside the block have FP8 experts as they would on CUDA, computed by `ReferenceExperts`."""
+def offered_fp8_experts(**options) -> Iterator[None]:
+    """Trainers made inside the block have FP8 experts as they would on CUDA, computed by `ReferenceExperts`.
+
+    `options` are those of `reference_fp8_experts`.
+    """
 
     def recipe_for_model(model, **flags):
         return recipe.recipe_for_model(model, **(flags | {"expert_kernels": True}))
 
-    with reference_fp8_experts(), patch.object(config, "recipe_for_model", recipe_for_model):
+    with reference_fp8_experts(**options), patch.object(config, "recipe_for_model", recipe_for_model):
         yield
 
 

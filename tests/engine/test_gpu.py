@@ -6,8 +6,10 @@ one (tests/engine/engines.py starts the engine on it).
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from engine import engines
+from engine.test_routes import agreement, sample
 from trl_fp8.engine.kv_cache import attention_layers
 from trl_fp8.engine.upstream import engine_model
 from trl_fp8.numerics.kv_scales import kv_scales_from_amax
@@ -109,4 +111,54 @@ def test_an_engine_that_slept_samples_as_before(enforce_eager, checkpoint):
     assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is sync
     assert not generation.llm.weights_kept
     assert generation.generate(engines.PROMPTS, None, 1) == first and generation.last_sync is not sync
+    engines.shutdown(generation.llm)
+
+
+@WITH_AND_WITHOUT_GRAPHS
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, enforce_eager, checkpoint, tmp_path):
+    generation = engines.start(checkpoint(architecture), engine_kwargs={"enforce_eager": enforce_eager})
+    generation.calibrate = lambda: engines.some_scales(2, 1)
+    assert generation.recipe.fp8_experts and generation.kernels["Fp8MoeBackend.TRITON"] == 2
+    results = []
+    for step in (1, 2):
+        engines.perturb(generation.model, seed=step)
+        generation.sync_weights()
+        results.append(engines.log_probs(generation.llm))
+    assert results[0] != results[1]
+    parameters = len(list(generation.model.parameters()))
+    assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
+    engines.shutdown(generation.llm)
+    assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == results[1]
+
+
+@WITH_AND_WITHOUT_GRAPHS
+def test_vllm_returns_the_experts_of_every_token(enforce_eager, checkpoint):
+    """Its own routes (`enable_return_routed_experts`), from prefix cache and graphs alike; without FP8 they are ours."""
+    options = {"fp8_weights": False, "kv_cache_dtype": "auto", "return_routes": True}
+    folder = checkpoint("qwen3_moe", num_experts=8)
+    generation = engines.start(folder, engine_kwargs={"enforce_eager": enforce_eager}, **options)
+    generation.sync_weights()
+    sequences = sample(generation)
+    found = generation.llm.routes.of(sequences)
+    assert [rows.shape for rows in found] == [(len(tokens) - 1, 2, 2) for tokens in sequences]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    assert agreement(model, sequences, found) > 0.9
+    assert agreement(model, sequences, found, shift=1) < 0.5
+    engines.shutdown(generation.llm)
+
+
+def test_the_precision_flow_lowers_the_mismatch_of_experts(checkpoint):
+    generation = engines.start(checkpoint("qwen3_moe", num_experts=8))
+    tap = AttentionTap(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
+    generation.calibrate = lambda: scales
+    generation.sync_weights()
+    rollouts = engines.log_probs(generation.llm)
+    plain = distance(generation.model, rollouts)
+    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    scaling, fused = generation.expert_scaling
+    experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap, experts_flow)
+    assert distance(generation.model, rollouts) < 0.7 * plain
     engines.shutdown(generation.llm)

@@ -158,15 +158,33 @@ def test_evaluation_replays_too(moe, tmp_path):
     assert evaluated and all(row["eval_router/disagreement"] == 0 for row in evaluated)
 
 
-def test_fp8_experts_train_with_replay(moe, tmp_path):
+LORA_ON_EXPERTS = LoraConfig(
+    task_type="CAUSAL_LM",
+    target_modules=["q_proj"],
+    target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+    init_lora_weights=False,  # loud from the start
+)
+
+
+@pytest.mark.parametrize("flags", [{}, {"fp8_forward": "full"}], ids=["plain", "flow"])
+@pytest.mark.parametrize("lora", [None, LORA_ON_EXPERTS], ids=["all weights", "LoRA"])
+def test_fp8_experts_train_with_replay(lora, flags, moe, tmp_path):
     """As on CUDA: weights of experts quantized and synced at every step, read back, and routes replayed."""
-    with offered_fp8_experts(), training(moe, arguments(tmp_path, bf16=False, router_replay="rollout")) as trainer:
+    args = arguments(tmp_path, bf16=False, router_replay="rollout", learning_rate=1e-2, max_steps=2, **flags)
+    with offered_fp8_experts(fused_activation=True), training(moe, args, peft_config=lora) as trainer:
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
         trainer.train()
         assert trainer.recipe.fp8_experts and trainer.vllm_generation.audit_failures == 0
         assert trainer.vllm_generation.kernels["Fp8MoeBackend.TRITON"] == 2
+        changed = {n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])}
+    # weights of routers and experts, or adapters of both kinds of layers
+    learned = ("experts", "gate.weight") if lora is None else ("experts", "q_proj.lora_B")
+    assert all(any(part in name for name in changed) for part in learned)
     for row in rows(trainer):
         assert row["router/disagreement"] == 0 and 0 < row["mismatch/k3_kl"] < SMALL_K3
         assert row["fp8/dead_blocks"] == 0
+    if flags and lora is None:
+        assert all(row["mismatch/k3_kl"] < 1e-4 for row in rows(trainer))
 
 
 def test_models_without_routers_are_refused_by_flag(checkpoint, tmp_path):

@@ -55,11 +55,11 @@ class FP8Experts:
         return hidden, quantize_activation(hidden, self.fp8_flow.activation_format, amax_floor=FUSED_AMAX_FLOOR)
 
     def _grouped(self, name: str, x: torch.Tensor, codes: Float8Tensor | None, ends_E: torch.Tensor) -> torch.Tensor:
-        return _FP8GroupedMM.apply(x, codes, self._parameters[name], self.quantized_weight(name), ends_E)
+        return _FP8GroupedMM.apply(x, codes, getattr(self, name), self.quantized_weight(name), ends_E)
 
     def quantized_weight(self, name: str) -> Float8Tensor:
         """Q(W) of one of the two parameters, codes `[E, ., .]`: the kept one if it is current, else made now."""
-        weight, kept = self._parameters[name], self._quantized.get(name)
+        weight, kept = getattr(self, name), self._quantized.get(name)
         if kept is not None and kept.is_current(weight):
             return kept.codes
         if not self.fp8_flow.cache_weights:
