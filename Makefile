@@ -17,11 +17,17 @@ export PYTHONDONTWRITEBYTECODE :=
 # DeepSpeed's CUDA kernels are not needed to shard a policy
 export DS_BUILD_OPS := 0
 
+# The demo's policy. Not taken from the environment, where MODEL may mean something else
+MODEL := dense
+DEMO_dense := addition
+DEMO_moe := addition_moe
+DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense and MODEL=moe))
+
 .PHONY: demo test lint format docs plan clean
 
-demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo
+demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/configs/addition.yaml $(ARGS)
+		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/configs/$(DEMO).yaml $(ARGS)
 
 test: $(READY) lint  ## everything that CI runs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)

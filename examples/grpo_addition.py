@@ -14,6 +14,8 @@ makes a 0.4 M parameter policy (once, cached), trains it on problems that it nev
     report.png      reward, mismatch, completion length and sync time over the steps
     model and checkpoint files as TRL writes them, in high precision
 
+With `addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M.
+
 Any flag of `FP8GRPOConfig` can follow, e.g. `--kv_cache_dtype auto` or `--fp8_weights false`, to compare.
 """
 
@@ -26,6 +28,7 @@ from statistics import mean, median
 
 import torch
 from addition_task import (
+    ARCHITECTURES,
     PretrainRecipe,
     cached_checkpoint,
     exact_answer,
@@ -45,6 +48,7 @@ class ScriptArguments:
     eval_samples: int = field(
         default=4, metadata={"help": "Completions per held-out problem, before and after training."}
     )
+    arch: str = field(default="qwen3", metadata={"help": f"Architecture of the policy: {' or '.join(ARCHITECTURES)}."})
     pretrain_seed: int = field(default=0, metadata={"help": "Seed of the policy's pretraining."})
 
 
@@ -59,17 +63,22 @@ class RewardBar(ProgressCallback):
             self.training_bar.set_postfix(shown)
 
 
+def mean_of(rows: list[dict], key: str) -> float | None:
+    values = [row[key] for row in rows if key in row]
+    return mean(values) if values else None
+
+
 def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float) -> dict:
     rows = [row for row in trainer.state.log_history if "reward" in row]
     plan, engine = trainer.plan, getattr(trainer, "vllm_generation", None)
     sync = [row["fp8/sync_seconds"] for row in rows if "fp8/sync_seconds" in row]
     calibration = [row["fp8/calibration_seconds"] for row in rows if "fp8/calibration_seconds" in row]
-    mismatch = [row[key] for row in rows if (key := "sampling/sampling_logp_difference/mean") in row]
     return {
         "reward_start": start,
         "reward_end": end,
-        "mismatch_mean": mean(mismatch) if mismatch else None,
+        "mismatch_mean": mean_of(rows, "sampling/sampling_logp_difference/mean"),
         "fp8_linears": len(trainer.recipe.fp8_modules) if trainer.recipe else 0,
+        "fp8_experts": len(trainer.recipe.fp8_experts) if trainer.recipe else 0,
         "kv_cache_dtype": trainer.args.kv_cache_dtype,
         "sync_seconds_median": median(sync) if sync else None,
         "fp8_forward": trainer.args.fp8_forward,
@@ -79,6 +88,9 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "kv_margin_end": rows[-1].get("fp8/kv_margin") if rows else None,
         "calibration_seconds_median": median(calibration) if calibration else None,
         "step_seconds_median": median(row["step_time"] for row in rows) if rows else None,
+        "router_replay": trainer.args.router_replay,
+        "router_disagreement": mean_of(rows, "router/disagreement"),
+        "router_own_disagreement": mean_of(rows, "router/own_disagreement"),
         "audit_failures": getattr(engine, "audit_failures", 0),
         "fp8_share": plan.fp8_share if plan else 0.0,
         "weight_bytes_bf16": plan.bytes_before if plan else None,
@@ -96,7 +108,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
 
 def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
     # Policy
-    checkpoint = str(cached_checkpoint(PretrainRecipe(seed=script.pretrain_seed)))
+    checkpoint = str(cached_checkpoint(PretrainRecipe.of(script.arch, seed=script.pretrain_seed)))
 
     # Training
     trainer = FP8GRPOTrainer(

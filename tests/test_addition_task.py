@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeForCausalLM
 
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "addition_task.py"
@@ -36,6 +36,11 @@ def tokenizer(task):
 def short(task):
     """Five steps at the full learning rate, never evaluated, any accuracy accepted."""
     return task.PretrainRecipe(max_steps=5, warmup_steps=1, evaluate_every=100, minimum_accuracy=0.0)
+
+
+@pytest.fixture(scope="module")
+def short_moe(task):
+    return task.PretrainRecipe.moe(max_steps=5, warmup_steps=1, evaluate_every=100, minimum_accuracy=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +222,15 @@ def test_labels_are_the_answer_and_its_end_alone(task, tokenizer):
         )
 
 
-def test_five_steps_lower_the_loss(trained):
-    record = trained[1]
+@pytest.fixture(scope="module")
+def trained_moe(task, tokenizer, short_moe):
+    model, record = task.pretrain(short_moe, tokenizer, progress=False)
+    return state_of(model), record
+
+
+@pytest.mark.parametrize("run", ["trained", "trained_moe"])
+def test_five_steps_lower_the_loss(run, request):
+    record = request.getfixturevalue(run)[1]
     # An untrained model is near the uniform guess over 64 tokens; knowing only which 15 characters occur in answers
     # (digits, four signs, <eos>) would already save ln 64 - ln 15 = 1.45 nats. Half of that is asked for.
     assert record.losses[0] == pytest.approx(math.log(64), abs=0.5)
@@ -226,14 +238,23 @@ def test_five_steps_lower_the_loss(trained):
     assert len(record.losses) == 5 and record.accuracies == ()
 
 
-def test_same_seed_same_weights_other_seed_others(task, tokenizer, short, trained):
+@pytest.mark.parametrize(("recipe", "run"), [("short", "trained"), ("short_moe", "trained_moe")])
+def test_same_seed_same_weights_other_seed_others(task, tokenizer, recipe, run, request):
+    recipe, (state, first) = request.getfixturevalue(recipe), request.getfixturevalue(run)
     torch.manual_seed(11)  # must not matter, and must not be touched
     before = torch.get_rng_state()
-    again, record = task.pretrain(short, tokenizer, progress=False)
+    again, record = task.pretrain(recipe, tokenizer, progress=False)
     assert torch.equal(before, torch.get_rng_state())
-    assert equal_states(state_of(again), trained[0]) and record.losses == trained[1].losses
-    other, _ = task.pretrain(replace(short, seed=1), tokenizer, progress=False)
-    assert not equal_states(state_of(other), trained[0])
+    assert equal_states(state_of(again), state) and record.losses == first.losses
+    other, _ = task.pretrain(replace(recipe, seed=1), tokenizer, progress=False)
+    assert not equal_states(state_of(other), state)
+
+
+def test_fields_of_experts_do_not_touch_a_dense_pretraining(task, tokenizer, short, trained):
+    other, record = task.pretrain(
+        replace(short, experts=4, experts_per_token=1, balance_weight=1.0), tokenizer, progress=False
+    )
+    assert equal_states(state_of(other), trained[0]) and record.losses == trained[1].losses
 
 
 def test_pretraining_uses_one_thread_and_gives_the_others_back(task, tokenizer, short, monkeypatch):
@@ -265,37 +286,87 @@ def test_every_linear_but_lm_head_is_128_aligned(task, tokenizer):
     assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
 
 
+def test_every_linear_and_expert_but_routers_and_lm_head_is_128_aligned(task, tokenizer):
+    recipe = task.PretrainRecipe.moe()
+    model = task.build_model(recipe, tokenizer)
+    assert isinstance(model, Qwen3MoeForCausalLM)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.dim() > 1}
+    aligned = {name for name, shape in shapes.items() if shape[-1] % 128 == 0 and shape[-2] % 128 == 0}
+    routers = {f"model.layers.{layer}.mlp.gate.weight" for layer in range(recipe.layers)}
+    assert shapes.keys() - aligned == {"model.embed_tokens.weight", "lm_head.weight"} | routers
+    assert len(aligned) == recipe.layers * (4 + 2)
+    assert shapes["model.layers.1.mlp.experts.gate_up_proj"] == (8, 256, 128)
+    assert shapes["model.layers.1.mlp.experts.down_proj"] == (8, 128, 128)
+    assert 1.00e6 < sum(p.numel() for p in model.parameters()) < 1.01e6
+
+
+def test_a_token_takes_as_many_weights_of_experts_as_a_dense_mlp_has(task):
+    dense, moe = task.PretrainRecipe(), task.PretrainRecipe.moe()
+    assert moe.intermediate_size * moe.experts_per_token == dense.intermediate_size
+
+
+def test_imbalance_is_least_where_every_layer_uses_all_experts(task):
+    """Two tokens, two layers, two experts, one per token."""
+    to_first, to_second = torch.tensor([[9.0, -9.0]]), torch.tensor([[-9.0, 9.0]])
+    even, first = torch.cat([to_first, to_second]), torch.cat([to_first, to_first])
+    assert task._imbalance((even, even), 1).item() == pytest.approx(1.0, abs=1e-6)
+    assert task._imbalance((first, first), 1).item() == pytest.approx(2.0, abs=1e-6)
+    # Counts added up over both layers would call this even
+    assert task._imbalance((first, -first), 1).item() == pytest.approx(2.0, abs=1e-6)
+
+
+def test_pretraining_of_experts_minds_their_balance(task, tokenizer, short_moe, trained_moe):
+    _, record = task.pretrain(replace(short_moe, max_steps=1, balance_weight=0.0), tokenizer, progress=False)
+    # At the start routers are nearly even: the imbalance is little above its least, the number of experts per token
+    least = short_moe.balance_weight * short_moe.experts_per_token
+    assert least < trained_moe[1].losses[0] - record.losses[0] < 1.5 * least
+
+
 def test_unknown_architecture_is_named(task, tokenizer):
-    with pytest.raises(ValueError, match="arch='gpt2'.*qwen3"):
+    known = "arch='gpt2'.*'qwen3' and 'qwen3_moe'"
+    with pytest.raises(ValueError, match=known):
         task.build_model(task.PretrainRecipe(arch="gpt2"), tokenizer)
+    with pytest.raises(ValueError, match=known):
+        task.PretrainRecipe.of("gpt2")
+
+
+def test_a_recipe_of_each_architecture(task):
+    assert task.PretrainRecipe.of("qwen3", seed=3) == task.PretrainRecipe(seed=3)
+    assert task.PretrainRecipe.of("qwen3_moe", seed=3) == task.PretrainRecipe.moe(seed=3)
+    assert [task.PretrainRecipe.of(arch).arch for arch in task.ARCHITECTURES] == list(task.ARCHITECTURES)
 
 
 # Cache
 
 
-def test_checkpoint_is_made_once_and_loads_anywhere(task, short, trained, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("recipe", "run", "most_bytes"), [("short", "trained", 1.0e6), ("short_moe", "trained_moe", 2.2e6)]
+)
+def test_checkpoint_is_made_once_and_loads_anywhere(task, recipe, run, most_bytes, request, tmp_path, monkeypatch):
+    recipe, (state, record) = request.getfixturevalue(recipe), request.getfixturevalue(run)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = task.cached_checkpoint(short, progress=False)
+    folder = task.cached_checkpoint(recipe, progress=False)
     assert folder.parent == tmp_path / "trl-fp8"
-    assert sum(file.stat().st_size for file in folder.iterdir()) < 1e6
+    assert sum(file.stat().st_size for file in folder.iterdir()) < most_bytes
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert loaded.dtype == torch.bfloat16
-    assert equal_states(loaded.state_dict(), {name: one.to(torch.bfloat16) for name, one in trained[0].items()})
-    assert json.loads((folder / "pretraining.json").read_text())["losses"] == list(trained[1].losses)
+    assert equal_states(loaded.state_dict(), {name: one.to(torch.bfloat16) for name, one in state.items()})
+    assert json.loads((folder / "pretraining.json").read_text())["losses"] == list(record.losses)
     assert (
         AutoTokenizer.from_pretrained(folder)("47+85=")["input_ids"] == task.build_tokenizer()("47+85=")["input_ids"]
     )
 
     monkeypatch.setattr(task, "pretrain", None)  # a second pretraining would fail
-    assert task.cached_checkpoint(short, progress=False) == folder
+    assert task.cached_checkpoint(recipe, progress=False) == folder
 
 
-def test_every_field_of_the_recipe_and_the_code_version_are_in_the_key(task, monkeypatch):
-    recipe = task.PretrainRecipe()
-    changed = [
-        replace(recipe, **{f.name: value + "_moe" if isinstance(value := getattr(recipe, f.name), str) else value + 1})
-        for f in fields(recipe)
-    ]
+@pytest.mark.parametrize("arch", ["qwen3", "qwen3_moe"])
+def test_every_field_that_the_architecture_uses_and_the_code_version_are_in_the_key(task, arch, monkeypatch):
+    recipe = task.PretrainRecipe.of(arch)
+    of_experts = {"experts", "experts_per_token", "balance_weight"} if arch == "qwen3" else set()
+    used = [f.name for f in fields(recipe) if f.name not in of_experts]
+    other = {"qwen3": "qwen3_moe", "qwen3_moe": "qwen3"}[arch]
+    changed = [replace(recipe, **{name: other if name == "arch" else getattr(recipe, name) + 1}) for name in used]
     names = [task.checkpoint_name(one) for one in (recipe, *changed)]
     monkeypatch.setattr(task, "REVISION", task.REVISION + 1)
     names.append(task.checkpoint_name(recipe))
@@ -303,8 +374,11 @@ def test_every_field_of_the_recipe_and_the_code_version_are_in_the_key(task, mon
     monkeypatch.setattr(task, "ALPHABET", task.ALPHABET[::-1])
     names.append(task.checkpoint_name(recipe))
     monkeypatch.undo()
-    assert len(set(names)) == len(names) == len(fields(recipe)) + 3
-    assert task.checkpoint_name(task.PretrainRecipe()) == names[0]
+    assert len(set(names)) == len(names) == len(used) + 3
+    assert task.checkpoint_name(task.PretrainRecipe.of(arch)) == names[0]
+    unused = [replace(recipe, **{name: getattr(recipe, name) + 1}) for name in of_experts]
+    assert {task.checkpoint_name(one) for one in unused} <= {names[0]}
+    assert recipe.deciding.keys() == set(used)
 
 
 def test_a_failed_write_leaves_nothing(task, short, tmp_path, monkeypatch):

@@ -65,6 +65,11 @@ _LINES: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
     ("reward on held-out problems", ("reward_start", "reward_end"), lambda a, b: f"{a:.3f} -> {b:.3f} ({b - a:+.3f})"),
     ("mismatch, mean |log-prob difference|", ("mismatch_mean",), lambda nats: f"{nats:.5f} nats"),
     ("FP8 linear layers", ("fp8_linears",), _plain),
+    (
+        "routes: used, chosen otherwise",
+        ("router_disagreement", "router_own_disagreement"),
+        lambda a, b: f"{a:.1%}, {b:.1%}",
+    ),
     ("FP8 share of parameters", ("fp8_share",), lambda share: f"{share:.1%}"),
     ("weights, BF16 -> engine", ("weight_bytes_bf16", "weight_bytes_engine"), _byte_change),
     ("KV cache", ("kv_cache_dtype",), _plain),

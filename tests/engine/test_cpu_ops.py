@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 from vllm import SamplingParams, ir
+from vllm.model_executor.layers.fused_moe.router import cpu_router
 
 from engine import engines
 from trl_fp8.engine.cpu_ops import PROVIDER, register_cpu_ops
@@ -50,6 +51,21 @@ def test_the_norm_normalizes_the_rounded_sum(rows, columns):
     native, native_total = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, EPSILON)
     assert torch.equal(native_total, total)
     assert (native != found).float().mean() > 0.05  # vLLM's torch path normalizes the FP32 sum
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_gate_weights_are_fp32_numbers_of_bf16_logits(renormalize):
+    register_cpu_ops()
+    register_cpu_ops()
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    weights, experts = cpu_router._softmax_topk(logits, 2, renormalize)
+    expected = logits.double().softmax(-1).gather(-1, experts.long())
+    if renormalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.double(), expected, rtol=1e-6, atol=0)
+    native, chosen = cpu_router._softmax_topk.args[0](logits, 2, renormalize)
+    assert torch.equal(chosen, experts)
+    assert (native.double() / expected - 1).abs().max() > 2**-10  # vLLM's own: BF16 numbers
 
 
 def test_registering_again_is_harmless():

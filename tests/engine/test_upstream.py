@@ -9,8 +9,13 @@ import trl.trainer.grpo_trainer as trl_grpo
 from accelerate import Accelerator
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
+from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.layers.fused_moe.router import cpu_router
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import layerwise
+from vllm.outputs import CompletionOutput
 from vllm.platforms import PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -104,3 +109,26 @@ def test_cpu_overrides_are_registered_once_and_scoped():
     with cpu_attention.reference_attention():
         assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attention.ReferenceFp8Attention
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
+
+
+def test_transformers_and_vllm_agree_on_what_replay_reads():
+    """Routers hand out their choice before anything else uses it; completions carry it where vLLM returns it."""
+    source = inspect.getsource(BaseRouter._select_experts)
+    assert (
+        source.index("self._compute_routing(") < source.index("self.capture_fn(") < source.index("_apply_eplb_mapping")
+    )
+    assert "routed_experts" in inspect.signature(CompletionOutput).parameters
+    assert "enable_return_routed_experts" in inspect.signature(EngineArgs).parameters
+    runner = inspect.getsource(GPUModelRunner)
+    assert (
+        "self.query_start_loc = self._make_buffer(" in runner and "self.input_batch.num_computed_tokens_cpu" in runner
+    )
+    assert callable(cpu_router._softmax_topk) and callable(Fp8MoEMethod._init_moe_kernel)
+
+
+def test_the_passes_that_replay_enters_take_these_arguments():
+    names = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+    assert names[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
+    source = inspect.getsource(GRPOTrainer._generate_and_score_completions)
+    assert "torch.cat([prompt_ids, completion_ids], dim=1)" in source
+    assert "logits_to_keep = completion_ids.size(1)" in source

@@ -1,0 +1,185 @@
+"""Router replay on the addition demo's mixture of experts: what it removes from the mismatch, and whether it learns.
+
+    python benchmarks/bench_router_replay.py [--seeds 3] [--prompts 128] [--reuse]
+
+`same_rollouts` samples once from each seed's pretrained policy and scores the very same tokens with the trainer's own
+routes and with those of the engine: a paired difference, so that sampling noise cancels. Engines: BF16; FP8 linears and KV
+cache with BF16 experts, which is what vLLM runs on CPU; and FP8 experts too, on the tests' reference kernel. `flow`: the
+trainer's forward in the engine's FP8.
+
+`training` runs examples/grpo_addition.py with router_replay=monitor, rollout and policy, once per seed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import record
+import torch
+from measure_mismatch import Rollouts, score
+from vllm import SamplingParams
+
+from trl_fp8.engine.generation import FP8VLLMGeneration
+from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
+from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.fp8_flow import FP8Flow
+from trl_fp8.policy.kv_calibration import PROMPTS_ONLY_MARGIN, observe_sequences
+from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.policy.router_replay import RouterReplay, RouteTally
+from trl_fp8.rollout_routes import RolloutRoutes
+
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
+
+ENGINES = {
+    "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
+    "fp8_linears_kv": {},
+    "fp8_linears_kv_experts": {"expert_kernels": True},
+}
+COMPLETIONS = 4  # of each prompt
+MODES = ("monitor", "rollout", "policy")
+
+
+def flow_of(generation: FP8VLLMGeneration, scales: KVScales, tap: AttentionTap) -> None:
+    """Turn the policy's forward into the engine's FP8, KV cache included."""
+    scaling = generation.activation_scaling
+    flow = FP8Flow("full", "bf16", generation.recipe.scale_format, scaling.scale_format, scaling.amax_floor)
+    experts_flow = None
+    if generation.expert_scaling is not None:
+        experts, fused = generation.expert_scaling
+        experts_flow = replace(flow, activation_format=experts.scale_format, activation_amax_floor=experts.amax_floor)
+        experts_flow = replace(experts_flow, fused_activation=fused)
+    PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
+    tap.scales_L3, tap.quantize_query = scales.values.to(tap.device), generation.quantizes_query
+
+
+def same_rollouts(seed: int, prompt_count: int) -> dict:
+    """Mismatch and disagreement of each engine's rollouts, scored with own and with replayed routes."""
+    from addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
+    from engine import engines
+    from engine.reference_experts import reference_fp8_experts
+
+    checkpoint = str(cached_checkpoint(PretrainRecipe.of("qwen3_moe", seed=seed)))
+    prompts = [
+        row["prompt"] for row in reinforcement_dataset().select(range(prompt_count)) for _ in range(COMPLETIONS)
+    ]
+    found = {}
+    for name, flags in ENGINES.items():
+        with reference_fp8_experts(fused_activation=True) if flags.get("expert_kernels") else nullcontext():
+            kwargs = {"max_num_seqs": 128, "kv_cache_memory_bytes": 2**28}
+            generation = engines.start(checkpoint, return_routes=True, engine_kwargs=kwargs, **flags)
+        ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
+        scales = tap = None
+        if generation.recipe.fp8_kv_cache:
+            tap = AttentionTap(generation.model)
+            amax_L3 = observe_sequences(generation.model, tap, ids[::COMPLETIONS]).amax_L3
+            scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
+            generation.calibrate = lambda scales=scales: scales
+        generation.sync_weights()
+        torch.manual_seed(seed)
+        sampling = SamplingParams(temperature=1.0, max_tokens=32, logprobs=0)
+        outputs = generation.llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+        rollouts = Rollouts(outputs, generation.accelerator.device)
+        sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+        replay = RouterReplay(generation.model)
+        routes = RolloutRoutes(replay, "rollout")
+        routes.arrived(generation.llm.routes.of(sequences), [0] * len(sequences))
+        field = routes.batch_field(0, rollouts.ids.shape[1])
+        for flow in (False, True) if tap is not None else (False,):
+            if flow:
+                flow_of(generation, scales, tap)
+            label = f"{name}, flow" if flow else name
+            found[label] = {
+                side: scored(generation, rollouts, replay, field, side == "replay") for side in ("own", "replay")
+            }
+        engines.shutdown(generation.llm)
+    return found
+
+
+def scored(generation, rollouts: Rollouts, replay: RouterReplay, field: torch.Tensor, replays: bool) -> dict:
+    tally = RouteTally(rollouts.ids.device)
+    with replay.during(field, replay=replays, tally=tally):
+        logps = score(generation.model, rollouts, {})
+    known, used, own = tally.counts.tolist()
+    log_r = ((logps - rollouts.logps) * rollouts.completion).double()
+    tokens = rollouts.completion.sum().item()
+    return {
+        "mismatch_mean": log_r.abs().sum().item() / tokens,
+        "mismatch_max": log_r.abs().max().item(),
+        "k3_kl": (torch.expm1(log_r) - log_r).sum().item() / tokens,
+        "disagreement": 1 - used / known,
+        "own_disagreement": 1 - own / known,
+    }
+
+
+def training(mode: str, seed: int, reuse: bool) -> dict:
+    """`summary.json` of one run of the demo."""
+    folder = ROOT / "outputs" / "bench_router_replay" / f"{mode}-{seed}"
+    if reuse and (folder / "summary.json").exists():
+        return json.loads((folder / "summary.json").read_text())
+    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition_moe.yaml"
+    words = ["--config", settings, "--seed", seed, "--output_dir", folder, "--router_replay", mode]
+    ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29700 + 10 * MODES.index(mode) + seed)}
+    done = subprocess.run(
+        [sys.executable, script, *map(str, words)], capture_output=True, text=True, env=os.environ | ports
+    )
+    if done.returncode:
+        raise RuntimeError(f"{mode}, seed {seed} failed:\n{done.stderr[-4000:]}")
+    return json.loads((folder / "summary.json").read_text())
+
+
+def spread_of_ratios(pairs: list[tuple[float, float]]) -> dict:
+    return record.spread([over / under for over, under in pairs])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=128)
+    parser.add_argument("--reuse", action="store_true", help="Take runs that outputs/bench_router_replay has already.")
+    parser.add_argument("--one-seed", type=int, help="Measure the same rollouts of this seed and print them.")
+    given = parser.parse_args()
+    if given.one_seed is not None:
+        print(json.dumps(same_rollouts(given.one_seed, given.prompts)))
+        return
+    per_seed = []
+    for seed in range(given.seeds):  # in processes of their own: an engine leaves its mark on a process
+        command = [sys.executable, __file__, "--one-seed", str(seed), "--prompts", str(given.prompts)]
+        ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29690 + seed)}
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ports)
+        if done.returncode:
+            raise RuntimeError(f"seed {seed} failed:\n{done.stderr[-4000:]}")
+        per_seed.append(json.loads(done.stdout.splitlines()[-1]))
+    results = {"same_rollouts": {}, "training": {}}
+    for label in per_seed[0]:
+        sides = {
+            side: {
+                key: record.spread([seed[label][side][key] for seed in per_seed]) for key in per_seed[0][label][side]
+            }
+            for side in ("own", "replay")
+        }
+        ratios = {
+            f"{key}_ratio": spread_of_ratios([(s[label]["replay"][key], s[label]["own"][key]) for s in per_seed])
+            for key in ("mismatch_mean", "mismatch_max", "k3_kl")
+            if all(s[label]["own"][key] for s in per_seed)
+        }
+        results["same_rollouts"][label] = sides | ratios
+    runs = {mode: [training(mode, seed, given.reuse) for seed in range(given.seeds)] for mode in MODES}
+    keys = ("reward_start", "reward_end", "mismatch_mean", "router_disagreement", "router_own_disagreement")
+    for mode, rows in runs.items():
+        results["training"][mode] = {key: record.spread([row[key] for row in rows]) for key in keys}
+        results["training"][mode]["step_seconds"] = record.spread([row["step_seconds_median"] for row in rows])
+    for name, key in (("mismatch_ratio", "mismatch_mean"), ("step_seconds_ratio", "step_seconds_median")):
+        pairs = zip(runs["rollout"], runs["monitor"], strict=True)
+        results["training"][name] = spread_of_ratios([(ours[key], theirs[key]) for ours, theirs in pairs])
+    print(record.write("router_replay", given.seeds, results).read_text())
+
+
+if __name__ == "__main__":
+    main()
