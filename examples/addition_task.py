@@ -18,7 +18,7 @@ Pretraining stops by its accuracy on reinforcement problems, so that nothing is 
     trainer = GRPOTrainer(str(checkpoint), exact_answer, train_dataset=reinforcement_dataset(), ...)
     held_out_accuracy(policy_sampler(trainer.model, trainer.processing_class))
 
-Shape letters: B rows, T characters of a row (the prompt included), V vocabulary, E experts.
+Shape letters: B rows, T characters of a row (the prompt included), V vocabulary.
 """
 
 import hashlib

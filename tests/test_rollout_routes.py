@@ -5,7 +5,8 @@ import pytest
 import tiny_models
 import torch
 
-from trl_fp8.policy.router_replay import NOWHERE, RouterReplay
+from trl_fp8.experts import NOWHERE
+from trl_fp8.policy.router_replay import RouterReplay
 from trl_fp8.rollout_routes import RolloutRoutes
 
 

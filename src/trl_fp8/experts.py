@@ -19,6 +19,7 @@ from .numerics.blockwise import BLOCK
 
 
 PARAMETERS = ("gate_up_proj", "down_proj")
+NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 
 
 def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from .policy.router_replay import NOWHERE, RouterReplay, RouteTally
+from .experts import NOWHERE
+from .policy.router_replay import RouterReplay, RouteTally
 
 
 class RolloutRoutes:

@@ -13,7 +13,9 @@ from vllm.outputs import CompletionOutput
 from engine import engines
 from trl_fp8.engine import routes
 from trl_fp8.engine.arguments import Device, engine_arguments
-from trl_fp8.engine.routes import NOWHERE, RouteLog, RouterCapture, returned_routes
+from trl_fp8.engine.rollout_llm import RolloutLLM
+from trl_fp8.engine.routes import RouteLog, RouterCapture, returned_routes
+from trl_fp8.experts import NOWHERE
 from trl_fp8.policy.router_replay import RouterReplay
 from trl_fp8.recipe import FP8Recipe
 
@@ -153,6 +155,14 @@ def test_a_dense_engine_has_nothing_to_read(checkpoint):
     with pytest.raises(ValueError, match="no routers"):
         RouterCapture(generation.llm)
     engines.shutdown(generation.llm)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM returns routes there")
+def test_an_engine_that_cannot_return_routes_says_which_flag_asked(checkpoint):
+    arguments = {"model": checkpoint("qwen3_moe"), "enforce_eager": True, "max_model_len": 64}
+    with pytest.raises(ValueError, match=r"router_replay: vLLM cannot return .*Model Runner V2.*router_replay='off'"):
+        RolloutLLM(routes_from="vllm", enable_return_routed_experts=True, **arguments)
 
 
 def test_engine_arguments_ask_for_routes_where_vllm_returns_them():

@@ -31,7 +31,6 @@ from .linear_kernels import activation_scaling, expert_scaling, fp8_kernels
 from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
-from .routes import RouteLog, RouterCapture, returned_routes
 from .weight_stream import Named, Quantized, StreamReport, weight_stream
 
 
@@ -114,13 +113,13 @@ class FP8VLLMGeneration(VLLMGeneration):
             return_routes=self.return_routes,
             user=self.engine_kwargs,
         )
+        if self.return_routes:
+            overrides["routes_from"] = "routers" if on_cpu else "vllm"
         with (
             reference_attention() if on_cpu and self.recipe.fp8_kv_cache else nullcontext(),
             upstream.substituted(trl_generation, "LLM", lambda **kwargs: RolloutLLM(**(kwargs | overrides))),
         ):
             super()._init_vllm()
-        if self.return_routes:
-            self.llm.routes = RouteLog(RouterCapture(self.llm) if on_cpu else returned_routes)
         engine = upstream.engine_model(self.llm)
         self.kernels = fp8_kernels(engine)
         self.activation_scaling = activation_scaling(engine)

@@ -1,8 +1,8 @@
 """Where in the engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
 
 vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns (of experts: the same part of each), and pads the vocabulary. The layout is read off the engine's own modules once; the audit uses it to cut the
-same piece out of what was sent and out of what is held.
+columns (of experts: the same part of each), and pads the vocabulary. The layout is read off the engine's own modules
+once; the audit uses it to cut the same piece out of what was sent and out of what is held.
 """
 
 from collections.abc import Iterator

@@ -18,10 +18,8 @@ import torch
 from vllm import LLM, RequestOutput
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
+from ..experts import NOWHERE
 from . import upstream
-
-
-NOWHERE = -1
 
 
 @dataclass

@@ -20,11 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..checkpoint_names import full_shape
-from ..experts import expert_modules, is_router, router_name
+from ..experts import NOWHERE, expert_modules, is_router, router_name
 from .attention_tap import transformers_model
-
-
-NOWHERE = -1  # of a token whose experts are not known: the router chooses
 
 
 class RouteTally:
