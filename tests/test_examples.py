@@ -12,6 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 import yaml
 from accelerate import FullyShardedDataParallelPlugin
@@ -42,6 +43,7 @@ RECIPES = {  # file -> processes, prompts a generation, updates a generation
     "qwen3_8b_base_8xh100": (8, 32, 1),
     "llama3_1_8b_8xh100": (8, 32, 2),
     "qwen3_4b_1xh200": (1, 32, 1),
+    "qwen3_30b_a3b_base_8xh200": (8, 32, 1),
 }
 OF_REAL_MODELS = [name for name in RECIPES if not name.startswith("addition")]
 QWEN3 = dict(vocab_size=151936, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
@@ -63,6 +65,7 @@ ARCHITECTURES = {  # the models' config.json, and the parameters that their card
         ),
         8.03,
     ),
+    "Qwen/Qwen3-30B-A3B-Base": (tiny_models.qwen3_30b_a3b(), 30.53),  # the card rounds to 30.5
 }
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 GPU_GIB = {"h100": 79, "h200": 139}  # what the driver offers of 80 GB and 141 GB
@@ -129,6 +132,11 @@ def parse(path: Path, *words: str) -> tuple:
 def world_size(monkeypatch):
     """Let TRL check batch sizes for that many processes, without starting them."""
     return lambda size: monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: size))
+
+
+def on_gpu(monkeypatch) -> None:
+    """Recipes are made as on the GPUs that they are for, where experts have kernels."""
+    monkeypatch.setattr(FP8GRPOConfig, "device", torch.device("cuda"))
 
 
 def meta_model(name: str):
@@ -277,18 +285,19 @@ def test_a_batch_with_part_of_a_group_is_refused(world_size):
 
 
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
-def test_every_projection_of_the_model_is_fp8(name):
+def test_every_projection_of_the_model_is_fp8(name, monkeypatch):
     _, made, model_arguments = parse(recipe(name))
     model = meta_model(model_arguments.model_name_or_path)
     layers, stated = model.config.num_hidden_layers, ARCHITECTURES[model_arguments.model_name_or_path][1]
     assert round(model.num_parameters() / 1e9, 2) == stated
+    on_gpu(monkeypatch)
     found = made.recipe_for(model)
-    assert set(found.fp8_modules) == {
-        f"model.layers.{layer}.{kind}"
-        for layer in range(layers)
-        for kind in [*(f"self_attn.{p}" for p in ATTENTION), *(f"mlp.{p}" for p in MLP)]
-    }
-    assert found.kept_modules == {"lm_head": "output head"}
+    dense = not hasattr(model.config, "num_experts")
+    kinds = [*(f"self_attn.{p}" for p in ATTENTION), *(f"mlp.{p}" for p in MLP if dense)]
+    assert set(found.fp8_modules) == {f"model.layers.{layer}.{kind}" for layer in range(layers) for kind in kinds}
+    assert len(found.fp8_experts) == (0 if dense else layers)
+    routers = {} if dense else {f"model.layers.{layer}.mlp.gate": "router" for layer in range(layers)}
+    assert found.kept_modules == {"lm_head": "output head"} | routers
     assert found.kv_cache_dtype == made.kv_cache_dtype
 
 
@@ -301,7 +310,7 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
 
 
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
-def test_the_recipe_fits_its_gpus(name):
+def test_the_recipe_fits_its_gpus(name, monkeypatch):
     """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
     CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter. Checkpointing
     keeps each layer's input, in BF16 under FSDP2's mixed precision and in FP32 under autocast, which also copies the
@@ -318,6 +327,7 @@ def test_the_recipe_fits_its_gpus(name):
     engine = made.vllm_gpu_memory_utilization * gpu
     assert states + reference + activations + engine < 0.85 * gpu
 
+    on_gpu(monkeypatch)
     plan = plan_for_model(model, made.recipe_for(model))
     reserved = 3 * GIB  # CUDA graphs and the activations of 4096 batched tokens
     cache = (engine - plan.bytes_after - reserved) / plan.kv_bytes_per_token_after

@@ -23,7 +23,7 @@ BLOCK = 128
 # activation that matters and only keeps an all-zero group from dividing by zero.
 ACTIVATION_AMAX_FLOOR = 1e-10
 # Smallest amax of a weight's block. Kernels multiply the scales of weight and activation, and some make NaN of very small
-# ones (flashinfer#2595: blocks of dead experts); a block that is below contributes nothing that BF16 could hold.
+# ones (flashinfer#2595: blocks of dead experts). A block that is below it is lost in any sum with another.
 WEIGHT_AMAX_FLOOR = 1e-12
 
 
