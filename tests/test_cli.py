@@ -1,6 +1,8 @@
 """The console script, as a user calls it."""
 
 import tiny_models
+import torch
+from safetensors.torch import load_file
 
 from trl_fp8.cli import main
 
@@ -37,3 +39,39 @@ def test_errors_are_one_message_and_status_two(tmp_path, capsys):
     assert "not a multiple of 128 x 128" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "missing")]) == 2
     assert "trl-fp8:" in capsys.readouterr().err
+
+
+def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, capsys):
+    source, folder = checkpoint("qwen3"), str(tmp_path / "fp8")
+    assert main(["export", source, folder]) == 0
+    out = capsys.readouterr().out
+    assert "of parameters fp8" in out and f"written: {folder}" in out
+    assert main(["verify", folder]) == 0
+    assert "files are what was exported" in capsys.readouterr().out
+    assert main(["export", source, folder]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    (tmp_path / "fp8" / "config.json").write_text("{}")
+    assert main(["verify", folder]) == 2
+    assert "config.json are not what was exported" in capsys.readouterr().err
+
+
+def test_an_fp8_checkpoint_is_exported_to_the_same_codes(checkpoint, tmp_path):
+    """As a user starts from Qwen3-8B-FP8: dequantized and quantized again, power-of-two scales lose nothing."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["export", checkpoint("qwen3"), str(first)]) == 0
+    assert main(["export", str(first), str(second)]) == 0
+    (one,), (two,) = (sorted(folder.glob("*.safetensors")) for folder in (first, second))
+    ours, theirs = load_file(one), load_file(two)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if (
+            tensor.dtype == torch.float8_e4m3fn
+        ):  # the scale of a block may be halved where its largest code is below 448 / 2
+            scale = f"{name}_scale_inv"
+            assert torch.equal(dequantized(tensor, ours[scale]), dequantized(theirs[name], theirs[scale])), name
+        elif not name.endswith("_scale_inv"):
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def dequantized(codes, scale):
+    return codes.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)

@@ -28,20 +28,32 @@ ALLOWED = {
     "report": {"plan", "recipe", "numerics"},
     "probe": {"policy"},
     "instruments": {"engine", "policy", "probe", "recipe"},
+    "hub": {"checkpoint_names", "engine", "numerics", "policy", "recipe"},
     "rollout_buffer": set(),
     "rollout_routes": {"experts", "policy"},
     "sync_metrics": {"engine", "recipe"},
     "trainer": {
-        *("config", "correction", "engine", "instruments", "launch", "plan", "policy", "recipe", "rollout_buffer"),
+        *(
+            "config",
+            "correction",
+            "engine",
+            "hub",
+            "instruments",
+            "launch",
+            "plan",
+            "policy",
+            "recipe",
+            "rollout_buffer",
+        ),
         *("rollout_routes", "sync_metrics"),
     },
-    "cli": {"trainer", "config", "flags", "plan", "recipe", "numerics", "report"},
+    "cli": {"trainer", "config", "flags", "hub", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
-    "trl": {"config", "engine", "instruments", "launch", "probe", "trainer", "cli"},
-    "transformers": {"policy", "engine", "trainer", "cli"},
+    "trl": {"config", "engine", "hub", "instruments", "launch", "probe", "trainer", "cli"},
+    "transformers": {"policy", "engine", "hub", "trainer", "cli"},
 }
 
 

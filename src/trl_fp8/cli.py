@@ -1,15 +1,19 @@
-"""`trl-fp8`: questions that can be answered before a GPU is booked.
+"""`trl-fp8`: what needs no training run.
 
-trl-fp8 plan MODEL     what of MODEL would be FP8, from its config alone (no weights are read)
+trl-fp8 plan MODEL              what of MODEL would be FP8, from its config alone (no weights are read)
+trl-fp8 export MODEL FOLDER     MODEL as an FP8 checkpoint, without KV cache scales (those come from a training run)
+trl-fp8 verify FOLDER           whether an exported checkpoint still is what was written
 """
 
 import argparse
 import sys
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .flags.kv_cache import KV_CACHE_DTYPES
+from .hub import export_fp8, verify_export
+from .numerics.e4m3 import SCALE_FORMATS
 from .plan import plan_for_model
 from .recipe import recipe_for_model
 
@@ -24,6 +28,14 @@ def main(words: list[str] | None = None) -> int:
     plan.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
     plan.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     plan.set_defaults(run=_plan)
+    export = commands.add_parser("export", help="write a model as an FP8 checkpoint that vLLM and transformers load")
+    export.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
+    export.add_argument("folder", help="must not exist yet")
+    export.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
+    export.set_defaults(run=_export)
+    verify = commands.add_parser("verify", help="compare an exported checkpoint with its checksums")
+    verify.add_argument("folder")
+    verify.set_defaults(run=lambda given: f"{given.folder}: {verify_export(given.folder)} files are what was exported")
     given = parser.parse_args(words)
     try:
         print(given.run(given))
@@ -44,6 +56,13 @@ def _plan(given: argparse.Namespace) -> str:
         expert_kernels=given.engine == "cuda",
     )
     return plan_for_model(model, recipe).table()
+
+
+def _export(given: argparse.Namespace) -> str:
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    recipe = recipe_for_model(model, kv_cache_dtype="auto", scale_format=given.scale_format)
+    folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), given.folder, recipe=recipe)
+    return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
 
 
 if __name__ == "__main__":

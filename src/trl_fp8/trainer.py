@@ -27,6 +27,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import FP8GRPOConfig
 from .correction import apply_correction, warn_once
 from .engine.upstream import substituted
+from .hub import save_fp8_model
 from .instruments import precision_flow, tap_attention
 from .launch import check_launch
 from .plan import Plan, plan_for_model
@@ -273,6 +274,13 @@ class FP8GRPOTrainer(GRPOTrainer):
         logged = self._metrics["train" if self.model.training else "eval"]
         for name, value in self._sync_log.new_metrics(self.vllm_generation.last_sync, margin).items():
             logged[name].append(value)
+
+    def save_fp8_model(self, folder: str | Path) -> None:
+        """Write what the engine holds after its next sync as an FP8 checkpoint; see `trl_fp8.hub.export_fp8`.
+
+        A collective: of every rank, of which the main process writes.
+        """
+        save_fp8_model(self, folder)
 
     def _save_checkpoint(self, model, trial) -> None:
         super()._save_checkpoint(model, trial)
