@@ -1,5 +1,8 @@
 """The console script, as a user calls it."""
 
+import json
+
+import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
@@ -22,6 +25,46 @@ def test_plan_of_an_8b_model_from_its_config_alone(tmp_path, capsys):
     assert "model.layers.*.mlp.down_proj" in out and "4096 x 12288" in out
     assert "144.0 KiB -> 72.0 KiB per token" in out  # 2 x 36 layers x 8 heads x 128 x 2 bytes
     assert "15.3 GiB" in out and "8.8 GiB" in out  # 8.19 B parameters in BF16; 6.95 B of them in FP8
+
+
+def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
+    """NeMo-RL's PR 1212, Qwen3-8B on one H100: 249,952 tokens in BF16, 299,344 with FP8 linears, 598,672 with FP8 KV cache too.
+    What its engine had is not stated; 0.66 of 80 GiB is what the first figure needs, the others follow.
+    """
+    tiny_models.config(
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        vocab_size=151936,
+    ).save_pretrained(tmp_path)
+    words = ["plan", str(tmp_path), "--gpu-memory", "80", "--gpu-memory-utilization", "0.66"]
+    assert main([*words, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    measured = {"bf16": 249_952, "fp8_linears": 299_344, "fp8_linears_kv": 598_672}
+    assert figures["kv_tokens"] == pytest.approx(measured, rel=0.1)
+    assert figures["linears"] == {"fp8": 252, "high_precision": 1} and figures["risks"] == []
+    assert main(words) == 0
+    assert f"fp8 linears kv {figures['kv_tokens']['fp8_linears_kv']:,}" in capsys.readouterr().out
+    assert main([*words, "--json", "--tensor-parallel-size", "2"]) == 0
+    halves = json.loads(capsys.readouterr().out)["kv_tokens"]
+    assert all(halves[name] > 2 * figures["kv_tokens"][name] for name in measured)  # the weights are halved as well
+
+
+def test_what_deserves_a_look_is_named_with_its_flag(tmp_path, capsys):
+    found = {}
+    for architecture in ("qwen2", "qwen2_moe", "llama"):
+        tiny_models.config(architecture, intermediate_size=192).save_pretrained(tmp_path / architecture)
+        assert main(["plan", str(tmp_path / architecture), "--json"]) == 0
+        found[architecture] = " ".join(json.loads(capsys.readouterr().out)["risks"])
+    assert "kv_cache_skip_layers='auto'" in found["qwen2"] and "kv_cache_skip_layers" not in found["llama"]
+    assert "router_replay='monitor'" in found["qwen2_moe"] and "router_replay" not in found["qwen2"]
+    assert "model.layers.0.mlp.gate_proj" in found["llama"]
+    tiny_models.qwen3_30b_a3b().save_pretrained(tmp_path / "30b")
+    assert main(["plan", str(tmp_path / "30b"), "--gpu-memory", "24"]) == 0
+    assert "A GPU of 24 GiB x 0.6 does not hold the weights." in capsys.readouterr().out
 
 
 def test_plan_of_experts_says_where_they_are_fp8(tmp_path, capsys):

@@ -28,6 +28,7 @@ ALLOWED = {
     "report": {"plan", "recipe", "numerics"},
     "probe": {"policy"},
     "instruments": {"engine", "policy", "probe", "recipe"},
+    "capacity": {"plan"},
     "hub": {"checkpoint_names", "engine", "numerics", "policy", "recipe"},
     "rollout_buffer": set(),
     "rollout_routes": {"experts", "policy"},
@@ -47,13 +48,13 @@ ALLOWED = {
         ),
         *("rollout_routes", "sync_metrics"),
     },
-    "cli": {"trainer", "config", "flags", "hub", "plan", "recipe", "numerics", "report"},
+    "cli": {"trainer", "capacity", "config", "flags", "hub", "plan", "recipe", "numerics", "report"},
     "__init__": {"config", "numerics", "recipe", "trainer"},
 }
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
     "trl": {"config", "engine", "hub", "instruments", "launch", "probe", "trainer", "cli"},
-    "transformers": {"policy", "engine", "hub", "trainer", "cli"},
+    "transformers": {"policy", "capacity", "engine", "hub", "trainer", "cli"},
 }
 
 

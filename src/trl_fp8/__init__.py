@@ -1,10 +1,32 @@
 """FP8 rollouts for TRL's `GRPOTrainer`: quantized at every step, audited after every sync, corrected in the loss."""
 
-from .config import FP8GRPOConfig
-from .numerics.importance import RolloutCorrection
-from .recipe import FP8Recipe
-from .trainer import FP8GRPOTrainer
+from importlib import import_module
+from typing import TYPE_CHECKING
 
+
+if TYPE_CHECKING:
+    from .config import FP8GRPOConfig
+    from .numerics.importance import RolloutCorrection
+    from .recipe import FP8Recipe
+    from .trainer import FP8GRPOTrainer
 
 __all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8Recipe", "RolloutCorrection"]
 __version__ = "0.1.0.dev0"
+
+_HOME = {
+    "FP8GRPOConfig": ".config",
+    "FP8GRPOTrainer": ".trainer",
+    "FP8Recipe": ".recipe",
+    "RolloutCorrection": ".numerics.importance",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import on first use: TRL takes ten seconds, which a question about a plan need not wait for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,13 +6,14 @@ trl-fp8 verify FOLDER           whether an exported checkpoint still is what was
 """
 
 import argparse
+import json
 import sys
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from .capacity import GIB, Capacity, as_json, as_text
 from .flags.kv_cache import KV_CACHE_DTYPES
-from .hub import export_fp8, verify_export
 from .numerics.e4m3 import SCALE_FORMATS
 from .plan import plan_for_model
 from .recipe import recipe_for_model
@@ -27,6 +28,9 @@ def main(words: list[str] | None = None) -> int:
     plan.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     plan.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
     plan.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
+    plan.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
+    plan.add_argument("--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="of the engine (0.6)")
+    plan.add_argument("--json", action="store_true", help="figures for scripts instead of the table")
     plan.set_defaults(run=_plan)
     export = commands.add_parser("export", help="write a model as an FP8 checkpoint that vLLM and transformers load")
     export.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
@@ -35,7 +39,7 @@ def main(words: list[str] | None = None) -> int:
     export.set_defaults(run=_export)
     verify = commands.add_parser("verify", help="compare an exported checkpoint with its checksums")
     verify.add_argument("folder")
-    verify.set_defaults(run=lambda given: f"{given.folder}: {verify_export(given.folder)} files are what was exported")
+    verify.set_defaults(run=_verify)
     given = parser.parse_args(words)
     try:
         print(given.run(given))
@@ -55,14 +59,26 @@ def _plan(given: argparse.Namespace) -> str:
         tensor_parallel_size=given.tensor_parallel_size,
         expert_kernels=given.engine == "cuda",
     )
-    return plan_for_model(model, recipe).table()
+    plan = plan_for_model(model, recipe)
+    capacity = Capacity(plan, int(given.gpu_memory * GIB), given.gpu_memory_utilization)
+    if given.json:
+        return json.dumps(as_json(capacity, config), indent=2)
+    return f"{plan.table()}\n{as_text(capacity, config)}"
 
 
 def _export(given: argparse.Namespace) -> str:
+    from .hub import export_fp8  # TRL comes with it
+
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
     recipe = recipe_for_model(model, kv_cache_dtype="auto", scale_format=given.scale_format)
     folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), given.folder, recipe=recipe)
     return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
+
+
+def _verify(given: argparse.Namespace) -> str:
+    from .hub import verify_export
+
+    return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
 
 
 if __name__ == "__main__":

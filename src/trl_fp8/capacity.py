@@ -1,0 +1,93 @@
+"""What fits into a GPU under a plan, and what is worth watching: the figures to look at before one is booked."""
+
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from .plan import Plan
+
+
+GIB = 2**30
+# CUDA graphs, activations of a few thousand batched tokens, the context: what vLLM keeps beside weights and KV cache
+RESERVED_BYTES = 3 * GIB
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """KV cache tokens of one engine in `gpu_bytes * utilization` on each of its ranks.
+
+    Attributes:
+        plan: Of the model, with its tensor parallel size.
+        gpu_bytes: Memory of one GPU.
+        utilization: Share of it that the engine gets (`vllm_gpu_memory_utilization`).
+    """
+
+    plan: Plan
+    gpu_bytes: int
+    utilization: float
+
+    def tokens(self, weight_bytes: int, bytes_per_token: int) -> int:
+        """Tokens that fit beside `weight_bytes`, both divided over the ranks; 0 if the weights alone do not fit."""
+        ranks = self.plan.recipe.tensor_parallel_size
+        free = self.gpu_bytes * self.utilization - weight_bytes / ranks - RESERVED_BYTES
+        return max(0, int(free * ranks / bytes_per_token))
+
+    @property
+    def kv_tokens(self) -> dict[str, int]:
+        plan = self.plan
+        before, after = plan.kv_bytes_per_token_before, plan.kv_bytes_per_token_after
+        return {
+            "bf16": self.tokens(plan.bytes_before, before),
+            "fp8_linears": self.tokens(plan.bytes_after, before),
+            "fp8_linears_kv": self.tokens(plan.bytes_after, after),
+        }
+
+
+def risks(plan: Plan, config: PretrainedConfig) -> list[str]:
+    """What about this model deserves a look, each with the flag that helps."""
+    text, found = config.get_text_config(), []
+    has_bias = getattr(text, "attention_bias", False) or text.model_type in ("qwen2", "qwen2_moe")
+    if plan.recipe.fp8_kv_cache and has_bias:
+        found.append(
+            f"{text.model_type} has biases in q, k, v and no normalization of q and k: some layers' keys may have outliers that "
+            "FP8 keeps badly. Set kv_cache_skip_layers='auto', which looks for them before the first rollout."
+        )
+    if plan.recipe.has_experts:
+        found.append(
+            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, 'rollout' "
+            "removes it."
+        )
+    not_aligned = [name for name, reason in plan.recipe.kept_modules.items() if "multiple" in reason]
+    if not_aligned:
+        found.append(
+            f"{len(not_aligned)} modules stay in BF16 because their shards do not fill 128x128 blocks: {not_aligned[0]}, ... "
+            "A smaller vllm_tensor_parallel_size may help."
+        )
+    return found
+
+
+def as_json(capacity: Capacity, config: PretrainedConfig) -> dict:
+    """The plan's figures under fixed names, for scripts."""
+    plan, recipe = capacity.plan, capacity.plan.recipe
+    kept = [name for name, reason in recipe.kept_modules.items() if reason != "router"]
+    return {
+        "model": plan.model_name,
+        "weights_gib": {"bf16": plan.bytes_before / GIB, "fp8": plan.bytes_after / GIB},
+        "kv_tokens": capacity.kv_tokens,
+        "linears": {"fp8": len(recipe.fp8_modules), "high_precision": sum(not n.endswith(".experts") for n in kept)},
+        "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
+        "fp8_share_of_parameters": plan.fp8_share,
+        "risks": risks(plan, config),
+    }
+
+
+def as_text(capacity: Capacity, config: PretrainedConfig) -> str:
+    """Lines for below the plan's table."""
+    tokens = capacity.kv_tokens
+    size = f"{capacity.gpu_bytes / GIB:g} GiB x {capacity.utilization:g}"
+    if not tokens["fp8_linears_kv"]:
+        lines = [f"A GPU of {size} does not hold the weights."]
+    else:
+        shown = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in tokens.items())
+        lines = [f"KV cache tokens in {size}: {shown}"]
+    return "\n".join([*lines, *(f"watch: {risk}" for risk in risks(capacity.plan, config))])
