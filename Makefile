@@ -29,9 +29,8 @@ demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/configs/$(DEMO).yaml $(ARGS)
 
-# In their own order: the few long tests of several processes are first, not last with one worker idle (tests/conftest.py)
 test: $(READY) lint  ## everything that CI runs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

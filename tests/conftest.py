@@ -32,10 +32,3 @@ def checkpoint(tmp_path_factory):
         return made[key]
 
     return make
-
-
-def pytest_collection_modifyitems(items):
-    """One worker runs a module's tests, and one all of those that start several processes, which would starve each other."""
-    for item in items:
-        several = item.get_closest_marker("distributed") is not None
-        item.add_marker(pytest.mark.xdist_group("distributed" if several else item.nodeid.partition("::")[0]))
