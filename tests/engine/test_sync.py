@@ -16,7 +16,6 @@ MODELS = {
     "qwen2": ("qwen2", {}),
     "partly-aligned": ("qwen3", {"intermediate_size": 192}),
     "qwen3-moe": ("qwen3_moe", {}),
-    "mixtral": ("mixtral", {}),
 }
 
 
