@@ -11,15 +11,7 @@ from trl_fp8.cli import main
 
 
 def test_plan_of_an_8b_model_from_its_config_alone(tmp_path, capsys):
-    tiny_models.config(
-        hidden_size=4096,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151936,
-    ).save_pretrained(tmp_path)
+    tiny_models.qwen3_8b().save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "model.layers.*.mlp.down_proj" in out and "4096 x 12288" in out
@@ -31,15 +23,7 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     """NeMo-RL's PR 1212, Qwen3-8B on one H100: 249,952 tokens in BF16, 299,344 with FP8 linears, 598,672 with FP8 KV cache too.
     What its engine had is not stated; 0.66 of 80 GiB is what the first figure needs, the others follow.
     """
-    tiny_models.config(
-        hidden_size=4096,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151936,
-    ).save_pretrained(tmp_path)
+    tiny_models.qwen3_8b().save_pretrained(tmp_path)
     words = ["plan", str(tmp_path), "--gpu-memory", "80", "--gpu-memory-utilization", "0.66"]
     assert main([*words, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -50,6 +34,8 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     assert f"fp8 linears kv {figures['kv_tokens']['fp8_linears_kv']:,}" in capsys.readouterr().out
     assert main([*words, "--json", "--tensor-parallel-size", "2"]) == 0
     halves = json.loads(capsys.readouterr().out)["kv_tokens"]
+    assert main([*words, "--json", "--kv-cache-dtype", "auto"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_tokens"].keys() == {"bf16", "fp8_linears"}
     assert all(halves[name] > 2 * figures["kv_tokens"][name] for name in measured)  # the weights are halved as well
 
 

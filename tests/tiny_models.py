@@ -81,6 +81,19 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
     return ARCHITECTURES[architecture][0](**(values | EXPERTS.get(architecture, {}) | overrides))
 
 
+def qwen3_8b() -> Qwen3Config:
+    """The published config of Qwen/Qwen3-8B, as far as it decides shapes."""
+    return config(
+        hidden_size=4096,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        intermediate_size=12288,
+        vocab_size=151936,
+    )
+
+
 def qwen3_30b_a3b() -> Qwen3MoeConfig:
     """The published config of Qwen/Qwen3-30B-A3B, as far as it decides shapes."""
     return Qwen3MoeConfig(

@@ -36,11 +36,8 @@ class Capacity:
     def kv_tokens(self) -> dict[str, int]:
         plan = self.plan
         before, after = plan.kv_bytes_per_token_before, plan.kv_bytes_per_token_after
-        return {
-            "bf16": self.tokens(plan.bytes_before, before),
-            "fp8_linears": self.tokens(plan.bytes_after, before),
-            "fp8_linears_kv": self.tokens(plan.bytes_after, after),
-        }
+        found = {"bf16": self.tokens(plan.bytes_before, before), "fp8_linears": self.tokens(plan.bytes_after, before)}
+        return found | ({"fp8_linears_kv": self.tokens(plan.bytes_after, after)} if plan.recipe.fp8_kv_cache else {})
 
 
 def risks(plan: Plan, config: PretrainedConfig) -> list[str]:
@@ -49,8 +46,8 @@ def risks(plan: Plan, config: PretrainedConfig) -> list[str]:
     has_bias = getattr(text, "attention_bias", False) or text.model_type in ("qwen2", "qwen2_moe")
     if plan.recipe.fp8_kv_cache and has_bias:
         found.append(
-            f"{text.model_type} has biases in q, k, v and no normalization of q and k: some layers' keys may have outliers that "
-            "FP8 keeps badly. Set kv_cache_skip_layers='auto', which looks for them before the first rollout."
+            f"{text.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. Set "
+            "kv_cache_skip_layers='auto', which looks for them before the first rollout."
         )
     if plan.recipe.has_experts:
         found.append(
@@ -85,7 +82,7 @@ def as_text(capacity: Capacity, config: PretrainedConfig) -> str:
     """Lines for below the plan's table."""
     tokens = capacity.kv_tokens
     size = f"{capacity.gpu_bytes / GIB:g} GiB x {capacity.utilization:g}"
-    if not tokens["fp8_linears_kv"]:
+    if not any(tokens.values()):
         lines = [f"A GPU of {size} does not hold the weights."]
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in tokens.items())

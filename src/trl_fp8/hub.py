@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from torch import nn
 from trl import GRPOTrainer
@@ -119,7 +120,8 @@ def save_fp8_model(trainer: GRPOTrainer, folder: str | Path) -> None:
     Under FSDP2 and ZeRO-3 parameters are gathered one at a time, adapters are merged while it lasts: of every rank.
 
     Raises:
-        ValueError: As `export_fp8`; or nothing is FP8, or there was no sync yet that could have calibrated KV scales.
+        ValueError: Nothing is FP8, or there was no sync yet that could have calibrated KV scales.
+        RuntimeError: On every rank, if the main process could not write; the message has its reason.
     """
     if trainer.recipe is None or trainer.recipe.quantization_config is None:
         raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
@@ -128,13 +130,19 @@ def save_fp8_model(trainer: GRPOTrainer, folder: str | Path) -> None:
         raise ValueError("save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first.")
     require_finite(trainer.model)
     scales = generation.last_sync.kv_scales if generation.last_sync else None
+    failure = None
     with closing(generation._iter_named_params()) as parameters:
         if trainer.accelerator.is_main_process:
             model = transformers_model(trainer.model)
-            export_fp8(model, trainer._tokenizer, folder, scales, recipe=trainer.recipe, parameters=parameters)
-        for _ in parameters:  # the other ranks take part in the gathers
+            try:
+                export_fp8(model, trainer._tokenizer, folder, scales, recipe=trainer.recipe, parameters=parameters)
+            except (ValueError, OSError) as error:
+                failure = error
+        for _ in parameters:  # gathers are of every rank, also where another has nothing left to write
             pass
-    trainer.accelerator.wait_for_everyone()
+    reason = broadcast_object_list([failure and str(failure)])[0]
+    if reason:
+        raise RuntimeError(f"save_fp8_model: the main process could not write the export: {reason}") from failure
 
 
 def verify_export(folder: str | Path) -> int:

@@ -50,9 +50,8 @@ class RolloutRoutes:
         options = {"replay": self.mode == "rollout", "tally": self._tally, "record": self.mode == "policy"}
         with self.replay.during(routes_BSLK, **options):
             yield
-        self._field_BSLK = {"rollout": lambda: routes_BSLK, "policy": self.replay.recorded}.get(
-            self.mode, lambda: None
-        )()
+        if self.mode != "monitor":
+            self._field_BSLK = routes_BSLK if self.mode == "rollout" else self.replay.recorded()
 
     def batch_field(self, prompt_columns: int, columns: int) -> torch.Tensor | None:
         """`[B, S, L, K]` to replay in the training forwards, or None. Ends the generation."""

@@ -135,6 +135,23 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
             parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
 
 
+def after_two_syncs(generation) -> list[tuple]:
+    """`log_probs` after the second of two syncs of perturbed policies; after the first they were others."""
+    results = []
+    for step in (1, 2):
+        perturb(generation.model, seed=step)
+        generation.sync_weights()
+        results.append(log_probs(generation.llm))
+    assert results[0] != results[1]
+    return results[1]
+
+
+def require_whole_audit(generation) -> None:
+    """Every tensor of the policy was read back, and a scale for each FP8 weight: the experts' too."""
+    parameters = len(list(generation.model.parameters()))
+    assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
+
+
 def some_scales(layers: int, step: int) -> KVScales:
     """Power-of-two scales, different for each layer and tensor of two layers and for each step, none of them 1."""
     exponents = torch.arange(layers * 3).view(layers, 3) % 6 - 9 + step

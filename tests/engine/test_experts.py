@@ -39,20 +39,13 @@ def started():
 @pytest.mark.parametrize("architecture", MOE)
 def test_two_syncs_of_fp8_experts_equal_a_fresh_engine_bit_for_bit(architecture, checkpoint, tmp_path, started):
     generation = started(checkpoint(architecture))
-    results = []
-    for step in (1, 2):
-        engines.perturb(generation.model, seed=step)
-        generation.sync_weights()
-        results.append(engines.log_probs(generation.llm))
-    assert results[0] != results[1]
+    synced = engines.after_two_syncs(generation)
     assert generation.kernels["Fp8MoeBackend.TRITON"] == 2
-    # every tensor of the policy was read back, and a scale for each FP8 weight: the experts' too
-    parameters = len(list(generation.model.parameters()))
-    assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
+    engines.require_whole_audit(generation)
     engines.shutdown(generation.llm)
     generation.llm = None
     with reference_fp8_experts():
-        assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == results[1]
+        assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == synced
 
 
 def test_kernels_of_experts_read_what_was_audited(checkpoint, started):
@@ -148,7 +141,7 @@ def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint):
 
 @pytest.mark.parametrize("architecture", MOE)
 def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
-    """FP8 experts, linears and KV cache on both sides: no bit differs on the same batch, router's choice included."""
+    """FP8 experts, linears and KV cache on both sides. The engine's batches are larger and add in another order."""
     with reference_fp8_experts(fused_activation=True):  # as TritonExperts where DeepGEMM is not in use
         generation = engines.start(checkpoint(architecture), expert_kernels=True, return_routes=True)
     tap = AttentionTap(generation.model)
@@ -173,7 +166,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
     experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
     engines.shutdown(generation.llm)
-    # batches of other sizes add in another order: nearly all tokens are equal, and none is off as without the flow
+    # nearly all tokens are equal; the rare ones that are not are far from what the plain forward leaves
     found = off()
     assert found.median() < 1e-5 and found.mean() < 0.1 * plain.mean()
     assert plain.mean() > 0.03

@@ -160,4 +160,7 @@ def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path):
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.save_fp8_model(tmp_path / "fp8")
         assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+        with pytest.raises(RuntimeError, match="main process could not write the export: .*is not empty"):
+            trainer.save_fp8_model(tmp_path / "fp8")
+        assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())  # adapters unmerged
     assert loaded_log_probs(tmp_path / "fp8", trainer.recipe) == held

@@ -120,16 +120,10 @@ def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, enforce_eage
     generation = engines.start(checkpoint(architecture), engine_kwargs={"enforce_eager": enforce_eager})
     generation.calibrate = lambda: engines.some_scales(2, 1)
     assert generation.recipe.fp8_experts and generation.kernels["Fp8MoeBackend.TRITON"] == 2
-    results = []
-    for step in (1, 2):
-        engines.perturb(generation.model, seed=step)
-        generation.sync_weights()
-        results.append(engines.log_probs(generation.llm))
-    assert results[0] != results[1]
-    parameters = len(list(generation.model.parameters()))
-    assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
+    synced = engines.after_two_syncs(generation)
+    engines.require_whole_audit(generation)
     engines.shutdown(generation.llm)
-    assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == results[1]
+    assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == synced
 
 
 @WITH_AND_WITHOUT_GRAPHS

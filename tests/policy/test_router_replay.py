@@ -107,6 +107,14 @@ def test_chunks_of_a_batch_get_their_own_rows():
         assert not torch.allclose(model(input_ids=TOKENS).logits, whole)
 
 
+def test_recording_ends_with_its_block():
+    model = build()
+    replay = RouterReplay(model)
+    recorded = own_routes(model, replay)
+    model(input_ids=TOKENS[:2])  # another forward, such as the reference's
+    assert torch.equal(replay.recorded(), recorded)
+
+
 def test_rows_that_do_not_fit_are_refused():
     model = build()
     replay = RouterReplay(model)

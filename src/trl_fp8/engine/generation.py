@@ -27,7 +27,7 @@ from .cpu_attention import reference_attention
 from .cpu_ops import register_cpu_ops
 from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
-from .linear_kernels import activation_scaling, expert_scaling, fp8_kernels
+from .linear_kernels import activation_scaling, expert_scaling, fp8_experts, fp8_kernels
 from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
@@ -255,7 +255,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         except BaseException:
             upstream.abort_reload(self.llm)
             raise
-        upstream.rebuild_expert_kernels(self.llm)
+        upstream.rebuild_expert_kernels(fp8_experts(engine))
         if on_cpu:
             cpu_kernel.finish_cpu_reload(engine)
         return ledger, report, timed.seconds

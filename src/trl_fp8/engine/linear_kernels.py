@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from ..numerics.blockwise import ACTIVATION_AMAX_FLOOR
@@ -25,12 +26,14 @@ class ActivationScaling(NamedTuple):
 
 def fp8_kernels(model: nn.Module) -> dict[str, int]:
     """Names of the kernels that run the engine's FP8 linear layers and experts -> number of layers."""
-    backends = [
-        module.quant_method.fp8_backend
-        for module in model.modules()
-        if isinstance(module, RoutedExperts) and hasattr(module.quant_method, "fp8_backend")
-    ]
-    return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *map(str, backends)])
+    backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
+    return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
+
+
+def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
+    """The engine's layers of experts that are FP8, in order."""
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    return [layer for layer in layers if isinstance(layer.quant_method, Fp8MoEMethod)]
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
@@ -59,7 +62,7 @@ def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
     vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
     use (Hopper, by default), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py).
     """
-    if not any(hasattr(getattr(module, "quant_method", None), "fp8_backend") for module in model.modules()):
+    if not fp8_experts(model):
         return None
     pow2 = is_deep_gemm_e8m0_used()
     return ActivationScaling("pow2" if pow2 else "fp32", ACTIVATION_AMAX_FLOOR), not pow2

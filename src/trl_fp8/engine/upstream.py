@@ -7,7 +7,7 @@ upgrade breaks there, with a name, and not in a training run. (vllm is imported 
 duration of one constructor call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -62,16 +62,14 @@ def reload_weights(llm: "LLM", weights: Iterator) -> None:
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 
 
-def rebuild_expert_kernels(llm: "LLM") -> None:
-    """After a reload: let the kernels of FP8 experts read the engine's own scales.
+def rebuild_expert_kernels(layers: Iterable[nn.Module]) -> None:
+    """After a reload: let the kernels of `layers`, FP8 experts of the engine, read the engine's own scales.
 
     vLLM 0.31 makes them anew from the layer as it is during the reload, so that they keep a second copy of the scales:
     equal, but not what an audit of the parameters reads, and memory for nothing.
     """
-    for module in engine_model(llm).modules():
-        method = getattr(module, "quant_method", None)
-        if hasattr(method, "fp8_backend"):
-            method._init_moe_kernel(module)
+    for layer in layers:
+        layer.quant_method._init_moe_kernel(layer)
 
 
 def abort_reload(llm: "LLM") -> None:

@@ -90,7 +90,8 @@ class RouterReplay:
         self._chunk_NLK: torch.Tensor | None = None
         self._real_N: torch.Tensor | None = None
         self._row = 0
-        self._recorded: list[torch.Tensor] | None = [] if record else None
+        self._recording = record
+        self._recorded: list[torch.Tensor] = []
 
     def end(self) -> None:
         """Routers choose for themselves again."""
@@ -104,17 +105,18 @@ class RouterReplay:
             yield
         finally:
             self._routes_BSLK = self._chunk_NLK = self._tally = None
+            self._recording = False
 
     def recorded(self) -> torch.Tensor:
-        """The routers' own choices `[B, S, L, K]` since `begin(record=True)`, on the device."""
+        """The routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
         return torch.cat(self._recorded)
 
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._routes_BSLK is None and self._recorded is None:
+        if self._routes_BSLK is None and not self._recording:
             return
         tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
         rows, length = tokens.shape[:2]
-        if self._recorded is not None:
+        if self._recording:
             shape = rows, length, len(self.layers), self.experts_per_token
             self._recorded.append(torch.empty(shape, dtype=self.dtype, device=tokens.device))
         if self._routes_BSLK is not None:
@@ -131,7 +133,7 @@ class RouterReplay:
 
     def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
         """A router's `forward`, under what is in force; its last output are the chosen experts `[N, K]`."""
-        if self._chunk_NLK is None and self._recorded is None:
+        if self._chunk_NLK is None and not self._recording:
             return forward(*args, **kwargs)
         rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
         with _TopK(rollout_NK if self._replay else None) as topk:
@@ -142,7 +144,7 @@ class RouterReplay:
                 "choose experts by one. Set router_replay='off'."
             )
         own_NK, used_NK = topk.own[0], output[-1]
-        if self._recorded is not None:
+        if self._recording:
             self._recorded[-1].flatten(0, 1)[:, column] = own_NK.to(self.dtype)
         if self._tally is not None and rollout_NK is not None:
             self._tally.add(rollout_NK, used_NK, own_NK, self._real_N)
