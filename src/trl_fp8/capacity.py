@@ -1,9 +1,9 @@
-"""What fits into a GPU under a plan, and what is worth watching: the figures to look at before one is booked."""
+"""What fits into a GPU under a plan: the figures to look at before one is booked."""
 
 from dataclasses import dataclass
 
-from transformers import PretrainedConfig
-
+from .advice import recommended_flags, risks
+from .outline import Outline
 from .plan import Plan
 
 
@@ -40,30 +40,7 @@ class Capacity:
         return found | ({"fp8_linears_kv": self.tokens(plan.bytes_after, after)} if plan.recipe.fp8_kv_cache else {})
 
 
-def risks(plan: Plan, config: PretrainedConfig) -> list[str]:
-    """What about this model deserves a look, each with the flag that helps."""
-    text, found = config.get_text_config(), []
-    has_bias = getattr(text, "attention_bias", False) or text.model_type in ("qwen2", "qwen2_moe")
-    if plan.recipe.fp8_kv_cache and has_bias:
-        found.append(
-            f"{text.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. Set "
-            "kv_cache_skip_layers='auto', which looks for them before the first rollout."
-        )
-    if plan.recipe.has_experts:
-        found.append(
-            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, 'rollout' "
-            "removes it."
-        )
-    not_aligned = [name for name, reason in plan.recipe.kept_modules.items() if "multiple" in reason]
-    if not_aligned:
-        found.append(
-            f"{len(not_aligned)} modules stay in BF16 because their shards do not fill 128x128 blocks: {not_aligned[0]}, ... "
-            "A smaller vllm_tensor_parallel_size may help."
-        )
-    return found
-
-
-def as_json(capacity: Capacity, config: PretrainedConfig) -> dict:
+def as_json(capacity: Capacity, outline: Outline) -> dict:
     """The plan's figures under fixed names, for scripts."""
     plan, recipe = capacity.plan, capacity.plan.recipe
     kept = [name for name, reason in recipe.kept_modules.items() if reason != "router"]
@@ -74,11 +51,12 @@ def as_json(capacity: Capacity, config: PretrainedConfig) -> dict:
         "linears": {"fp8": len(recipe.fp8_modules), "high_precision": sum(not n.endswith(".experts") for n in kept)},
         "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
         "fp8_share_of_parameters": plan.fp8_share,
-        "risks": risks(plan, config),
+        "risks": [risk.text for risk in risks(plan, outline)],
+        "flags": recommended_flags(plan, outline, capacity.utilization),
     }
 
 
-def as_text(capacity: Capacity, config: PretrainedConfig) -> str:
+def as_text(capacity: Capacity, outline: Outline) -> str:
     """Lines for below the plan's table."""
     tokens = capacity.kv_tokens
     size = f"{capacity.gpu_bytes / GIB:g} GiB x {capacity.utilization:g}"
@@ -87,4 +65,6 @@ def as_text(capacity: Capacity, config: PretrainedConfig) -> str:
     else:
         shown = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in tokens.items())
         lines = [f"KV cache tokens in {size}: {shown}"]
-    return "\n".join([*lines, *(f"watch: {risk}" for risk in risks(capacity.plan, config))])
+    lines += [f"watch: {risk.text}" for risk in risks(capacity.plan, outline)]
+    flags = recommended_flags(capacity.plan, outline, capacity.utilization)
+    return "\n".join([*lines, "flags: " + " ".join(f"--{name} {value}" for name, value in flags.items())])

@@ -1,6 +1,10 @@
 """What a model's parameters are called, and how large they are, in the checkpoint that an engine loads."""
 
-from torch import nn
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 # model_type -> parts of a transformers 5 name and what vLLM 0.31 expects there (its fused expert tensors included)
@@ -25,6 +29,6 @@ def engine_name(name: str, model_type: str) -> str:
     return name
 
 
-def full_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def full_shape(parameter: "nn.Parameter") -> tuple[int, ...]:
     """Shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))

@@ -11,18 +11,22 @@ Shape letters: E experts, I intermediate size of one expert, K hidden size.
 """
 
 from collections.abc import Iterator
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from .checkpoint_names import checkpoint_name, full_shape
-from .numerics.blockwise import BLOCK
+from .numerics.formats import BLOCK
+from .outline import Outline
+
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 PARAMETERS = ("gate_up_proj", "down_proj")
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 
 
-def expert_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
     """Modules that hold the experts of one layer, by checkpoint name."""
     for name, module in model.named_modules():
         is_experts = checkpoint_name(name).rpartition(".")[2] == "experts"
@@ -35,18 +39,17 @@ def router_name(experts: str) -> str:
     return f"{experts.rpartition('.')[0]}.gate"
 
 
-def is_router(module: nn.Module) -> bool:
+def is_router(module: "nn.Module") -> bool:
     """Whether a module is a router that chooses experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
     return type(module).__name__.endswith("TopKRouter")
 
 
-def why_not_fp8(experts: nn.Module, tensor_parallel_size: int) -> str | None:
-    """Why an engine cannot hold these experts in block FP8, or None if it can. Meta and sharded parameters are fine."""
-    named = {name: full_shape(parameter) for name, parameter in experts.named_parameters(recurse=False)}
-    odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
-    if sorted(named) != sorted(PARAMETERS) or odd:
+def why_not_fp8(outline: Outline, experts: str, tensor_parallel_size: int) -> str | None:
+    """Why an engine cannot hold a module of experts in block FP8, or None if it can."""
+    if not outline.experts[experts]:
         return "experts of another layout than gate_up_proj [E, 2I, K] and down_proj [E, K, I]"
-    intermediate, hidden = named["down_proj"][2] / tensor_parallel_size, named["down_proj"][1]
+    _, hidden, intermediate = outline.parameters[f"{experts}.down_proj"]
+    intermediate /= tensor_parallel_size
     if intermediate % BLOCK or hidden % BLOCK:
         at = f" per rank at tensor parallel size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
         return f"experts of {intermediate:g} x {hidden}{at}, not multiples of {BLOCK}"

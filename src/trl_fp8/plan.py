@@ -8,12 +8,15 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from .checkpoint_names import checkpoint_name, full_shape
-from .numerics.blockwise import BLOCK
+from .numerics.formats import BLOCK
+from .outline import Outline
 from .recipe import FP8Recipe
+
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -102,29 +105,29 @@ class Plan:
         )
 
 
-def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
-    """Group the parameters of `model` (PEFT adapters left out) under `recipe`. Works on the meta device."""
-    groups = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        name = checkpoint_name(name)
-        if ".lora_" in name or "original_module" in name:
-            continue
-        module, shape = name.rpartition(".")[0], full_shape(parameter)
+def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:
+    """`plan_for` a model; the meta device is fine."""
+    from .model_outline import outline_of  # torch comes with it, which a plan from a config does without
+
+    return plan_for(outline_of(model), recipe)
+
+
+def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
+    """Group the parameters of a model under `recipe`."""
+    groups = defaultdict(int)
+    for name, shape in outline.parameters.items():
         fp8 = name in recipe.fp8_tensors
-        reason = recipe.kept_modules.get(module, "")
-        label = module if name.endswith(".weight") else name
-        groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)].append(name)
-    rows = [_row(key, len(names)) for key, names in groups.items()]
-    text = model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    per_layer = 2 * text.num_key_value_heads * head_dim  # elements of a token
-    fp8_layers = text.num_hidden_layers - len(recipe.kv_cache_skip_layers) if recipe.fp8_kv_cache else 0
+        reason = recipe.kept_modules.get(name.rpartition(".")[0], "")
+        label = name.removesuffix(".weight")
+        groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)] += 1
+    per_layer = 2 * outline.kv_heads * outline.head_dim  # elements of a token
+    fp8_layers = outline.layers - len(recipe.kv_cache_skip_layers) if recipe.fp8_kv_cache else 0
     return Plan(
-        model_name=model.config.name_or_path or type(model).__name__,
+        model_name=outline.name,
         recipe=recipe,
-        rows=tuple(rows),
-        kv_bytes_per_token_before=2 * per_layer * text.num_hidden_layers,
-        kv_bytes_per_token_after=per_layer * (2 * text.num_hidden_layers - fp8_layers),
+        rows=tuple(_row(key, count) for key, count in groups.items()),
+        kv_bytes_per_token_before=2 * per_layer * outline.layers,
+        kv_bytes_per_token_after=per_layer * (2 * outline.layers - fp8_layers),
     )
 
 

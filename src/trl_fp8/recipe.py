@@ -11,16 +11,18 @@ for them. Output head, embeddings, norms, routers and gates of shared experts st
 """
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from torch import nn
+from .checkpoint_names import engine_name
+from .experts import PARAMETERS, router_name, why_not_fp8
+from .numerics.formats import BLOCK, ScaleFormat
+from .outline import Outline
 
-from .checkpoint_names import checkpoint_name, engine_name
-from .experts import PARAMETERS, expert_modules, router_name, why_not_fp8
-from .numerics.blockwise import BLOCK
-from .numerics.e4m3 import ScaleFormat
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 # What vLLM shards along N (columns of x @ W.T) and along K (rows).
@@ -102,8 +104,15 @@ class FP8Recipe:
         }
 
 
-def recipe_for_model(
-    model: nn.Module,
+def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
+    """`recipe_for` a transformers or PEFT causal LM; the meta device is fine."""
+    from .model_outline import outline_of  # torch comes with it, which a plan from a config does without
+
+    return recipe_for(outline_of(model), **flags)
+
+
+def recipe_for(
+    outline: Outline,
     *,
     fp8_weights: bool = True,
     kv_cache_dtype: str = "fp8",
@@ -114,10 +123,10 @@ def recipe_for_model(
     ignored_modules: tuple[str, ...] = (),
     expert_kernels: bool = True,
 ) -> FP8Recipe:
-    """Decide for each linear layer and expert module of `model` (a transformers or PEFT causal LM, meta device is fine).
+    """Decide for each linear layer and expert module of a model.
 
     Args:
-        model: The policy.
+        outline: Of the policy.
         fp8_weights, kv_cache_dtype, kv_cache_skip_layers, scale_format, kv_scale_margin, tensor_parallel_size: See the
             flags of `FP8GRPOConfig`.
         ignored_modules: Linear layers and expert modules to keep, by exact name.
@@ -127,25 +136,26 @@ def recipe_for_model(
         ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
             layers that do not exist, or all layers. The message lists them.
     """
-    linears, experts = dict(linear_layers(model)), dict(expert_modules(model))
-    _check_ignored(ignored_modules, linears | experts)
-    _check_skipped(kv_cache_skip_layers, model.config.get_text_config().num_hidden_layers)
-    reasons = {name: "fp8_weights is off" for name in linears | experts if not fp8_weights}
+    linears, experts = outline.linears, outline.experts
+    modules = [*linears, *experts]
+    _check_ignored(ignored_modules, modules)
+    _check_skipped(kv_cache_skip_layers, outline.layers)
+    reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
     reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
-    for name, linear in linears.items():
-        reasons[name] = reasons.get(name) or _why_not_fp8(name, linear, model, tensor_parallel_size)
-    for name, module in experts.items():
+    for name in linears:
+        reasons[name] = reasons.get(name) or _why_not_fp8(outline, name, tensor_parallel_size)
+    for name in experts:
         blocked = None if expert_kernels else "vLLM has no kernel for FP8 experts on CPU"
-        reasons[name] = reasons.get(name) or why_not_fp8(module, tensor_parallel_size) or blocked
+        reasons[name] = reasons.get(name) or why_not_fp8(outline, name, tensor_parallel_size) or blocked
     for name in linears:  # what vLLM fuses is either all FP8 or all kept
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
             reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
-    kept = {name: reasons[name] for name in linears | experts if reasons[name]}
-    if fp8_weights and len(kept) == len(linears) + len(experts):
+    kept = {name: reasons[name] for name in modules if reasons[name]}
+    if fp8_weights and len(kept) == len(modules):
         offenders = "\n".join(f"  {name}: {reason}" for name, reason in list(kept.items())[:8])
         raise ValueError(
-            f"fp8_weights=True, but none of the {len(kept)} linear layers of {type(model).__name__} can be FP8 at "
+            f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
             "Block-FP8 needs shards that fill whole 128x128 blocks. Use a smaller tensor parallel size or another "
             "model, or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
@@ -159,38 +169,30 @@ def recipe_for_model(
         scale_format=scale_format,
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
-        model_type=model.config.get_text_config().model_type,
+        model_type=outline.model_type,
     )
 
 
-def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and ".lora_" not in name and "original_module" not in name:
-            yield checkpoint_name(name), module
-
-
-def _why_not_fp8(name: str, linear: nn.Linear, model: nn.Module, tp_size: int) -> str | None:
+def _why_not_fp8(outline: Outline, name: str, tp_size: int) -> str | None:
     match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
     if match is None or _VISION.search(name):
         return "not a projection of a decoder layer"
-    rows, columns = shard_shape(match["kind"], linear, model, tp_size)
+    rows, columns = _shard_shape(match["kind"], outline.linears[name], outline.kv_heads, tp_size)
     if rows % BLOCK or columns % BLOCK:
         at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
         return f"{rows:g} x {columns:g}{at} is not a multiple of {BLOCK} x {BLOCK}"
     return None
 
 
-def shard_shape(kind: str, linear: nn.Linear, model: nn.Module, tp_size: int) -> tuple[float, float]:
+def _shard_shape(kind: str, shape: tuple[int, int], kv_heads: int, tp_size: int) -> tuple[float, float]:
     """(N, K) of one rank's part of a projection; not integral where `tp_size` does not divide it."""
-    rows, columns = linear.out_features, linear.in_features
+    rows, columns = shape
     if kind in ROW_PARALLEL:
         return rows, columns / tp_size
     if kind in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, heads are replicated
-        heads = getattr(model.config.get_text_config(), "num_key_value_heads", tp_size)
-        return rows / min(tp_size, heads), columns
+        return rows / min(tp_size, kv_heads), columns
     return rows / tp_size, columns
 
 
@@ -199,12 +201,12 @@ def _fused_with(name: str) -> list[str]:
     return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group if peer != kind]
 
 
-def _check_ignored(ignored: tuple[str, ...], known: dict[str, nn.Module]) -> None:
+def _check_ignored(ignored: tuple[str, ...], known: list[str]) -> None:
     unknown = [name for name in ignored if name not in known]
     if unknown:
         raise ValueError(
             f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
-            f"the model has for example {list(known)[:3]}."
+            f"the model has for example {known[:3]}."
         )
 
 

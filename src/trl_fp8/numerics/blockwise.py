@@ -15,10 +15,10 @@ Shape letters: N out-features, K in-features, `...` any leading dims (experts).
 import torch
 from torchao.quantization import Float8Tensor
 
-from .e4m3 import E4M3, ScaleFormat, check_scale_format, saturating_cast_, scale_from_amax
+from .e4m3 import E4M3, check_scale_format, saturating_cast_, scale_from_amax
+from .formats import BLOCK, ScaleFormat
 
 
-BLOCK = 128
 # vLLM's activation kernels floor amax here (csrc/quantization/w8a8/fp8/per_token_group_quant.cu); it is far below any
 # activation that matters and only keeps an all-zero group from dividing by zero.
 ACTIVATION_AMAX_FLOOR = 1e-10

@@ -9,16 +9,13 @@ decide how it is used here:
   dequantized operands of an FP8 GEMM can therefore be fed to an ordinary BF16 GEMM without a second rounding.
 """
 
-from typing import Literal
-
 import torch
+
+from .formats import SCALE_FORMATS, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-
-ScaleFormat = Literal["pow2", "fp32"]
-SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
 
 
 def check_scale_format(scale_format: str) -> None:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torchao.quantization import Float8Tensor
 
+from ..model_outline import linear_layers
 from ..numerics.blockwise import BLOCK
-from ..recipe import ROW_PARALLEL, linear_layers
+from ..recipe import ROW_PARALLEL
 from .fp8_flow import FP8Flow
 from .fp8_gemm import require_backend, torchao_linear
 from .fp8_matmul import compute_dtype, fp8_linear

@@ -1,0 +1,48 @@
+"""`trl-fp8 export | verify | push`: FP8 checkpoints without a training run."""
+
+from argparse import ArgumentParser, Namespace
+
+from ..numerics.formats import SCALE_FORMATS
+
+
+def add_export_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
+    parser.add_argument("folder", help="must not exist yet")
+    parser.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
+
+
+def export(given: Namespace) -> str:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..hub import export_fp8
+    from ..plan import plan_for_model
+    from ..recipe import recipe_for_model
+
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    recipe = recipe_for_model(model, kv_cache_dtype="auto", scale_format=given.scale_format)
+    folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), given.folder, recipe=recipe)
+    return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
+
+
+def add_verify_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder")
+
+
+def verify(given: Namespace) -> str:
+    from ..hub import verify_export
+
+    return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
+
+
+def add_push_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", help="of an export; compared with its checksums first")
+    parser.add_argument("repo_id", help="as in user/name; made if it does not exist")
+    parser.add_argument("--private", action="store_true", default=None, help="if it is made")
+    parser.add_argument("--revision", help="branch to commit to (default: the repository's main branch)")
+
+
+def push(given: Namespace) -> str:
+    from ..hub import push_export
+
+    return f"pushed: {push_export(given.folder, given.repo_id, private=given.private, revision=given.revision)}"

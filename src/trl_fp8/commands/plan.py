@@ -1,0 +1,68 @@
+"""`trl-fp8 plan`: what of a model would be FP8, and what fits into a GPU then, from its config.json."""
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from ..capacity import GIB, Capacity, as_json, as_text
+from ..config_outline import outline_of_config
+from ..flags.kv_cache import KV_CACHE_DTYPES
+from ..outline import Outline
+from ..plan import plan_for
+from ..recipe import recipe_for
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="model id or folder; only its config is read")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
+    parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
+    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
+    parser.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="of the engine (0.6)"
+    )
+    parser.add_argument("--json", action="store_true", help="figures for scripts instead of the table")
+
+
+def run(given: Namespace) -> str:
+    outline = _outline(given.model)
+    recipe = recipe_for(
+        outline,
+        kv_cache_dtype=given.kv_cache_dtype,
+        tensor_parallel_size=given.tensor_parallel_size,
+        expert_kernels=given.engine == "cuda",
+    )
+    plan = plan_for(outline, recipe)
+    capacity = Capacity(plan, int(given.gpu_memory * GIB), given.gpu_memory_utilization)
+    if given.json:
+        return json.dumps(as_json(capacity, outline), indent=2)
+    return f"{plan.table()}\n{as_text(capacity, outline)}"
+
+
+def _outline(model: str) -> Outline:
+    config = json.loads(_config_file(model).read_text())
+    return outline_of_config(config, model) or _outline_by_transformers(model)
+
+
+def _config_file(model: str) -> Path:
+    if Path(model).is_dir():
+        return Path(model, "config.json")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"MODEL={model!r} is no folder here, and no config.json of that name came from the Hub: {error}"
+        ) from error
+
+
+def _outline_by_transformers(model: str) -> Outline:
+    """Any other architecture: from the model itself, without weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..model_outline import outline_of
+
+    with torch.device("meta"):
+        return outline_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))

@@ -1,0 +1,44 @@
+"""The outline of a transformers or PEFT model; meta and sharded parameters are fine."""
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from .checkpoint_names import checkpoint_name, full_shape
+from .experts import PARAMETERS, expert_modules
+from .outline import Outline
+
+
+def outline_of(model: nn.Module) -> Outline:
+    """Names and shapes of a causal LM."""
+    text = model.config.get_text_config()
+    named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not _of_adapter(name)}
+    return Outline(
+        name=model.config.name_or_path or type(model).__name__,
+        class_name=type(model).__name__,
+        model_type=text.model_type,
+        layers=text.num_hidden_layers,
+        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        parameters={name: full_shape(parameter) for name, parameter in named.items()},
+        linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
+        experts={name: _has_usual_layout(module) for name, module in expert_modules(model)},
+    )
+
+
+def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not _of_adapter(name):
+            yield checkpoint_name(name), module
+
+
+def _of_adapter(name: str) -> bool:
+    return ".lora_" in name or "original_module" in name
+
+
+def _has_usual_layout(experts: nn.Module) -> bool:
+    """transformers marks experts that are stored transposed, or with gate and up interleaved."""
+    named = sorted(name for name, _ in experts.named_parameters(recurse=False))
+    odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
+    return named == sorted(PARAMETERS) and not odd
