@@ -33,7 +33,10 @@ ALLOWED = {
     "instruments": {"engine", "policy", "probe", "recipe"},
     "advice": {"outline", "plan"},
     "capacity": {"advice", "outline", "plan"},
-    "hub": {"checkpoint_names", "engine", "numerics", "policy", "recipe"},
+    "model_card": set(),
+    "hub": {"checkpoint_names", "engine", "model_card", "numerics", "plan", "recipe"},
+    "run_facts": set(),
+    "saving": {"engine", "hub", "model_card", "policy", "rollout_buffer", "run_facts"},
     "rollout_buffer": set(),
     "rollout_routes": {"experts", "policy"},
     "sync_metrics": {"engine", "recipe"},
@@ -42,15 +45,13 @@ ALLOWED = {
             "config",
             "correction",
             "engine",
-            "hub",
             "instruments",
             "launch",
             "plan",
             "policy",
             "recipe",
-            "rollout_buffer",
         ),
-        *("rollout_routes", "sync_metrics"),
+        *("rollout_routes", "run_log", "saving", "sync_metrics"),
     },
     "commands": {
         *("capacity", "config_outline", "flags", "model_outline", "numerics", "outline", "plan", "recipe"),
@@ -61,8 +62,8 @@ ALLOWED = {
 }
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
-    "trl": {"config", "engine", "hub", "instruments", "launch", "probe", "trainer", "commands"},
-    "transformers": {"policy", "engine", "hub", "trainer", "commands"},
+    "trl": {"config", "engine", "instruments", "launch", "probe", "run_facts", "trainer", "commands"},
+    "transformers": {"policy", "engine", "hub", "run_log", "saving", "trainer", "commands"},
 }
 
 

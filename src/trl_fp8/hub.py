@@ -5,7 +5,7 @@
       model.safetensors.index.json       name -> file
       config.json                        with `quantization_config`: 128x128 blocks, exact names of what is not FP8
       checksums.json                     file -> SHA-256, for `verify_export`
-      generation_config.json, tokenizer files
+      generation_config.json, tokenizer files, README.md
 
 Tensors are quantized one after another and written shard by shard, so that at most one shard is in memory. Everything goes to
 a temporary folder beside the target, which is renamed at the end: a folder that exists is complete.
@@ -19,21 +19,21 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import httpx
 import torch
-from accelerate.utils import broadcast_object_list
+from huggingface_hub import HfApi
 from safetensors.torch import save_file
 from torch import nn
-from trl import GRPOTrainer
 
 from .checkpoint_names import checkpoint_name
 from .engine.policy_checks import require_finite
 from .engine.weight_stream import Named, StreamReport, weight_stream
+from .model_card import export_card
 from .numerics.kv_scales import KVScales
-from .policy.attention_tap import transformers_model
+from .plan import plan_for_model
 from .recipe import FP8Recipe, recipe_for_model
 
 
@@ -60,6 +60,7 @@ def export_fp8(
     *,
     recipe: FP8Recipe | None = None,
     parameters: Iterable[Named] | None = None,
+    card: str = "",
     shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write `model` as an FP8 checkpoint.
@@ -72,6 +73,7 @@ def export_fp8(
         recipe: What is FP8; None: all that can be.
         parameters: `(checkpoint name, full tensor)` where the model does not hold them itself (sharded, with adapters);
             None: the model's own.
+        card: Model card of the policy, which the export's own continues.
         shard_bytes: Size at which a shard is closed.
 
     Returns:
@@ -97,15 +99,11 @@ def export_fp8(
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    plan = plan_for_model(model, recipe)
     try:
-        _write(
-            unfinished,
-            model,
-            tokenizer,
-            weight_stream(parameters, recipe, kv_scales, StreamReport()),
-            recipe,
-            shard_bytes,
-        )
+        (unfinished / "README.md").write_text(export_card(card, plan.table(), kv_scales is not None, _hub_id(model)))
+        stream = weight_stream(parameters, recipe, kv_scales, StreamReport())
+        _write(unfinished, model, tokenizer, stream, recipe, shard_bytes)
         unfinished.chmod(0o755)  # temporary folders are private
         unfinished.replace(folder)
     except BaseException:
@@ -114,35 +112,50 @@ def export_fp8(
     return folder
 
 
-def save_fp8_model(trainer: GRPOTrainer, folder: str | Path) -> None:
-    """Export the trainer's current policy under its recipe, with the KV scales of the last sync.
+def push_export(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | None = None,
+    revision: str | None = None,
+    message: str = "Upload FP8 checkpoint",
+) -> str:
+    """Upload an export, whole or not at all: files first, then one commit that also removes weights of earlier exports.
 
-    Under FSDP2 and ZeRO-3 parameters are gathered one at a time, adapters are merged while it lasts: of every rank.
+    Repeat it after an interruption: files that had arrived are recognized by their hash and not sent again.
+
+    Args:
+        folder: Written by `export_fp8`; compared with its checksums before anything is sent.
+        repo_id: `user/name`; made if it does not exist, `private` or not.
+        token: Of the Hub; None: the one that `hf auth login` left.
+        revision: Branch to commit to; None: the main branch.
+        message: Of the commit.
+
+    Returns:
+        URL of the commit.
 
     Raises:
-        ValueError: Nothing is FP8, or there was no sync yet that could have calibrated KV scales.
-        RuntimeError: On every rank, if the main process could not write; the message has its reason.
+        ValueError: `folder` is no whole export.
+        OSError: The Hub could not be reached or refused (`huggingface_hub.errors`); what to do is said.
     """
-    if trainer.recipe is None or trainer.recipe.quantization_config is None:
-        raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
-    generation = trainer.vllm_generation
-    if trainer.recipe.fp8_kv_cache and generation.last_sync is None:
-        raise ValueError("save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first.")
-    require_finite(trainer.model)
-    scales = generation.last_sync.kv_scales if generation.last_sync else None
-    failure = None
-    with closing(generation._iter_named_params()) as parameters:
-        if trainer.accelerator.is_main_process:
-            model = transformers_model(trainer.model)
-            try:
-                export_fp8(model, trainer._tokenizer, folder, scales, recipe=trainer.recipe, parameters=parameters)
-            except (ValueError, OSError) as error:
-                failure = error
-        for _ in parameters:  # gathers are of every rank, also where another has nothing left to write
-            pass
-    reason = broadcast_object_list([failure and str(failure)])[0]
-    if reason:
-        raise RuntimeError(f"save_fp8_model: the main process could not write the export: {reason}") from failure
+    verify_export(folder)
+    hub = HfApi(token=token)
+    try:
+        name = hub.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        commit = hub.upload_folder(
+            repo_id=name,
+            folder_path=folder,
+            commit_message=message,
+            revision=revision,
+            delete_patterns="*.safetensors",
+        )
+    except (OSError, RuntimeError, httpx.HTTPError) as error:  # RuntimeError: the client's, around a broken upload
+        raise OSError(
+            f"{folder} was not pushed to {repo_id}: {error.__cause__ or error}. Nothing was committed; repeat it with "
+            f"'trl-fp8 push {folder} {repo_id}'."
+        ) from error
+    return commit.commit_url
 
 
 def verify_export(folder: str | Path) -> int:
@@ -199,6 +212,11 @@ def _write(
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     checksums = {str(path.relative_to(folder)): _sha256(path) for path in files}
     (folder / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+
+
+def _hub_id(model: nn.Module) -> str | None:
+    name = model.config.name_or_path
+    return name if name and not Path(name).exists() else None
 
 
 def _shards(stream: Iterator[Named], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:

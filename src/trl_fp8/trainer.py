@@ -10,7 +10,6 @@ What it adds to a step, all of it around TRL's own code:
 """
 
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +18,6 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
@@ -27,18 +25,18 @@ from trl.trainer.utils import get_config_model_id
 from .config import FP8GRPOConfig
 from .correction import apply_correction, warn_once
 from .engine.upstream import substituted
-from .hub import save_fp8_model
 from .instruments import precision_flow, tap_attention
 from .launch import check_launch
 from .plan import Plan, plan_for_model
 from .policy.adapters import is_reference
 from .policy.attention_tap import AttentionTap
+from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
 from .policy.kv_calibration import KVCalibrator
 from .policy.precision_flow import PrecisionFlow
 from .policy.router_replay import RouterReplay
 from .recipe import FP8Recipe
-from .rollout_buffer import load_rollouts, save_rollouts
 from .rollout_routes import RolloutRoutes
+from .saving import Saving
 from .sync_metrics import SyncLog
 
 
@@ -54,7 +52,7 @@ logger = get_logger(__name__)
 AnyDataset = Dataset | IterableDataset
 
 
-class FP8GRPOTrainer(GRPOTrainer):
+class FP8GRPOTrainer(Saving, GRPOTrainer):
     """TRL's `GRPOTrainer` whose rollouts run in FP8. Takes exactly the arguments of `trl.GRPOTrainer`.
 
     Example:
@@ -108,6 +106,11 @@ class FP8GRPOTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}: FP8GRPOTrainer reads its FP8 flags from FP8GRPOConfig. Replace "
                 f"{type(args).__name__}(...) by FP8GRPOConfig(...); it takes the same arguments."
             )
+        if not isinstance(model, str):
+            save_in_high_precision(model)
+        elif quantization_config is None:
+            loading = args.model_init_kwargs or {}
+            quantization_config = dequantizing_config(model, loading.get("revision"), args.trust_remote_code)
         self.recipe: FP8Recipe | None = None
         self.plan: Plan | None = None
         self.correction = args.correction
@@ -133,6 +136,7 @@ class FP8GRPOTrainer(GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
+        save_in_high_precision(self.model)
         if self._flow is not None:
             self.add_callback(self._flow)
 
@@ -274,27 +278,3 @@ class FP8GRPOTrainer(GRPOTrainer):
         logged = self._metrics["train" if self.model.training else "eval"]
         for name, value in self._sync_log.new_metrics(self.vllm_generation.last_sync, margin).items():
             logged[name].append(value)
-
-    def save_fp8_model(self, folder: str | Path) -> None:
-        """Write what the engine holds after its next sync as an FP8 checkpoint; see `trl_fp8.hub.export_fp8`.
-
-        A collective: of every rank, of which the main process writes.
-        """
-        save_fp8_model(self, folder)
-
-    def _save_checkpoint(self, model, trial) -> None:
-        super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        if self._calibrator:
-            self._calibrator.save(folder, self.accelerator.process_index)
-        if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
-            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None or not self.args.own_engine:
-            return
-        if self._calibrator:
-            self._calibrator.load(checkpoint, self.accelerator.process_index)
-        if rollouts := load_rollouts(checkpoint, self.accelerator):
-            self._step, self._buffered_inputs = rollouts

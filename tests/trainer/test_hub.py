@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,11 +23,17 @@ args = arguments({output!r}, max_steps=1, push_to_hub=True, hub_model_id="user/p
 with training({checkpoint!r}, args) as trainer:
     trainer.train()
     trainer.push_to_hub(commit_message="the final policy", blocking=True)
+    for _ in range(2):  # the second replaces the export, and finds its files on the Hub
+        trainer.push_fp8_to_hub()
 """
 
 
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.engine
-def test_push_to_hub_writes_the_high_precision_policy_and_a_card(checkpoint, tmp_path):
+def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_other_with_cards(checkpoint, tmp_path):
     paths = dict(tests=str(Path(__file__).parents[1]), output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
     with HubStandIn() as hub:
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN}
@@ -39,7 +46,8 @@ def test_push_to_hub_writes_the_high_precision_policy_and_a_card(checkpoint, tmp
             timeout=200,
         )
         assert done.returncode == 0, done.stderr[-4000:]
-        files = hub.repos["user/policy"]
+        files, exported = hub.repos["user/policy"], hub.repos["user/policy-FP8"]
+        assert len(hub.uploads) == len(set(hub.uploads)) == 2  # weights in high precision, and in FP8
     assert "the final policy" in hub.commits
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md"} <= files.keys()
     weights = load(files["model.safetensors"])
@@ -48,4 +56,29 @@ def test_push_to_hub_writes_the_high_precision_policy_and_a_card(checkpoint, tmp
     assert "quantization_config" not in json.loads(files["config.json"])
     card = files["README.md"].decode()
     assert "- fp8" in card and "- grpo" in card and "- trl" in card
+    assert (
+        "## FP8 rollouts" in card
+        and "## FP8 checkpoint" not in card
+        and "| syncs that failed their audit | 0 |" in card
+    )
+    assert re.search(
+        r"mean absolute log-prob difference of engine and trainer, nats, last 1 logged steps \| 0\.\d+", card
+    )
+    assert (
+        "Model Card for policy" in card
+        and str(tmp_path) not in card
+        and card.count("model.layers.*.mlp.down_proj") == 1
+    )
+    assert "14 linear layers" in card and "bound=truncate, bound_max=2.0" in card and "trl-fp8 0." in card
+    assert contents(tmp_path / "out" / "fp8") == exported
+    assert "quantization_config" in json.loads(exported["config.json"])
+    assert any("k_scale" in name for name in json.loads(exported["model.safetensors.index.json"])["weight_map"])
+    for part in (
+        "## FP8 rollouts",
+        "## FP8 checkpoint",
+        'kv_cache_dtype="fp8"',
+        "- fp8",
+        "KV cache scales are included",
+    ):
+        assert part in exported["README.md"].decode(), part
     assert hub.tokens == {"Bearer hf_secret"} and "hf_secret" not in done.stdout + done.stderr

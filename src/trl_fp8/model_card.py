@@ -1,0 +1,106 @@
+"""What a model card says about FP8: how the run generated, how far engine and trainer disagreed, how to load an export."""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import yaml
+
+
+# metric -> what it is called in the card
+SHOWN = {
+    "mismatch/logp_difference_mean": "mean absolute log-prob difference of engine and trainer, nats",
+    "mismatch/logp_difference_max": "largest",
+    "mismatch/k3_kl": "KL(rollout, trainer), k3 estimate",
+    "mismatch/token_mult_prob_error": "token multiplicative probability error (1 is perfect)",
+    "correction/effective_sample_size": "effective sample size of the token ratio",
+    "correction/fraction_masked_tokens": "tokens that the correction masked",
+    "fp8/kv_saturation_fraction": "KV cache elements beyond their scale",
+}
+LAST = 10  # logged steps
+
+
+def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], audit_failures: int) -> str:
+    """Markdown for the card of a policy that was trained with FP8 rollouts.
+
+    Args:
+        facts: `run_facts` of the run.
+        log_history: `trainer.state.log_history`; the mismatch is averaged over the last rows that have it.
+        audit_failures: Number of syncs that were not delivered.
+    """
+    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    correction = facts["correction"] and ", ".join(f"{k}={v}" for k, v in facts["correction"].items() if v)
+    rows = {
+        "FP8 weights of the engine": _weights(facts),
+        "KV cache of the engine": _kv_cache(facts),
+        "engine kernels": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
+        or "high precision",
+        "trainer": f"fp8_forward={facts['fp8_flags']['fp8_forward']}, simulate_kv_cache="
+        f"{facts['fp8_flags']['simulate_kv_cache']}",
+        "correction of the mismatch": correction or "none",
+        **_measured(log_history),
+        "syncs that failed their audit": audit_failures,
+        "hardware": f"{facts['processes']} x {facts['hardware']}",
+        "versions": versions,
+    }
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return (
+        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the policy's weights at "
+        f"every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
+    )
+
+
+def export_card(card: str, plan: str, has_kv_scales: bool, base_model: str | None = None) -> str:
+    """A card for an FP8 checkpoint.
+
+    Args:
+        card: Of the policy it was made from, with header and plan; empty for a model that was not trained here.
+        plan: Table of what is FP8.
+        has_kv_scales: Whether the checkpoint brings scales of an FP8 KV cache.
+        base_model: Id of the model, for the header, if `card` is empty.
+    """
+    options = ', kv_cache_dtype="fp8"' if has_kv_scales else ""
+    section = (
+        "## FP8 checkpoint\n\nWeights are e4m3 in 128x128 blocks with `weight_scale_inv`; "
+        + ("KV cache scales are included. " if has_kv_scales else "there are no KV cache scales. ")
+        + f"vLLM reads it as it is, transformers dequantizes or runs it.\n\n```python\nfrom vllm import LLM\n\nllm = "
+        f'LLM("THIS_REPOSITORY"{options})\n```\n\nFiles can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n'
+    )
+    if not card:
+        section += f"\n{_plan(plan)}"
+        header = {"library_name": "transformers", "tags": ["fp8"]} | ({"base_model": base_model} if base_model else {})
+        card = f"---\n{yaml.safe_dump(header)}---\n\n# FP8 checkpoint\n"
+    return f"{card.rstrip()}\n\n{section}"
+
+
+def _plan(table: str) -> str:
+    """The plan behind a click, without its title, which may hold a path of the machine."""
+    return f"<details><summary>What is FP8</summary>\n\n```\n{table.partition(chr(10))[2].strip(chr(10))}\n```\n\n</details>\n"
+
+
+def _weights(facts: Mapping[str, Any]) -> str:
+    if not facts["scale_format"]:
+        return "none"
+    experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
+    return (
+        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: e4m3 in 128x128 blocks, "
+        f"{facts['scale_format']} scales, quantized at every sync"
+    )
+
+
+def _kv_cache(facts: Mapping[str, Any]) -> str:
+    if facts["kv_cache_dtype"] == "auto":
+        return "high precision"
+    skipped = facts["kv_cache_skip_layers"]
+    kept = f"; layers {skipped} in high precision" if skipped else ""
+    return f"e4m3, scales of q, k, v calibrated at every sync{kept}"
+
+
+def _measured(log_history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Each metric over the last rows that have it; what was not measured is left out."""
+    found = {}
+    for metric, label in SHOWN.items():
+        values = [row[metric] for row in log_history if metric in row][-LAST:]
+        if values:
+            found[f"{label}, last {len(values)} logged steps"] = f"{fmean(values):.3g}"
+    return found

