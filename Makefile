@@ -45,7 +45,7 @@ docs: $(READY)  ## regenerate docs/configuration.md from the flags
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[$(ENGINE),dev]"
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[$(ENGINE),dev,docs]"
 	$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip uninstall --quiet --yes $(UNUSED))
 	touch $@
 

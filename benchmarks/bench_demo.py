@@ -18,7 +18,7 @@ from pathlib import Path
 
 import record
 
-from trl_fp8.report import plot_rewards
+from trl_fp8.report.comparison import plot_rewards
 
 
 ROOT = Path(__file__).parents[1]

@@ -30,7 +30,7 @@ from trl_fp8.policy.bf16_modules import BF16Modules
 from trl_fp8.policy.fp8_flow import FP8Flow
 from trl_fp8.policy.kv_calibration import PROMPTS_ONLY_MARGIN, observe_sequences
 from trl_fp8.policy.precision_flow import PrecisionFlow
-from trl_fp8.report import plot_ladder
+from trl_fp8.report.comparison import plot_ladder
 
 
 ROOT = Path(__file__).parents[1]

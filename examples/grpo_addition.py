@@ -40,7 +40,8 @@ from transformers import ProgressCallback
 from trl import TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.report import demo_table, plot_training
+from trl_fp8.report.table import demo_table
+from trl_fp8.report.training import plot_training
 
 
 @dataclass

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from trl_fp8.report import demo_table, moving_mean, plot_training, training_figure
+from trl_fp8.report.curves import moving_mean
+from trl_fp8.report.table import demo_table
+from trl_fp8.report.training import plot_training, training_figure
 
 
 SUMMARY = {

@@ -77,6 +77,13 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
             "What the trainer sets itself (quantization, KV cache type, parallelism, seed, ...) is refused."
         },
     )
+    fp8_run_log: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether output_dir/fp8_run.jsonl is written, from which `trl-fp8 report` draws: facts of the run, its "
+            "logs, and of each generation a histogram of log-ratios, some pairs of log-probs and the KV scales (a few KiB)."
+        },
+    )
 
     # Defaults of TRL's that depend on the flags above; None means "not set by the user"
     use_vllm: bool | None = field(

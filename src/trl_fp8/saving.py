@@ -66,14 +66,14 @@ class Saving:
         Args:
             repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it does
                 not exist, private with `hub_private_repo`.
-            folder: Where the export is written first, and stays; None: `output_dir/fp8`. An earlier export is replaced.
+            folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves alone. An earlier export is replaced.
             commit_message: Of the one commit.
 
         Raises:
             ValueError: As `save_fp8_model`.
             RuntimeError: On every rank, if the main process could not write or push; the message has its reason.
         """
-        folder = Path(folder or Path(self.args.output_dir, "fp8"))
+        folder = Path(folder or Path(self.args.output_dir, "_fp8"))
         repo_id = repo_id or f"{self.args.hub_model_id or Path(self.args.output_dir).name}-FP8"
         if self.accelerator.is_main_process and (folder / CHECKSUMS).exists():
             shutil.rmtree(folder)

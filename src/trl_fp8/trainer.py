@@ -10,6 +10,7 @@ What it adds to a step, all of it around TRL's own code:
 """
 
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,6 +37,8 @@ from .policy.precision_flow import PrecisionFlow
 from .policy.router_replay import RouterReplay
 from .recipe import FP8Recipe
 from .rollout_routes import RolloutRoutes
+from .run_facts import run_facts
+from .run_log import RunLog
 from .saving import Saving
 from .sync_metrics import SyncLog
 
@@ -139,6 +142,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         save_in_high_precision(self.model)
         if self._flow is not None:
             self.add_callback(self._flow)
+        self._run_log: RunLog | None = None
+        if args.fp8_run_log:
+            self._run_log = RunLog(args.output_dir, partial(run_facts, self), self.accelerator.is_main_process)
+            self.add_callback(self._run_log)
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments."""
@@ -259,8 +266,17 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 logged[name].append(value)
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
-        if self.correction is None:
-            return output
+        writes = self._run_log is not None and self.model.training
+        sample = self._run_log.sample(output) if writes else None  # before a correction changes the log-probs
+        if self.correction is not None:
+            self._correct(output, logged)
+        if writes:
+            scales = self.vllm_generation.last_sync.kv_scales if self._calibrator else None
+            saturated = self._calibrator.saturated_L2 if self._calibrator else None
+            self._run_log.generation(self.state.global_step, sample, scales, saturated)
+        return output
+
+    def _correct(self, output: dict, logged: dict[str, list]) -> None:
         wanted = self.correction.trl_mode, self.correction.bound_min, self.correction.bound_max
         bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         from_trl = wanted == (self.vllm_importance_sampling_mode, *bounds)
@@ -271,7 +287,6 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         for name, value in metrics.items():
             logged[name].append(value)
         warn_once(metrics, self.correction, self._warned)
-        return output
 
     def _log_sync(self) -> None:
         margin = self._calibrator and self._calibrator.margin_in_force

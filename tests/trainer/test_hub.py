@@ -70,7 +70,7 @@ def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_ot
         and card.count("model.layers.*.mlp.down_proj") == 1
     )
     assert "14 linear layers" in card and "bound=truncate, bound_max=2.0" in card and "trl-fp8 0." in card
-    assert contents(tmp_path / "out" / "fp8") == exported
+    assert contents(tmp_path / "out" / "_fp8") == exported
     assert "quantization_config" in json.loads(exported["config.json"])
     assert any("k_scale" in name for name in json.loads(exported["model.safetensors.index.json"])["weight_map"])
     for part in (

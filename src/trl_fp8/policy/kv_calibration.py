@@ -71,6 +71,9 @@ class KVCalibrator:
         self._due: KVScales | None = None
         self._seen: QKVObservation | None = None
         self._saturation: float | None = None
+        self.saturated_L2: torch.Tensor | None = (
+            None  # share of k and v beyond the scales of the latest rollouts, on the host
+        )
 
     @property
     def margin_in_force(self) -> float:
@@ -173,7 +176,7 @@ class KVCalibrator:
         fraction_L2 = fraction_L3[:, 1:].cpu()
         if fraction_L2.max() > SATURATION_LIMIT:
             self._widen(fraction_L2)
-        self._saturation = fraction_L2.mean().item()
+        self._saturation, self.saturated_L2 = fraction_L2.mean().item(), fraction_L2
 
     def _reduce(self, *tensors: torch.Tensor) -> None:
         """Maximum over ranks of `[L, n]` tensors, in place, in one collective."""

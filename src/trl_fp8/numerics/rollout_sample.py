@@ -1,0 +1,49 @@
+"""A picture's worth of one batch's log-probs: a histogram of the log-ratio and a few pairs, in one small tensor.
+
+Shapes: B sequences, T completion tokens.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .log_ratio import log_ratio
+
+
+BINS, LIMIT = 120, 3.0  # of log r in [-LIMIT, LIMIT], and an open bin on either side
+POSITIONS, PAIRS = 1024, 256  # looked at, evenly over the batch; kept at most
+
+
+@dataclass(frozen=True)
+class RolloutSample:
+    """Still on the device: `[counts | trainer | rollout | scored]`, fp64."""
+
+    packed: torch.Tensor
+
+    def read(self) -> dict[str, list]:
+        """`log_ratio_counts` (BINS inside +-`log_ratio_limit`, an open one on either side) and `log_probs` (pairs of trainer
+        and rollout). Waits for the device.
+        """
+        values = self.packed.tolist()
+        counts, rest = values[: BINS + 2], values[BINS + 2 :]
+        third = len(rest) // 3
+        columns = zip(rest[:third], rest[third : 2 * third], rest[2 * third :], strict=True)
+        pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, scored in columns if scored]
+        return {
+            "log_ratio_limit": LIMIT,
+            "log_ratio_counts": [int(count) for count in counts],
+            "log_probs": pairs[:: -(-len(pairs) // PAIRS) or 1],
+        }
+
+
+def rollout_sample(
+    trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
+) -> RolloutSample:
+    """Sample one rank's batch; arguments as of `log_ratio`."""
+    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+    scored = ratio.scored_BT.flatten().double()
+    bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
+    counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)
+    chosen = torch.linspace(0, max(scored.numel() - 1, 0), min(POSITIONS, scored.numel()), device=scored.device).long()
+    sides = [side.detach().flatten()[chosen].double() for side in (trainer_logps_BT, rollout_logps_BT)]
+    return RolloutSample(torch.cat([counts, *sides, scored[chosen]]))

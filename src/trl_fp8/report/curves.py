@@ -1,0 +1,87 @@
+"""Logged values over the steps, a panel each."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from .canvas import RAW, TREND, new_figure, tidy
+
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One curve over the steps. `unit` is the axis label; logged values are multiplied by `factor` to be in it.
+    `steady` values are expected to stay put: they get their median, which one slow step does not move, instead of a
+    moving mean.
+    """
+
+    key: str
+    title: str
+    unit: str
+    factor: float = 1.0
+    steady: bool = False
+
+
+def curves_figure(
+    log_history: Iterable[Mapping[str, Any]], panels: Sequence[Panel], title: str | None = None
+) -> "tuple[Figure, dict[str, Axes]]":
+    """A figure with those of `panels` that were logged, and its axes by key.
+
+    Raises:
+        ValueError: None of them was.
+    """
+    rows = list(log_history)
+    found = [(panel, steps, values) for panel in panels for steps, values in [series(rows, panel)] if steps]
+    if not found:
+        raise ValueError(
+            f"log_history with {len(rows)} entries: none has a finite value of {', '.join(p.key for p in panels)}; "
+            "train with logging_steps=1 and pass trainer.state.log_history"
+        )
+    columns = min(2, len(found))
+    lines = ceil(len(found) / columns)
+    figure = new_figure(5.6 * columns, 0.6 * bool(title) + 3.2 * lines, title)
+    last, drawn = max(max(steps) for _, steps, _ in found), {}
+    for index, (panel, steps, values) in enumerate(found):
+        axes = drawn[panel.key] = figure.add_subplot(lines, columns, index + 1)
+        _draw(axes, panel, steps, values)
+        axes.set_xlim(-0.02 * last, 1.02 * last)
+    return figure, drawn
+
+
+def moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of each value and the `window - 1` before it; of fewer at the start."""
+    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+
+
+def series(rows: Sequence[Mapping[str, Any]], panel: Panel) -> tuple[list[int], list[float]]:
+    """Steps in order and their values, without NaN and Inf. A step logged twice, by a resumed run, counts once: the
+    last time.
+    """
+    logged = {row["step"]: row[panel.key] for row in rows if "step" in row and panel.key in row}
+    points = [(step, panel.factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _draw(axes: "Axes", panel: Panel, steps: Sequence[int], values: Sequence[float]) -> None:
+    middle, window = median(values), max(5, len(values) // 10)
+    axes.plot(steps, values, color=RAW, linewidth=1, marker=".", markersize=4, label="logged")
+    if panel.steady:
+        axes.axhline(middle, color=TREND, linewidth=1.5, label=f"median {middle:.3g}")
+    elif len(values) > window:
+        axes.plot(steps, moving_mean(values, window), color=TREND, linewidth=2, label=f"moving mean of {window}")
+    unit = panel.unit
+    if min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
+        unit += ", log scale"
+        axes.set_yscale("log", subs=(2, 5))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
+    tidy(axes, panel.title, "step", unit)
+    axes.legend(frameon=False, fontsize=9, loc="best")

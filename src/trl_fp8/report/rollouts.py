@@ -1,0 +1,90 @@
+"""How far engine and trainer disagreed: ratios, pairs of log-probs, positions in a completion."""
+
+from math import exp
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from ..run_file import Run
+from .canvas import MARK, RAW, TREND, new_figure, tidy
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+POINTS = 4000  # of the scatter
+
+
+def ratio_figure(run: Run) -> "Figure | None":
+    """Histogram of pi_trainer / pi_rollout over all recorded tokens, and of the last quarter; None if none was recorded."""
+    rows = [row for row in run.rollouts if "log_ratio_counts" in row]
+    if not rows:
+        return None
+    recorded, limit = [row["log_ratio_counts"] for row in rows], rows[0]["log_ratio_limit"]
+    counts = [sum(column) for column in zip(*recorded, strict=True)]
+    late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
+    width = 2 * limit / (len(counts) - 2)
+    ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]  # the outer two: beyond the limit
+    figure = new_figure(6.4, 4)
+    axes = figure.subplots()
+    axes.step(ratios, counts, where="mid", color=TREND, linewidth=1, label=f"all {sum(counts):,} tokens")
+    axes.fill_between(ratios, counts, step="mid", color=RAW, alpha=0.6)
+    axes.step(ratios, late, where="mid", color=MARK, linewidth=1.2, label="last quarter of the run")
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=1)
+    axes.set_ylim(bottom=0)
+    for name in ("bound_min", "bound_max"):
+        if bound := (run.facts["correction"] or {}).get(name):
+            axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2)
+            where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+            axes.annotate(f"bound {bound:g}", (bound, 1), (4, -12), color=MARK, fontsize=9, **where)
+    ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    tidy(axes, "Importance ratio of the sampled tokens", "p(trainer) / p(rollout)", "tokens")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    return figure
+
+
+def log_prob_figure(run: Run) -> "Figure | None":
+    """Log-prob of a token under the trainer against that under the engine, latest rollouts; None if none was recorded."""
+    pairs: list[list[float]] = []
+    for row in reversed(run.rollouts):
+        pairs += row.get("log_probs", [])
+        if len(pairs) >= POINTS:
+            break
+    if not pairs:
+        return None
+    figure = new_figure(4.6, 4)
+    axes = figure.subplots()
+    trainer, rollout = zip(*pairs[:POINTS], strict=True)
+    lowest = min(*trainer, *rollout)
+    axes.plot([lowest, 0], [lowest, 0], color=MARK, linewidth=1, label="no mismatch")
+    axes.scatter(rollout, trainer, s=6, alpha=0.35, color=TREND, linewidths=0, label=f"{len(trainer):,} tokens")
+    tidy(axes, "Log-probs of the sampled tokens", "engine, nats", "trainer, nats")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    return figure
+
+
+def position_figure(run: Run) -> "Figure | None":
+    """k3 estimate of KL(rollout, trainer) by position in the completion, first and second half of the run."""
+    prefix = "mismatch/k3_kl/position_"
+    rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
+    if not rows:
+        return None
+    names = sorted({key for row in rows for key in row if key.startswith(prefix)}, key=lambda key: _first(key, prefix))
+    figure = new_figure(5.2, 4)
+    axes = figure.subplots()
+    halves = {"first half of the run": rows[: len(rows) // 2], "second half": rows[len(rows) // 2 :]}
+    for shift, color, (label, part) in zip((-0.2, 0.2), (RAW, TREND), halves.items(), strict=True):
+        means = {
+            index: fmean(v) for index, name in enumerate(names) if (v := [row[name] for row in part if name in row])
+        }
+        axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
+    axes.set_xticks(range(len(names)), [name.removeprefix(prefix) for name in names])
+    tidy(axes, "Mismatch by position in the completion", "tokens", "KL(rollout, trainer), k3")
+    axes.legend(frameon=False, fontsize=9, loc="best")
+    return figure
+
+
+def _first(key: str, prefix: str) -> int:
+    return int(key.removeprefix(prefix).rstrip("+").partition("-")[0])

@@ -1,0 +1,72 @@
+"""A run's summary as a plain-text table."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..plan import format_bytes
+
+
+def demo_table(summary: Mapping[str, Any]) -> str:
+    """One line per measured fact of `summary`, in a fixed order, then whatever else it holds under its own names.
+
+    Args:
+        summary: As in `outputs/demo/summary.json`. None means "not measured". Two keys that make one line (reward at
+            start and at end, bytes in BF16 and in the engine) stand alone under their names where the other is
+            missing.
+    """
+    measured = {key: value for key, value in summary.items() if value not in (None, {}, [])}
+    lines = []
+    for label, keys, show in _LINES:
+        if measured.keys() >= set(keys):
+            lines.append((label, show(*(measured.pop(key) for key in keys))))
+    lines += [(key, _plain(value)) for key, value in measured.items()]
+    if not lines:
+        raise ValueError(f"summary={dict(summary)!r}: nothing in it was measured; pass the contents of summary.json")
+    width = max(len(label) for label, _ in lines)
+    rows = [f"{label:<{width}}  {value}" for label, value in lines]
+    rule = "-" * max(map(len, rows))
+    return "\n".join([rule, *rows, rule])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_plain(one)}" for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_plain, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _duration(seconds: float) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def _byte_change(before: int, after: int) -> str:
+    return f"{format_bytes(before)} -> {format_bytes(after)} ({after / before:.0%})"
+
+
+# label, the summary's keys that make the line, their values -> text
+_LINES: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
+    ("reward on held-out problems", ("reward_start", "reward_end"), lambda a, b: f"{a:.3f} -> {b:.3f} ({b - a:+.3f})"),
+    ("mismatch, mean |log-prob difference|", ("mismatch_mean",), lambda nats: f"{nats:.5f} nats"),
+    ("FP8 linear layers", ("fp8_linears",), _plain),
+    (
+        "routes: used, chosen otherwise",
+        ("router_disagreement", "router_own_disagreement"),
+        lambda a, b: f"{a:.1%}, {b:.1%}",
+    ),
+    ("FP8 share of parameters", ("fp8_share",), lambda share: f"{share:.1%}"),
+    ("weights, BF16 -> engine", ("weight_bytes_bf16", "weight_bytes_engine"), _byte_change),
+    ("KV cache", ("kv_cache_dtype",), _plain),
+    ("KV cache per token, BF16 -> engine", ("kv_bytes_per_token_bf16", "kv_bytes_per_token_engine"), _byte_change),
+    ("FP8 forward of the trainer", ("fp8_forward",), _plain),
+    ("KV cache simulated in the trainer", ("simulate_kv_cache",), _plain),
+    ("KV scales from", ("kv_calibration",), _plain),
+    ("KV elements saturated, worst step", ("kv_saturation_max",), lambda share: f"{share:.1e}" if share else "none"),
+    ("KV scale margin at the end", ("kv_margin_end",), _plain),
+    ("calibration, median", ("calibration_seconds_median",), _duration),
+    ("sync, median", ("sync_seconds_median",), _duration),
+    ("step, median", ("step_seconds_median",), _duration),
+    ("audit failures", ("audit_failures",), _plain),
+    ("steps", ("steps",), _plain),
+    ("training time", ("training_seconds",), _duration),
+)

@@ -1,0 +1,82 @@
+"""`fp8_run.jsonl` in a run's output_dir: a line for its facts, a line for each generation, a line for each log.
+
+It is written as the run goes, so that a report can be made of a run that is not finished or was killed. A resumed run
+continues the file: what an earlier attempt had done beyond the step from which it was resumed does not count.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+FILE = "fp8_run.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as its file tells it.
+
+    Attributes:
+        name: Of its folder.
+        facts: `run_facts`.
+        logs: What TRL logged, by step, as in `trainer.state.log_history`.
+        rollouts: One entry a generation: step, log_ratio_counts, log_ratio_limit, log_probs, kv_scales [L][3], kv_saturation [L][2], as
+            far as the run had them.
+    """
+
+    name: str
+    facts: Mapping[str, Any]
+    logs: list[dict] = field(repr=False)
+    rollouts: list[dict] = field(repr=False)
+
+
+def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
+    """Add a line of a kind ("run", "log" or "rollouts") at once."""
+    with Path(folder, FILE).open("a") as file:
+        file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
+
+
+def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
+    """Start a file at step 0, or continue one that a run is resumed from."""
+    path = Path(folder, FILE)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if step == 0:
+        path.unlink(missing_ok=True)
+    elif path.exists() and not path.read_bytes().endswith(b"\n"):  # killed in the middle of a line
+        with path.open("a") as file:
+            file.write("\n")
+    append(folder, "run", {"step": step, "facts": facts})
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run's file.
+
+    Raises:
+        ValueError: There is none, or it does not begin with a run's facts.
+    """
+    path = Path(folder, FILE)
+    if not path.exists():
+        raise ValueError(
+            f"RUN={str(folder)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with fp8_run_log=True."
+        )
+    facts, rows = None, {"log": [], "rollouts": []}
+    for row in map(_parsed, path.read_text().splitlines()):
+        kind = row.pop("kind", None)
+        if kind == "run":
+            facts, resumed = row["facts"], row["step"]
+            rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= resumed]
+            rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < resumed]
+        elif kind in rows:
+            rows[kind].append(row)
+    if facts is None:
+        raise ValueError(f"{path} does not begin with a run's facts: it was cut or is another file.")
+    return Run(Path(folder).resolve().name, facts, rows["log"], rows["rollouts"])
+
+
+def _parsed(line: str) -> dict:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:  # the process was killed while it wrote this line
+        return {}

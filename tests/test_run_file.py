@@ -1,0 +1,50 @@
+"""A run's file survives what happens to runs: a kill in the middle of a line, a resume, a second run in the folder."""
+
+import pytest
+
+from trl_fp8.run_file import FILE, append, begin, read_run
+
+
+def step(folder, number, reward):
+    append(folder, "rollouts", {"step": number - 1, "log_probs": []})
+    append(folder, "log", {"step": number, "reward": reward})
+
+
+def test_a_file_is_read_back(tmp_path):
+    folder = tmp_path / "run"
+    begin(folder, 0, {"model": "m"})
+    for number in (1, 2):
+        step(folder, number, number / 10)
+    run = read_run(folder)
+    assert run.name == "run" and run.facts == {"model": "m"}
+    assert run.logs == [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]
+    assert [row["step"] for row in run.rollouts] == [0, 1]
+
+
+def test_what_was_done_beyond_the_checkpoint_of_a_resume_does_not_count(tmp_path):
+    begin(tmp_path, 0, {"attempt": 1})
+    for number in (1, 2, 3):
+        step(tmp_path, number, 0.0)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"kind": "log", "st')  # killed
+    begin(tmp_path, 2, {"attempt": 2})
+    step(tmp_path, 3, 1.0)
+    run = read_run(tmp_path)
+    assert run.facts == {"attempt": 2}
+    assert [(row["step"], row["reward"]) for row in run.logs] == [(1, 0.0), (2, 0.0), (3, 1.0)]
+    assert [row["step"] for row in run.rollouts] == [0, 1, 2]
+
+
+def test_a_new_run_in_an_old_folder_starts_over(tmp_path):
+    begin(tmp_path, 0, {"run": 1})
+    step(tmp_path, 1, 0.0)
+    begin(tmp_path, 0, {"run": 2})
+    assert read_run(tmp_path).facts == {"run": 2} and read_run(tmp_path).logs == []
+
+
+def test_a_folder_that_is_no_run_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"has no {FILE}: pass the output_dir"):
+        read_run(tmp_path)
+    append(tmp_path, "log", {"step": 1})
+    with pytest.raises(ValueError, match="does not begin with a run's facts"):
+        read_run(tmp_path)
