@@ -11,7 +11,7 @@
     accelerate launch --config_file examples/accelerate_configs/fsdp2.yaml \
         examples/grpo.py --config examples/configs/qwen3_8b_base_8xh100.yaml
 
-The dataset needs a column with the problem (text or messages) and one named `solution`. Flags after the recipe
+The dataset needs a column with the problem (text or messages) and one with the solution. Flags after the recipe
 override it, e.g. `--kv_cache_dtype auto` or `--use_peft`. It is `trl grpo` with `FP8GRPOTrainer`, except that the
 penalty on overlong completions follows `max_completion_length`.
 """
@@ -47,6 +47,10 @@ class MathArguments(ScriptArguments):
         metadata={"help": "Tokens before max_completion_length over which 'soft_overlong_punishment' falls to -1."},
     )
     prompt_column: str = field(default="prompt", metadata={"help": "The dataset's column with the problem."})
+    solution_column: str = field(default="solution", metadata={"help": "The dataset's column with the solution."})
+    solution_marker: str | None = field(
+        default=None, metadata={"help": "Text in the solution behind which the answer stands: '####' in GSM8K."}
+    )
     system_prompt: str | None = field(default=None, metadata={"help": "System message put before every prompt."})
 
 
@@ -65,11 +69,15 @@ def reward_functions(script: MathArguments, max_completion_length: int) -> list[
     return [known[name] for name in script.reward_funcs]
 
 
-def as_messages(row: dict, prompt_column: str, system_prompt: str | None) -> dict:
-    """The row's problem as messages: TRL's rewards expect completions in that form."""
-    prompt = row[prompt_column]
+def as_messages(row: dict, script: MathArguments) -> dict:
+    """The row's problem as messages, as TRL's rewards expect, and its solution; an answer behind a marker is boxed."""
+    prompt, solution = row[script.prompt_column], row[script.solution_column]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return {"prompt": [{"role": "system", "content": system_prompt}, *messages] if system_prompt else messages}
+    if script.system_prompt:
+        messages = [{"role": "system", "content": script.system_prompt}, *messages]
+    if script.solution_marker:
+        solution = f"\\boxed{{{solution.rpartition(script.solution_marker)[2].strip()}}}"
+    return {"prompt": messages, "solution": solution}
 
 
 def main(script: MathArguments, args: FP8GRPOConfig, model: ModelConfig) -> None:
@@ -77,9 +85,7 @@ def main(script: MathArguments, args: FP8GRPOConfig, model: ModelConfig) -> None
 
     # Dataset
     dataset = load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
-    dataset = dataset.map(
-        as_messages, fn_kwargs=dict(prompt_column=script.prompt_column, system_prompt=script.system_prompt)
-    )
+    dataset = dataset.map(as_messages, fn_kwargs={"script": script})
 
     # Training
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny_models
@@ -20,11 +21,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from engine import engines
 from safetensors.torch import load_file
+from trainer.runs import arguments
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainingArguments
 from trl import ModelConfig, TrlParser
 
-from trl_fp8 import FP8GRPOConfig
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.plan import plan_for_model
 
 
@@ -44,6 +47,7 @@ RECIPES = {  # file -> processes, prompts a generation, updates a generation
     "llama3_1_8b_8xh100": (8, 32, 2),
     "qwen3_4b_1xh200": (1, 32, 1),
     "qwen3_30b_a3b_base_8xh200": (8, 32, 1),
+    "qwen3_1_7b_gsm8k_lora_1xh100": (1, 32, 1),
 }
 OF_REAL_MODELS = [name for name in RECIPES if not name.startswith("addition")]
 QWEN3 = dict(vocab_size=151936, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
@@ -64,6 +68,15 @@ ARCHITECTURES = {  # the models' config.json, and the parameters that their card
             tie_word_embeddings=False,
         ),
         8.03,
+    ),
+    "Qwen/Qwen3-1.7B": (
+        Qwen3Config(
+            **(QWEN3 | {"num_hidden_layers": 28, "num_attention_heads": 16}),
+            hidden_size=2048,
+            intermediate_size=6144,
+            tie_word_embeddings=True,
+        ),
+        1.72,
     ),
     "Qwen/Qwen3-30B-A3B-Base": (tiny_models.qwen3_30b_a3b(), 30.53),  # the card rounds to 30.5
 }
@@ -312,7 +325,8 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
 def test_the_recipe_fits_its_gpus(name, monkeypatch):
     """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
-    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter. Checkpointing
+    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter, or 4 where only
+    adapters are trained. Checkpointing
     keeps each layer's input, in BF16 under FSDP2's mixed precision and in FP32 under autocast, which also copies the
     weights to BF16.
     """
@@ -321,7 +335,7 @@ def test_the_recipe_fits_its_gpus(name, monkeypatch):
     processes, gpu = RECIPES[name][0], GPU_GIB[name[-4:]] * GIB
     parameters, sharded = model.num_parameters(), processes > 1
     tokens = made.per_device_train_batch_size * made.vllm_max_model_length
-    states = 16 * parameters / processes + (0 if sharded else 2 * parameters)
+    states = (4 if model_arguments.use_peft else 16) * parameters / processes + (0 if sharded else 2 * parameters)
     reference = 4 * parameters / processes if made.beta else 0
     activations = model.config.num_hidden_layers * tokens * model.config.hidden_size * (2 if sharded else 4)
     engine = made.vllm_gpu_memory_utilization * gpu
@@ -353,10 +367,78 @@ def test_rewards_are_those_asked_for(monkeypatch):
 
 
 def test_prompts_become_messages():
-    as_messages, user = example("grpo").as_messages, {"role": "user", "content": "1+1="}
-    assert as_messages({"problem": "1+1="}, "problem", None) == {"prompt": [user]}
-    with_system = as_messages({"prompt": [user]}, "prompt", "Add.")
-    assert with_system == {"prompt": [{"role": "system", "content": "Add."}, user]}
+    script, user = example("grpo"), {"role": "user", "content": "1+1="}
+    plain = script.MathArguments(prompt_column="problem")
+    assert script.as_messages({"problem": "1+1=", "solution": "2"}, plain) == {"prompt": [user], "solution": "2"}
+    with_system = script.as_messages({"prompt": [user], "solution": "2"}, script.MathArguments(system_prompt="Add."))
+    assert with_system["prompt"] == [{"role": "system", "content": "Add."}, user]
+
+
+def test_answers_of_gsm8k_are_verified():
+    script = example("grpo")
+    _, made, _ = parse(recipe("qwen3_1_7b_gsm8k_lora_1xh100"))
+    arguments = parse(recipe("qwen3_1_7b_gsm8k_lora_1xh100"))[0]
+    row = {"question": "Natalia sold 48 clips, and then half of it. How many?", "answer": "48/2=24, 48+24=72\n#### 72"}
+    solution = script.as_messages(row, arguments)["solution"]
+    (reward,) = script.reward_functions(arguments, made.max_completion_length)
+    completions = [[{"content": text}] for text in ("It is \\boxed{72}.", "It is \\boxed{24}.", "\\boxed{72.0}")]
+    assert reward(completions, solution=[solution] * 3) == [1.0, 0.0, 1.0]
+
+
+# examples/grpo_reasoning_gym.py
+
+
+def test_puzzles_are_scored_by_their_own_verifiers():
+    script = example("grpo_reasoning_gym")
+    rows = script.puzzles(["chain_sum", "number_sorting"], size=3, seed=1)
+    assert len(rows) == 6 and set(rows["task"]) == {"chain_sum", "number_sorting"}
+    entries = [json.loads(entry) for entry in rows["entry"]]
+    assert all(
+        entry["question"] in prompt[1]["content"] for entry, prompt in zip(entries, rows["prompt"], strict=True)
+    )
+    reward = script.verified(["chain_sum", "number_sorting"])
+    columns = {"task": rows["task"], "entry": rows["entry"]}
+    right = [[{"content": f"so <answer>{entry['answer']}</answer>"}] for entry in entries]
+    assert reward(right, **columns) == [1.0] * 6
+    assert reward([[{"content": "<answer>no idea</answer>"}]] * 6, **columns) == [0.0] * 6
+    assert reward([[{"content": entry["answer"]}] for entry in entries], **columns) == [0.0] * 6  # no tags
+
+
+@pytest.mark.engine
+def test_the_puzzle_script_trains(checkpoint, tmp_path, monkeypatch):
+    script, made = example("grpo_reasoning_gym"), []
+    monkeypatch.setattr(script, "FP8GRPOTrainer", lambda **options: made.append(FP8GRPOTrainer(**options)) or made[0])
+    args = arguments(tmp_path, max_steps=1, vllm_max_model_length=512, max_completion_length=16)
+    try:
+        policy = checkpoint("qwen3", max_position_embeddings=512)
+        script.main(script.PuzzleArguments(puzzles=16), args, ModelConfig(model_name_or_path=policy, dtype="float32"))
+        rows = [row for row in made[0].state.log_history if "reward" in row]
+        assert [row["rewards/puzzle_reward/mean"] for row in rows] == [0.0] and rows[0]["fp8/audited_tensors"] > 0
+        assert (tmp_path / "model.safetensors").exists()
+    finally:
+        engines.shutdown(made[0].vllm_generation.llm)
+
+
+# examples/compare_precisions.py
+
+
+def test_precisions_are_run_one_after_another_and_reported_together(tmp_path, monkeypatch, capsys):
+    script, started = example("compare_precisions"), []
+    answers = SimpleNamespace(returncode=0)
+    monkeypatch.setattr(script.subprocess, "run", lambda command: started.append(command) or answers)
+    words = [str(tmp_path), "--precisions", "bf16", "fp8_linears_kv", "--", "python", "train.py", "--seed", "1"]
+    assert script.main(words) == 0
+    first, second, report = started
+    assert first[:4] == second[:4] == ["python", "train.py", "--seed", "1"]
+    assert first[4:6] == ["--output_dir", str(tmp_path / "bf16")] and "--fp8_weights" in first
+    assert second[4:] == ["--output_dir", str(tmp_path / "fp8_linears_kv")]
+    assert report[3:6] == ["report", str(tmp_path / "bf16"), str(tmp_path / "fp8_linears_kv")]
+    parser = TrlParser(FP8GRPOConfig)
+    for flags in script.PRECISIONS.values():  # all of them are flags
+        parser.parse_args_and_config(["--use_cpu", "true", "--bf16", "false", *flags])
+    answers.returncode, started[:] = 3, []
+    assert script.main(words) == 3 and len(started) == 1
+    assert "bf16 ended with status 3: nothing is compared" in capsys.readouterr().err
 
 
 def test_the_script_declares_its_dependencies():
