@@ -23,7 +23,7 @@ DEMO_dense := addition
 DEMO_moe := addition_moe
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense and MODEL=moe))
 
-.PHONY: demo test lint format docs plan clean
+.PHONY: demo test lint format docs site bench-table clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -42,6 +42,9 @@ format: $(READY)
 
 docs: $(READY)  ## regenerate docs/configuration.md from the flags
 	$(BIN)/python docs/generate_configuration.py
+
+site: $(READY)  ## build the documentation site to outputs/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir outputs/site
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)

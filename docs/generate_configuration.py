@@ -4,6 +4,7 @@ python docs/generate_configuration.py [--check]
 """
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def page() -> str:
             continue
         kind = field.type if isinstance(field.type, str) else str(getattr(field.type, "__name__", field.type))
         text = field.metadata["help"].replace("|", "\\|")
+        text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
         rows.append(f"| `{field.name}` | `{kind.replace('|', 'or')}` | `{field.default!r}` | {text} |")
     return HEAD + "\n".join(rows) + "\n" + TAIL
 

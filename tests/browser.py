@@ -1,7 +1,6 @@
 """Headless Chromium, for what a user looks at. Debian: apt-get install chromium chromium-driver."""
 
 from contextlib import contextmanager
-from pathlib import Path
 from shutil import which
 
 import pytest
@@ -11,7 +10,7 @@ from selenium import webdriver
 LAPTOP = (1366, 900)
 # Elements whose content does not fit into them, and cannot be scrolled to
 CLIPPED = """
-return [...document.querySelectorAll('main *')].filter(e => {
+return [...document.querySelectorAll('article *, section *')].filter(e => {
   const style = getComputedStyle(e);
   return e.clientWidth && e.scrollWidth > e.clientWidth + 1 && !['auto', 'scroll'].includes(style.overflowX)
     && style.display != 'inline';
@@ -42,12 +41,13 @@ def chromium(size: tuple[int, int] = LAPTOP):
         browser.quit()
 
 
-def look_at(browser, page: Path) -> None:
+def look_at(browser, url: str) -> None:
     """Open a page and require that nothing is wrong with it: no console error, no picture that failed to load, nothing
     wider than the window, nothing clipped.
     """
-    browser.get(page.resolve().as_uri())
-    assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    browser.get(url)
+    errors = [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert errors == []
     run = browser.execute_script
     assert run("return [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.alt)") == []
     assert run("return document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0

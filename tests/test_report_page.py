@@ -141,6 +141,6 @@ def test_the_page_is_right_in_a_browser(size, tmp_path):
     ]
     page = write_report(runs, tmp_path / "report")
     with chromium(size) as browser:
-        look_at(browser, page)
+        look_at(browser, page.resolve().as_uri())
         assert len(browser.find_elements("css selector", "img")) == 2 + 2 * 8
         assert browser.find_element("css selector", "tr.fine td").text == "ok"

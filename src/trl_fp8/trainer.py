@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
-from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
     from .engine.generation import FP8VLLMGeneration
 
-
-logger = get_logger(__name__)
 
 AnyDataset = Dataset | IterableDataset
 
@@ -177,8 +174,12 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             self._tap.quantize_query = generation.quantizes_query
         if self.args.fp8_flow_on:
             self._flow = precision_flow(self, generation, self._tap)
-            logger.info(f"trainer: {self._flow.flow}")
             generation.quantized = self._flow.quantized_weight if self._flow.keeps_weights else None
+        if self.args.own_engine:
+            kernels = ", ".join(f"{name} ({count})" for name, count in generation.kernels.items()) or "high precision"
+            self.accelerator.print(
+                f"Engine: {kernels}. Trainer: {self._flow.flow if self._flow else 'as TRL computes'}.\n"
+            )
         return generation
 
     def _generate(self, prompts: list) -> tuple:

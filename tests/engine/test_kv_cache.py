@@ -5,6 +5,7 @@ import torch
 from vllm import SamplingParams
 
 from engine import engines
+from trl_fp8.engine import kv_cache
 from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
 from trl_fp8.engine.kv_cache import attention_layers, fp8_attention_layers, quantizes_query
 from trl_fp8.engine.upstream import engine_model
@@ -178,12 +179,16 @@ def test_scales_that_change_between_sync_and_rollout_are_caught_by_name(checkpoi
     engines.shutdown(generation.llm)
 
 
-def test_attention_that_may_keep_copies_of_scales_is_refused_by_name(checkpoint):
+def test_attention_that_cannot_be_recalibrated_is_refused_by_name(checkpoint, monkeypatch):
     generation, _, _ = calibrated(checkpoint("qwen3"))
     model = engine_model(generation.llm)
     assert list(fp8_attention_layers(model)) == [0, 1]
     with pytest.raises(RuntimeError, match="layer 1: KV cache of type fp8"):
         fp8_attention_layers(model, skip_layers=(1,))
+    with monkeypatch.context() as hybrid:
+        hybrid.setattr(kv_cache, "attention_layers", lambda model: {1: attention_layers(model)[1]})
+        with pytest.raises(RuntimeError, match=r"layers \[1\] only .a hybrid model.*kv_cache_dtype='auto'"):
+            fp8_attention_layers(model)
     impl = attention_layers(model)[0].impl
     impl.__class__ = type("FlashInferImpl", (type(impl),), {})
     with pytest.raises(RuntimeError, match="layer 0: FlashInferImpl may keep copies"):

@@ -43,6 +43,11 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
             of the scales; the message lists them.
     """
     layers = attention_layers(model)
+    if list(layers) != list(range(len(layers))):
+        raise RuntimeError(
+            f"kv_cache_dtype='fp8': the engine has a KV cache in layers {list(layers)} only (a hybrid model), so that scales "
+            "cannot be assigned to layers. Set kv_cache_dtype='auto'."
+        )
     wrong = [
         f"layer {layer}: KV cache of type {module.kv_cache_dtype}"
         for layer, module in layers.items()

@@ -15,6 +15,12 @@ def require_servable(model: nn.Module) -> None:
             "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
             "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
         )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            "the model was loaded with a quantization_config of its own (QLoRA, for example): its weights cannot be "
+            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or set "
+            "fp8_weights=False and kv_cache_dtype='auto'."
+        )
     head = model.get_output_embeddings()
     if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(

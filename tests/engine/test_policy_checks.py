@@ -1,0 +1,14 @@
+"""Policies that no engine can follow are refused before one is started."""
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from trl_fp8.engine.policy_checks import require_servable
+
+
+def test_a_policy_that_is_quantized_already_is_refused_with_what_to_do(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
+    require_servable(model)
+    model.is_quantized = True  # as bitsandbytes' quantizer leaves it
+    with pytest.raises(ValueError, match="QLoRA.*use LoRA without quantization_config"):
+        require_servable(model)

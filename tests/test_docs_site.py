@@ -1,0 +1,67 @@
+"""The documentation site: built without a warning, and looked at in a browser."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from browser import LAPTOP, chromium, look_at
+
+
+ROOT = Path(__file__).parents[1]
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    return folder
+
+
+def test_every_page_is_in_the_navigation_and_loads_nothing_from_elsewhere(site):
+    pages = {path.name for path in site.glob("*.html")} - {"404.html"}
+    assert pages == {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
+    for page in pages:
+        text = (site / page).read_text()
+        assert not re.search(r'<(?:script|img|link rel="stylesheet")[^>]+(?:src|href)="https?:', text), page
+        assert str(ROOT) not in text
+
+
+def test_pages_are_right_in_a_browser(site):
+    """Over HTTP, as the search does not work from files."""
+    handler = partial(QuietHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium(LAPTOP) as browser:
+        Thread(target=server.serve_forever, daemon=True).start()
+        for page in ("index", "quickstart", "comparison", "configuration", "faq", "limitations"):
+            look_at(browser, f"http://127.0.0.1:{server.server_port}/{page}.html")
+            assert browser.find_element("css selector", "h1").text
+        server.shutdown()
+
+
+def test_a_link_to_a_file_that_does_not_exist_fails_the_build(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\n[gone](../src/gone.py)\n")
+    (tmp_path / "mkdocs.yml").write_text(
+        f"site_name: x\nrepo_url: https://example.org/x\nhooks: [{ROOT}/docs/hooks/site_links.py]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode != 0 and "index.md links to ../src/gone.py" in done.stderr

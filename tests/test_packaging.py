@@ -1,0 +1,82 @@
+"""What is installed from a wheel or an sdist, and what it says of itself."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+import tiny_models
+import yaml
+
+import trl_fp8
+
+
+ROOT = Path(__file__).parents[1]
+MODULES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folder with the wheel and the sdist of a copy, so that nothing is left behind in the repository."""
+    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return dist
+
+
+def test_the_wheel_holds_every_module_and_what_they_read(built, tmp_path):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+        metadata = message_from_string(
+            archive.read(next(name for name in held if name.endswith("/METADATA"))).decode()
+        )
+        archive.extractall(tmp_path)
+    assert MODULES | {"trl_fp8/py.typed", "trl_fp8/report/report.css"} <= held
+    assert not any(name.startswith(("tests", "examples", "docs")) for name in held)
+    assert metadata["Version"] == trl_fp8.__version__ and metadata["License-Expression"] == "Apache-2.0"
+    required = metadata.get_all("Requires-Dist")
+    assert {"cuda", "cpu", "report"} <= set(metadata.get_all("Provides-Extra"))
+    assert any(line.startswith("vllm==0.31.*") and 'extra == "cuda"' in line for line in required)
+    tiny_models.qwen3_8b().save_pretrained(tmp_path / "model")
+    code = "import sys, trl_fp8; from trl_fp8.cli import main; print(trl_fp8.__file__); main(['plan', sys.argv[1]])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model"],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.startswith(str(tmp_path)) and "84.8% of parameters fp8" in done.stdout, done.stderr
+
+
+def test_the_sdist_can_be_built_from(built):
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"src/{module}" for module in MODULES} | {"pyproject.toml", "README.md", "LICENSE"} <= held
+
+
+def test_the_changelog_begins_with_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert text[text.index("\n## ") :].startswith(f"\n## {trl_fp8.__version__}")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)
+def test_workflows_parse_and_install_what_the_project_pins(path):
+    workflow = yaml.safe_load(path.read_text())
+    assert workflow["jobs"] and workflow["permissions"] == {"contents": "read"}
+    pins = (ROOT / "pyproject.toml").read_text()
+    for job in workflow["jobs"].values():
+        for step in job["steps"]:
+            for word in step.get("run", "").split():
+                assert "==" not in word or f'"{word}"' in pins, f"{path.name} installs {word}"
