@@ -23,7 +23,7 @@ DEMO_dense := addition
 DEMO_moe := addition_moe
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense and MODEL=moe))
 
-.PHONY: demo test lint format docs site bench-table clean
+.PHONY: demo test lint format docs site bench bench-table clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -45,6 +45,12 @@ docs: $(READY)  ## regenerate docs/configuration.md from the flags
 
 site: $(READY)  ## build the documentation site to outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir outputs/site
+
+bench: $(READY)  ## every GPU benchmark, and the table; on CPU a tiny trial run
+	$(BIN)/python benchmarks/run_all.py $(ARGS)
+
+bench-table: $(READY)  ## README's table from the GPU results that exist
+	$(BIN)/python benchmarks/table.py
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)

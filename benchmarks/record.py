@@ -22,8 +22,8 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def write(name: str, n: int, results: dict) -> Path:
-    """Write benchmarks/results/NAME_<cpu|gpu>.json and return its path."""
+def write(name: str, n: int, results: dict, folder: Path = RESULTS) -> Path:
+    """Write FOLDER/NAME_<cpu|gpu>.json, by default in benchmarks/results, and return its path."""
     record = {
         "command": shlex.join(["python", *map(_relative, sys.argv)]),
         "commit": _commit(),
@@ -32,17 +32,20 @@ def write(name: str, n: int, results: dict) -> Path:
         "n": n,
         "results": results,
     }
-    path = RESULTS / f"{name}_{'gpu' if torch.cuda.is_available() else 'cpu'}.json"
+    path = folder / f"{name}_{'gpu' if torch.cuda.is_available() else 'cpu'}.json"
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
 
 
 def _relative(word: str) -> str:
-    path = Path(word)
-    return str(path.resolve().relative_to(Path.cwd())) if path.exists() else word
+    path = Path(word).resolve()
+    return str(path.relative_to(Path.cwd())) if path.exists() and path.is_relative_to(Path.cwd()) else word
 
 
 def _commit() -> str:
+    """`TRL_FP8_COMMIT` where it is set: a copy of the working tree on another host may have no repository."""
+    if given := os.environ.get("TRL_FP8_COMMIT"):
+        return given
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return described.stdout.strip()
 
