@@ -38,7 +38,9 @@ ALLOWED = {
     "model_card": set(),
     "hub": {"checkpoint_names", "engine", "model_card", "numerics", "plan", "recipe"},
     "run_facts": set(),
-    "saving": {"engine", "hub", "model_card", "policy", "rollout_buffer", "run_facts"},
+    "prompt_checks": set(),
+    "whole_checkpoints": set(),
+    "saving": {"engine", "hub", "model_card", "policy", "rollout_buffer", "run_facts", "whole_checkpoints"},
     "rollout_buffer": set(),
     "rollout_routes": {"experts", "policy"},
     "sync_metrics": {"engine", "recipe"},
@@ -53,7 +55,7 @@ ALLOWED = {
             "policy",
             "recipe",
         ),
-        *("rollout_routes", "run_facts", "run_log", "saving", "sync_metrics"),
+        *("prompt_checks", "rollout_routes", "run_facts", "run_log", "saving", "sync_metrics"),
     },
     "commands": {
         *("capacity", "config_outline", "flags", "model_outline", "numerics", "outline", "plan", "recipe"),
@@ -65,7 +67,7 @@ ALLOWED = {
 FOREIGN = {  # packages that only some layers may import
     "vllm": {"engine"},
     "trl": {"config", "engine", "instruments", "launch", "probe", "run_facts", "trainer", "commands"},
-    "transformers": {"policy", "engine", "hub", "run_log", "saving", "trainer", "commands"},
+    "transformers": {"policy", "engine", "hub", "run_log", "saving", "trainer", "whole_checkpoints", "commands"},
 }
 
 

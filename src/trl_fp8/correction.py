@@ -39,6 +39,9 @@ def apply_correction(
 
     Returns:
         `mismatch/*` and `correction/*` metrics over all ranks, of the raw ratios and the mask before rejection.
+
+    Raises:
+        RuntimeError: On every rank: not one token has a log-prob of the engine that is a number.
     """
     mask_BT = batch["completion_mask"]
     if "tool_mask" in batch:
@@ -56,6 +59,13 @@ def apply_correction(
             batch["old_per_token_logps"] = corrected.old_logps
     tally = mismatch_tally(trainer_BT, rollout_BT, mask_BT) | corrected.report
     sums = tally.gathered(accelerator.gather).read()
+    if sums["tokens"] and sums["missing"] == sums["tokens"]:
+        raise RuntimeError(
+            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes NaN, and "
+            "what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), and resume from the "
+            "last good checkpoint; if it happens at the first step, run with fp8_weights=False or kv_cache_dtype='auto' to see "
+            "which of the two does it."
+        )
     return summarize_mismatch(sums) | correction_metrics(sums)
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 import httpx
 import torch
 from huggingface_hub import HfApi
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -82,6 +83,7 @@ def export_fp8(
     Raises:
         ValueError: `folder` holds files, the policy has nothing to quantize or is a PEFT model without `parameters`, or
             a weight is not finite.
+        OSError: It could not be written. Nothing is left then.
     """
     folder = Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -170,6 +172,10 @@ def verify_export(folder: str | Path) -> int:
             f"folder={str(folder)!r} has no {CHECKSUMS}: it was not written by export_fp8, or not completely."
         )
     expected = json.loads((folder / CHECKSUMS).read_text())
+    if outside := [name for name in expected if not (folder / name).resolve().is_relative_to(folder.resolve())]:
+        raise ValueError(
+            f"folder={str(folder)!r}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}."
+        )
     broken = [
         name for name, digest in expected.items() if not (folder / name).exists() or _sha256(folder / name) != digest
     ]
@@ -191,7 +197,10 @@ def _write(
     shards, total = [], 0
     for shard in _shards(_published(stream), shard_bytes):
         path = folder / f"{len(shards)}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
+        try:
+            save_file(shard, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # no OSError, although it is one of the disk
+            raise OSError(f"{path} could not be written: {error}") from error
         shards.append((path, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
         del shard  # the generator's reference ends with its next step

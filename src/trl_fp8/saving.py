@@ -13,6 +13,7 @@ from .model_card import fp8_section
 from .policy.attention_tap import transformers_model
 from .rollout_buffer import load_rollouts, save_rollouts
 from .run_facts import run_facts
+from .whole_checkpoints import checkpoint_to_resume, marker
 
 
 class Saving:
@@ -97,13 +98,30 @@ class Saving:
         section = fp8_section(run_facts(self), self.state.log_history, failures)
         card.write_text(f"{card.read_text().rstrip()}\n\n{section}")
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """TRL's; `resume_from_checkpoint=True` means the last checkpoint that was written to its end.
+
+        Raises:
+            ValueError: The checkpoint that was asked for was not.
+        """
+        whole = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        return super().train(whole, *args, **kwargs)
+
     def _save_checkpoint(self, model, trial) -> None:
-        super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = marker(folder)
+        if self.accelerator.is_main_process:
+            unfinished.touch()
+        self.accelerator.wait_for_everyone()
         if self._calibrator:
             self._calibrator.save(folder, self.accelerator.process_index)
         if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
+        super()._save_checkpoint(model, trial)  # may delete older ones at its end
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            unfinished.unlink()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -34,6 +34,7 @@ from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
 from .policy.kv_calibration import KVCalibrator
 from .policy.precision_flow import PrecisionFlow
 from .policy.router_replay import RouterReplay
+from .prompt_checks import require_prompts, require_rows
 from .recipe import FP8Recipe
 from .rollout_routes import RolloutRoutes
 from .run_facts import run_facts
@@ -106,6 +107,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 f"args is a {type(args).__name__}: FP8GRPOTrainer reads its FP8 flags from FP8GRPOConfig. Replace "
                 f"{type(args).__name__}(...) by FP8GRPOConfig(...); it takes the same arguments."
             )
+        if args.own_engine and train_dataset is not None:
+            require_rows(train_dataset)
         if not isinstance(model, str):
             save_in_high_precision(model)
         elif quantization_config is None:
@@ -139,10 +142,9 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         save_in_high_precision(self.model)
         if self._flow is not None:
             self.add_callback(self._flow)
-        self._run_log: RunLog | None = None
-        if args.fp8_run_log:
-            self._run_log = RunLog(args.output_dir, partial(run_facts, self), self.accelerator.is_main_process)
-            self.add_callback(self._run_log)
+        writes = args.fp8_run_log and self.accelerator.is_main_process
+        self._run_log = RunLog(args.output_dir, partial(run_facts, self), writes)
+        self.add_callback(self._run_log)
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments."""
@@ -205,6 +207,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
+        if self.recipe is not None:
+            require_prompts(prompt_ids, self.args.vllm_max_model_length)
         if self._calibrator:
             self._calibrator.coming_prompts = prompt_ids
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
@@ -267,11 +271,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 logged[name].append(value)
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
-        writes = self._run_log is not None and self.model.training
-        sample = self._run_log.sample(output) if writes else None  # before a correction changes the log-probs
+        sample = self._run_log.sample(output) if self.model.training else None  # before log-probs are corrected
         if self.correction is not None:
             self._correct(output, logged)
-        if writes:
+        if self.model.training:
             scales = self.vllm_generation.last_sync.kv_scales if self._calibrator else None
             saturated = self._calibrator.saturated_L2 if self._calibrator else None
             self._run_log.generation(self.state.global_step, sample, scales, saturated)

@@ -33,7 +33,9 @@ def trajectory(report: dict) -> list[dict]:
 @pytest.fixture(scope="module")
 def uninterrupted(checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ddp")
-    return launch("train", folder, config=ACCELERATE / "cpu_ddp.yaml", checkpoint=checkpoint("qwen3"), **FLAGS)
+    return launch(
+        "train_and_drift", folder, config=ACCELERATE / "cpu_ddp.yaml", checkpoint=checkpoint("qwen3"), **FLAGS
+    )
 
 
 def test_both_ranks_engines_hold_the_same_policy(uninterrupted):
@@ -67,7 +69,7 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes(uninterrupted, checkpoin
     assert again[0]["engine"] == again[1]["engine"] == uninterrupted[0]["engine"]
 
 
-def test_a_policy_that_drifted_apart_is_named_on_every_rank(checkpoint, tmp_path):
-    for report in launch("drifting", tmp_path, checkpoint=checkpoint("qwen3")):
-        assert "not the same on every rank" in report["error"] and "hold different policies" in report["error"]
-        assert "model.layers.1.mlp.up_proj.weight" in report["error"] and "layers.0" not in report["error"]
+def test_a_policy_that_drifted_apart_is_named_on_every_rank(uninterrupted):
+    for report in uninterrupted:
+        assert "not the same on every rank" in report["drift"] and "hold different policies" in report["drift"]
+        assert "model.layers.1.mlp.up_proj.weight" in report["drift"] and "layers.0" not in report["drift"]

@@ -19,7 +19,9 @@ FLAGS = dict(use_cpu=False, bf16=False, eval_strategy="steps", eval_steps=2, per
 def reports(request, checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     flags = FLAGS | {"fp8_forward": "full", "kv_calibration": "policy"}
-    made = launch("train", folder, config=SHARDED[request.param], checkpoint=checkpoint("qwen3"), **flags)
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    flags |= {"lora": lora, "lora_flags": FLAGS | {"learning_rate": 0.01}}
+    made = launch("train_and_lora", folder, config=SHARDED[request.param], checkpoint=checkpoint("qwen3"), **flags)
     assert all(report["distributed_type"] == request.param for report in made)
     return made
 
@@ -46,13 +48,9 @@ def test_one_parameter_is_gathered_at_a_time(reports):
         assert reports[0]["most_gathered"] <= 2  # the one that is quantized and the one that is being gathered
 
 
-@pytest.mark.parametrize("kind", SHARDED)
-def test_lora_on_a_sharded_policy(kind, checkpoint, tmp_path):
-    lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    first, second = launch(
-        "train", tmp_path, config=SHARDED[kind], checkpoint=checkpoint("qwen3"), lora=lora, learning_rate=0.01, **FLAGS
-    )
-    assert first["distributed_type"] == kind
-    assert first["engine"] == second["engine"] and first["log_probs"] == second["log_probs"]
+def test_lora_on_a_sharded_policy(reports):
+    first, second = (report["lora"] for report in reports)
+    assert first["distributed_type"] == reports[0]["distributed_type"]
+    assert first["engine"] == second["engine"] != reports[0]["engine"] and first["log_probs"] == second["log_probs"]
     rows = first["log"]
     assert len(rows) == 3 and all(row["mismatch/logp_difference_mean"] < 0.3 for row in rows)

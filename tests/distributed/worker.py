@@ -23,7 +23,6 @@ from trainer.runs import arguments, dataset, reward_digits  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.upstream import engine_model  # noqa: E402
 from trl_fp8.numerics.digest import digest  # noqa: E402
-from trl_fp8.recipe import recipe_for_model  # noqa: E402
 
 
 def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str | None = None, **flags) -> dict:
@@ -33,6 +32,33 @@ def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str |
     trainer.train(resume_from_checkpoint=resume)
     trainer.vllm_generation.sync_weights()
     return described(trainer) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
+
+
+def train_and_drift(folder: Path, checkpoint: str, **flags) -> dict:
+    """As `train`; then the second rank's policy drifts apart before another sync, whose error is reported."""
+    trainer = make_trainer(folder, checkpoint, **flags)
+    trainer.train()
+    trainer.vllm_generation.sync_weights()
+    report = described(trainer)
+    if trainer.accelerator.process_index == 1:
+        with torch.no_grad():
+            trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
+    try:
+        trainer.vllm_generation.sync_weights()
+    except RuntimeError as error:
+        return report | {"drift": str(error), "drift_failures": trainer.vllm_generation.audit_failures}
+    return report
+
+
+def train_and_lora(folder: Path, checkpoint: str, lora: dict, lora_flags: dict, **flags) -> dict:
+    """Two runs one after another, the second with adapters: its report is in "lora"."""
+    first = make_trainer(folder, checkpoint, **flags)
+    gathered = FullTensors()
+    first.train()
+    first.vllm_generation.sync_weights()
+    report = described(first) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
+    engines.shutdown(first.vllm_generation.llm)
+    return report | {"lora": train(folder / "lora", checkpoint, lora, **lora_flags)}
 
 
 def killed(folder: Path, checkpoint: str, **flags) -> dict:
@@ -50,55 +76,32 @@ def killed(folder: Path, checkpoint: str, **flags) -> dict:
     return {}
 
 
-def drifting(folder: Path, checkpoint: str, **flags) -> dict:
-    """A run whose second rank's policy has drifted apart before the second sync; reports the error."""
-    trainer = make_trainer(folder, checkpoint, **flags)
-    trainer._calibrator.coming_prompts = engines.PROMPTS
-    trainer.vllm_generation.sync_weights()
-    if trainer.accelerator.process_index == 1:
-        with torch.no_grad():
-            trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
-    try:
-        trainer.vllm_generation.sync_weights()
-    except RuntimeError as error:
-        return described(trainer) | {"error": str(error)}
-    return {}
-
-
-def tensor_parallel(folder: Path, checkpoint: str, **flags) -> dict:
-    """As `train`, with one engine on both ranks; writes what was sent as an FP8 checkpoint."""
-    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, **flags)
+def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str) -> dict:
+    """One engine on both ranks: synced in a run; loaded from an FP8 checkpoint of what was sent; with FP8 experts."""
+    experts = _with_experts(folder / "experts", experts_checkpoint)  # first: vLLM makes groups for experts only once
+    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full")
     trainer.train()
     generation = trainer.vllm_generation
     generation.sync_weights()
     if trainer.accelerator.is_main_process:
         engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.kv_scales)
     shape = list(engine_model(generation.llm).model.layers[0].self_attn.qkv_proj.weight.shape)
-    return described(trainer) | {"qkv_shape": shape}
+    trainer.accelerator.wait_for_everyone()
+    llm = engines.load(folder / "fresh", trainer.recipe)
+    fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
+    return described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts}
 
 
-def tensor_parallel_experts(folder: Path, checkpoint: str, **flags) -> dict:
-    """As `train`, with FP8 experts in one engine on both ranks."""
+def _with_experts(folder: Path, checkpoint: str) -> dict:
     with offered_fp8_experts():
-        trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, **flags)
+        trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, router_replay="rollout")
     trainer.train()
     trainer.vllm_generation.sync_weights()
-    experts = next(
-        m for m in engine_model(trainer.vllm_generation.llm).modules() if type(m).__name__ == "RoutedExperts"
-    )
+    engine = engine_model(trainer.vllm_generation.llm)
+    experts = next(module for module in engine.modules() if type(module).__name__ == "RoutedExperts")
     sync = trainer.vllm_generation.last_sync
     held = {"w13_shape": list(experts.w13_weight.shape), "audited": sync.audited_tensors}
     return described(trainer) | held | {"tensors": len(list(trainer.model.parameters())) + sync.fp8_weights}
-
-
-def fresh_engine(folder: Path, checkpoint: str) -> dict:
-    """An engine on both ranks that loads the checkpoint from disk."""
-    from transformers import AutoModelForCausalLM
-
-    recipe = recipe_for_model(AutoModelForCausalLM.from_pretrained(checkpoint), tensor_parallel_size=2)
-    llm = engines.load(folder / "fresh", recipe)
-    ranks = llm.llm_engine.vllm_config.parallel_config.world_size
-    return {"ranks": ranks, "log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
 
 
 def described(trainer: FP8GRPOTrainer) -> dict:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
@@ -120,7 +120,11 @@ def log_probs(llm: LLM) -> list[tuple]:
 
 
 def shutdown(llm: LLM) -> None:
-    """End an in-process engine, so that the next one can start."""
+    """End an in-process engine, so that the next one can start. On several ranks it stays beside the next one, of the same
+    tensor parallel size: its end would be that of the trainer's process groups.
+    """
+    if PartialState().num_processes > 1:
+        return
     llm.llm_engine.engine_core.shutdown()
     destroy_model_parallel()
     destroy_distributed_environment()

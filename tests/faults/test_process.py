@@ -1,0 +1,118 @@
+"""Processes that die, disks that are full: what is left is whole or is not picked up."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainer.runs import arguments, training
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_fp8.hub import export_fp8, verify_export
+from trl_fp8.run_file import FILE
+
+
+EXPORT = """
+import os, signal, sys
+import trl_fp8.hub as hub
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+written, save_file = [], hub.save_file
+
+def dying(*args, **kwargs):
+    save_file(*args, **kwargs)
+    written.append(1)
+    if len(written) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+hub.save_file = dying
+folder = sys.argv[1]
+hub.export_fp8(
+    AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), sys.argv[2], shard_bytes=60_000
+)
+"""
+
+
+@pytest.fixture
+def small(checkpoint):
+    folder = checkpoint("qwen3")
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(small, checkpoint, tmp_path):
+    command = [sys.executable, "-c", EXPORT, checkpoint("qwen3"), tmp_path / "fp8"]
+    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()  # temporary, with a name that says so
+    assert left.name.startswith(".fp8-") and len(list(left.glob("*.safetensors"))) == 3
+    export_fp8(*small, tmp_path / "fp8")
+    assert verify_export(tmp_path / "fp8") > 3
+
+
+@pytest.fixture
+def small_files():
+    """No file may grow beyond 100 KB: every write to it fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_an_export_onto_a_full_disk_is_an_oserror_and_leaves_nothing(small, small_files, tmp_path):
+    with pytest.raises(OSError, match="fp8"):
+        export_fp8(*small, tmp_path / "fp8")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.engine
+def test_a_full_disk_under_the_run_log_does_not_end_the_run(checkpoint, tmp_path, caplog):
+    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2)) as trainer:
+        (tmp_path / FILE).mkdir()  # as unwritable as it gets, also for root
+        trainer.train()
+        assert trainer.state.global_step == 2
+    assert caplog.text.count(f"{FILE} cannot be written") == 1
+
+
+@pytest.mark.engine
+def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(checkpoint, tmp_path):
+    """Killed at every place of a save: whatever is there, `resume_from_checkpoint=True` ends as an uninterrupted run."""
+    args = dict(max_steps=3, save_strategy="steps", save_steps=1)
+    with training(checkpoint("qwen3"), arguments(tmp_path / "whole", **args)) as trainer:
+        trainer.train()
+        expected = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+    class Killed(BaseException):
+        pass
+
+    def killed_at(place):
+        def save(*args, **kwargs):
+            if trainer.state.global_step == 2:
+                raise Killed
+            return place(*args, **kwargs)
+
+        return save
+
+    for number, name in enumerate(("save_model", "_save_optimizer_and_scheduler", "_save_rng_state")):
+        folder = tmp_path / str(number)
+        with training(checkpoint("qwen3"), arguments(folder, **args)) as trainer:
+            setattr(trainer, name, killed_at(getattr(trainer, name)))
+            with pytest.raises(Killed):
+                trainer.train()
+        with training(checkpoint("qwen3"), arguments(folder, **args)) as trainer:
+            if (folder / "checkpoint-2").exists():
+                with pytest.raises(ValueError, match="checkpoint-2.*was not written to its end.*checkpoint-1"):
+                    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+            trainer.train(resume_from_checkpoint=True)
+            assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == expected
+    assert os.listdir(tmp_path / "whole" / "checkpoint-2")
+
+
+def test_output_that_cannot_be_written_is_named(checkpoint, tmp_path):
+    Path(tmp_path, "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        with training(checkpoint("qwen3"), arguments(tmp_path / "file" / "run")) as trainer:
+            trainer.train()

@@ -1,0 +1,76 @@
+"""The benchmarks' bookkeeping: provenance, rows that survive a failure, and a table that invents nothing."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+
+
+def run(script, *words, **environment):
+    return subprocess.run(
+        [sys.executable, BENCHMARKS / script, *map(str, words)],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_table_without_results_says_so_five_times(tmp_path):
+    done = run("table.py", "--results", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("| not measured |") == 5 and "reached" not in done.stdout
+    assert "rollout_qwen3_8b_gpu.json (python benchmarks/bench_rollout.py --size qwen3_8b)" in done.stdout
+
+
+def test_a_goal_is_reached_or_missed_by_the_number_in_the_file(tmp_path):
+    spread = {"median": 1.31, "min": 1.2, "max": 1.4}
+    held = {"tokens_per_second_over_bf16": {"16384": spread}, "kv_tokens_over_bf16": 2.4}
+    held |= {"parameter_bytes": 9 * 2**30, "kv_tokens": 500_000, "lengths": {}}
+    record = {
+        "command": "python x",
+        "commit": "abc",
+        "versions": {"vllm": "0.31.0", "torch": "2.11"},
+        "hardware": "NVIDIA H200",
+        "n": 3,
+        "results": {"engines": {"fp8_linears_kv": held}},
+    }
+    (tmp_path / "rollout_qwen3_8b_gpu.json").write_text(json.dumps(record))
+    done = run("table.py", "--results", tmp_path)
+    assert "| 1.31 (1.2 - 1.4) | **missed** |" in done.stdout, done.stderr
+    assert "| 2.4 | reached |" in done.stdout and done.stdout.count("| not measured |") == 3
+
+
+def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
+    options = ("--size", "tiny", "--repeats", "1", "--tokens", "128", "--results", tmp_path)
+    done = run("bench_fp8_linear.py", *options, TRL_FP8_COMMIT="abc123")
+    assert done.returncode == 0, done.stderr[-2000:]
+    record = json.loads((tmp_path / "fp8_linear_tiny_cpu.json").read_text())
+    assert record["commit"] == "abc123" and record["n"] == 1 and "torch" in record["versions"]
+    assert record["results"]["backends"]["fake_quant"]["decoder_layer"]["fprop"]["speedup"]["median"] > 0
+    refused = run("bench_fp8_linear.py", *options, "--backends", "scaled_mm")
+    assert refused.returncode != 0 and "scaled_mm" in refused.stderr
+
+
+def test_stages_for_a_host_without_network_name_scripts_that_exist():
+    done = [
+        subprocess.run(
+            ["bash", ROOT / "gpu" / "run.sh", str(stage)],
+            cwd=ROOT,
+            env=os.environ | {"DRY_RUN": "1"},
+            capture_output=True,
+            text=True,
+        )
+        for stage in range(1, 8)
+    ]
+    assert all(one.returncode == 0 for one in done), [one.stderr for one in done]
+    scripts = {
+        name for one in done for name in re.findall(r"(?:benchmarks|examples)/\w+\.py", one.stdout + one.stderr)
+    }
+    assert len(scripts) >= 6 and all((ROOT / name).exists() for name in scripts), scripts
