@@ -24,7 +24,7 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from engine import engines
 from safetensors.torch import load_file
 from trainer.runs import arguments
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, TrainingArguments
+from transformers import AutoModelForCausalLM, Qwen3Config, TrainingArguments
 from trl import ModelConfig, TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
@@ -57,18 +57,7 @@ ARCHITECTURES = {  # the models' config.json, and the parameters that their card
         8.19,
     ),
     "Qwen/Qwen3-4B": (Qwen3Config(**QWEN3, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True), 4.02),
-    "meta-llama/Llama-3.1-8B-Instruct": (
-        LlamaConfig(
-            vocab_size=128256,
-            hidden_size=4096,
-            intermediate_size=14336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            tie_word_embeddings=False,
-        ),
-        8.03,
-    ),
+    "meta-llama/Llama-3.1-8B-Instruct": (tiny_models.llama3_1_8b(), 8.03),
     "Qwen/Qwen3-1.7B": (
         Qwen3Config(
             **(QWEN3 | {"num_hidden_layers": 28, "num_attention_heads": 16}),

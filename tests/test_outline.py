@@ -8,23 +8,10 @@ from time import perf_counter
 import pytest
 import tiny_models
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from trl_fp8.config_outline import CLASSES, outline_of_config
 from trl_fp8.model_outline import outline_of
-
-
-def llama3_1_8b():
-    """The published config of meta-llama/Llama-3.1-8B, as far as it decides shapes: it has no head_dim."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=None,
-    )
 
 
 CONFIGS = {
@@ -34,7 +21,7 @@ CONFIGS = {
     "mistral": lambda: MistralConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, vocab_size=64),
     "qwen3_8b": tiny_models.qwen3_8b,
     "qwen3_30b_a3b": tiny_models.qwen3_30b_a3b,
-    "llama3_1_8b": llama3_1_8b,
+    "llama3_1_8b": tiny_models.llama3_1_8b,
     "dense_and_sparse": lambda: tiny_models.config(
         "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]
     ),

@@ -94,6 +94,19 @@ def qwen3_8b() -> Qwen3Config:
     )
 
 
+def llama3_1_8b() -> LlamaConfig:
+    """The published config of meta-llama/Llama-3.1-8B, as far as it decides shapes: it has no head_dim."""
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=None,
+    )
+
+
 def qwen3_30b_a3b() -> Qwen3MoeConfig:
     """The published config of Qwen/Qwen3-30B-A3B, as far as it decides shapes."""
     return Qwen3MoeConfig(
