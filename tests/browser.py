@@ -7,7 +7,7 @@ import pytest
 from selenium import webdriver
 
 
-LAPTOP = (1366, 900)
+LAPTOP, PHONE = (1366, 900), (480, 800)
 # Elements whose content does not fit into them, and cannot be scrolled to
 CLIPPED = """
 return [...document.querySelectorAll('article *, section *')].filter(e => {

@@ -23,13 +23,12 @@ def trajectory(trainer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_calibration": "policy"},
         {"fp8_forward": "full"},
         # checkpoint 2 falls between two generations: 3 updates for each batch of rollouts
         {"num_iterations": 3, "beta": 0.02},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
     ],
-    ids=["policy", "full", "iterations", "generation-of-three-steps"],
+    ids=["full", "iterations", "generation-of-three-steps"],
 )
 def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, checkpoint, tmp_path):
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5, **options)

@@ -1,8 +1,6 @@
 """`trl-fp8 train`: a run from a YAML file, as a user starts it, with metrics in a local backend and a report of it."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +8,15 @@ from types import SimpleNamespace
 import accelerate.commands.launch
 import pytest
 import yaml
+from engine import engines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+import trl_fp8.trainer
 from trl_fp8.cli import main
 from trl_fp8.commands import train
 from trl_fp8.run_file import read_run
 
 
-LEFT_BY_ENGINES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 REWARD = (
     "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
 )
@@ -41,6 +40,7 @@ def config(folder, checkpoint, **changed):
         "save_strategy": "no",
         "report_to": "tensorboard",
         "num_processes": 1,
+        "use_cpu": True,
     }
     path = folder / "x.yaml"
     path.write_text(yaml.safe_dump(values | changed))
@@ -48,18 +48,19 @@ def config(folder, checkpoint, **changed):
 
 
 @pytest.mark.engine
-def test_a_run_from_a_file_with_tensorboard_and_a_report(checkpoint, tmp_path, capsys):
-    path = config(tmp_path, checkpoint("qwen3"))
-    done = subprocess.run(
-        [Path(sys.executable).with_name("trl-fp8"), "train", "--config", path, "--kv_scale_margin", "1.25"],
-        env={key: value for key, value in os.environ.items() if key not in LEFT_BY_ENGINES},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "FP8 plan for" in done.stdout and "Model saved to" in done.stdout
+def test_a_run_from_a_file_with_tensorboard_and_a_report(checkpoint, tmp_path, monkeypatch, capfd):
+    """What `accelerate launch` runs in each process; that it launches this module is tested below."""
+    path, made = config(tmp_path, checkpoint("qwen3")), []
+    real = trl_fp8.trainer.FP8GRPOTrainer
+    monkeypatch.setattr(trl_fp8.trainer, "FP8GRPOTrainer", lambda **options: made.append(real(**options)) or made[0])
+    monkeypatch.setattr(sys, "argv", ["trl-fp8", "--config", str(path), "--kv_scale_margin", "1.25"])
+    monkeypatch.chdir(tmp_path)  # where my_rewards.py is
+    try:
+        train.main()
+    finally:
+        engines.shutdown(made[0].vllm_generation.llm)
+    printed = capfd.readouterr().out
+    assert "FP8 plan for" in printed and "Engine: " in printed and "Model saved to" in printed
     run = read_run(tmp_path / "run")
     assert run.facts["fp8_linears"] == 14 and run.facts["fp8_flags"]["kv_scale_margin"] == 1.25
     assert [row["step"] for row in run.rollouts] == [0, 1] and sum(run.rollouts[0]["log_ratio_counts"]) > 0
@@ -71,7 +72,7 @@ def test_a_run_from_a_file_with_tensorboard_and_a_report(checkpoint, tmp_path, c
             name
         )
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert "pictures beside it" in capsys.readouterr().out
+    assert "pictures beside it" in capfd.readouterr().out
 
 
 def launched(monkeypatch, *words):
