@@ -39,7 +39,7 @@ from addition_task import (
 from transformers import ProgressCallback
 from trl import TrlParser
 
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, __version__
 from trl_fp8.report.table import demo_table
 from trl_fp8.report.training import plot_training
 
@@ -103,7 +103,8 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "steps": trainer.state.global_step,
         "training_seconds": seconds,
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: version(name) for name in ("trl-fp8", "trl", "torch", "torchao", "transformers")},
+        "versions": {"trl-fp8": __version__}
+        | {name: version(name) for name in ("trl", "torch", "torchao", "transformers")},
     }
 
 

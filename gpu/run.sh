@@ -113,7 +113,7 @@ keep() { # keep NAME FILE: copy a result to OUT
 mismatch_and_demo() {
   step mismatch 300 "$python" benchmarks/measure_mismatch.py &&
     keep mismatch_ladder_gpu.json benchmarks/results/mismatch_ladder_gpu.json &&
-    keep mismatch_ladder_gpu.png docs/images/mismatch_ladder.png
+    keep mismatch_ladder_gpu.png docs/images/mismatch_ladder_gpu.png
   step demo 300 "$python" examples/grpo_addition.py --config examples/configs/addition.yaml --output_dir outputs/demo_gpu &&
     keep demo_gpu_summary.json outputs/demo_gpu/summary.json &&
     keep demo_gpu_report.png outputs/demo_gpu/report.png

@@ -82,6 +82,12 @@ class FP8Flow:
         """Q(x), `[..., K]`, of the BF16-rounded input: the engine's activations are BF16."""
         return quantize_activation(x.to(torch.bfloat16), self.activation_format, amax_floor=self.activation_amax_floor)
 
+    @torch.no_grad()
+    def quantize_tokens(self, x: torch.Tensor) -> Float8Tensor:
+        """Q(x), `[T, K]`, of `[..., K]`, whatever autocast and gradients are set to."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.quantize_input(x.reshape(-1, x.shape[-1]))
+
     def quantize_for_backward(self, values: torch.Tensor) -> Float8Tensor:
         """Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
         return quantize_activation(values, self.activation_format, amax_floor=GRADIENT_AMAX_FLOOR)

@@ -8,6 +8,7 @@ The quantized weight is made once per optimizer step and also serves the sync; w
 `FP8Linears.invalidate()` (quantized_weight.py says why).
 """
 
+from collections import defaultdict
 from collections.abc import Collection
 
 import torch
@@ -16,11 +17,12 @@ from torchao.quantization import Float8Tensor
 
 from ..model_outline import linear_layers
 from ..numerics.blockwise import BLOCK
-from ..recipe import ROW_PARALLEL
+from ..recipe import FUSED, ROW_PARALLEL
 from .fp8_flow import FP8Flow
 from .fp8_gemm import require_backend, torchao_linear
 from .fp8_matmul import compute_dtype, fp8_linear
 from .quantized_weight import QuantizedWeight
+from .shared_input import SharedInput
 
 
 class FP8Linear(nn.Linear):
@@ -32,11 +34,14 @@ class FP8Linear(nn.Linear):
     fp8_flow: FP8Flow
     partial_sums: int
     _quantized: QuantizedWeight | None = None
+    _shared_input: SharedInput | None = None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if self.fp8_flow.backend == "torchao":
+        flow, shared = self.fp8_flow, self._shared_input
+        if flow.backend == "torchao":
             return self._torchao_forward(input)
-        return fp8_linear(input, self.weight, self.bias, self.quantized_weight(), self.fp8_flow, self.partial_sums)
+        codes = shared.quantized(input, flow.quantize_tokens) if shared and flow.forward == "full" else None
+        return fp8_linear(input, self.weight, self.bias, self.quantized_weight(), flow, self.partial_sums, codes)
 
     def quantized_weight(self) -> Float8Tensor:
         """Q(W), codes `[N, K]`: the cached one if it is current, else quantized now."""
@@ -62,8 +67,8 @@ class FP8Linear(nn.Linear):
             return (y if self.bias is None else y + self.bias.to(torch.bfloat16)).to(compute)
 
     def __getstate__(self) -> dict:
-        """What copies and pickles hold: everything but the cache, which belongs to this layer's weight."""
-        return {key: value for key, value in self.__dict__.items() if key != "_quantized"}
+        """What copies and pickles hold: everything but what belongs to this layer's weight and to its neighbours."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_quantized", "_shared_input")}
 
 
 class FP8Linears:
@@ -110,6 +115,10 @@ class FP8Linears:
             linear.__class__ = FP8Linear
             linear.fp8_flow = flow
             linear.partial_sums = tensor_parallel_size if name.rpartition(".")[2] in ROW_PARALLEL else 1
+        for group in _readers_of_one_input(chosen):
+            shared = SharedInput(len(group))
+            for linear in group:
+                linear._shared_input = shared
         return cls(chosen, flow)
 
     def invalidate(self) -> None:
@@ -121,8 +130,20 @@ class FP8Linears:
         """Turn the layers back into what they were."""
         for linear in self.modules.values():
             del linear.fp8_flow, linear.partial_sums
-            linear.__dict__.pop("_quantized", None)
+            for name in ("_quantized", "_shared_input"):
+                linear.__dict__.pop(name, None)
             linear.__class__ = nn.Linear
+
+
+def _readers_of_one_input(linears: dict[str, FP8Linear]) -> list[list[FP8Linear]]:
+    """Layers that the model calls one after another with the same tensor."""
+    groups = defaultdict(list)
+    for name, linear in linears.items():
+        parent, _, kind = name.rpartition(".")
+        for number, kinds in enumerate(FUSED):
+            if kind in kinds:
+                groups[parent, number].append(linear)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _why_not(linear: nn.Linear, flow: FP8Flow) -> str | None:

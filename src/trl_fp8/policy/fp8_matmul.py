@@ -23,6 +23,7 @@ def fp8_linear(
     weight_codes: Float8Tensor,
     flow: FP8Flow,
     partial_sums: int = 1,
+    input_codes: Float8Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ W.T + bias` under `flow`.
 
@@ -34,13 +35,15 @@ def fp8_linear(
         flow: The precision flow; not of backend "torchao".
         partial_sums: Number of parts of K that the engine's tensor parallel ranks multiply by themselves. Each product
             is rounded to BF16 and their sum once more, which is what any all-reduce of two ranks computes.
+        input_codes: Q(x), `[T, K]`, where another layer needed it too; None: made here, if the flow needs it.
 
     Returns:
         `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is rounded
         to BF16 before the bias is added and again after, as the engine does (vLLM 0.31, BlockScaledMMLinearKernel.py);
         with `"weights"` it is the plain linear of x and the round-tripped weight.
     """
-    y = _FP8Matmul.apply(x.reshape(-1, x.shape[-1]), weight, bias, weight_codes, flow, partial_sums, compute_dtype(x))
+    tokens, compute = x.reshape(-1, x.shape[-1]), compute_dtype(x)
+    y = _FP8Matmul.apply(tokens, weight, bias, weight_codes, flow, partial_sums, compute, input_codes)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
@@ -52,11 +55,10 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 class _FP8Matmul(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x, weight, bias, weight_codes: Float8Tensor, flow: FP8Flow, partial_sums: int, compute: torch.dtype
-    ):
+    def forward(ctx, x, weight, bias, weight_codes: Float8Tensor, flow: FP8Flow, partial_sums, compute, codes):
         with torch.autocast(x.device.type, enabled=False):
-            codes = flow.quantize_input(x) if flow.forward == "full" else None
+            if codes is None and flow.forward == "full":
+                codes = flow.quantize_input(x)
             y = _product(x, codes, weight_codes, bias, flow, partial_sums, compute)
             ctx.flow, ctx.compute = flow, compute
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -82,7 +84,7 @@ class _FP8Matmul(torch.autograd.Function):
                 dw = _weight_gradient(dy, x, x_scale, ctx.flow, ctx.compute).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
                 db = dy.sum(0).to(ctx.dtypes[2])
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 def _product(
