@@ -10,7 +10,7 @@ from trl_fp8.engine.upstream import engine_model
 
 SHAPE = dict(
     hidden_size=1024,
-    intermediate_size=3072,
+    intermediate_size=6144,
     num_attention_heads=8,
     num_key_value_heads=4,
     head_dim=128,
@@ -73,7 +73,7 @@ def held(engine) -> dict[str, torch.Tensor]:
         for path, parts in (
             ("self_attn.qkv_proj", (("q_proj", 1024), ("k_proj", 512), ("v_proj", 512))),
             ("self_attn.o_proj", (("o_proj", 1024),)),
-            ("mlp.gate_up_proj", (("gate_proj", 3072), ("up_proj", 3072))),
+            ("mlp.gate_up_proj", (("gate_proj", 6144), ("up_proj", 6144))),
             ("mlp.down_proj", (("down_proj", 1024),)),
         ):
             module = layer.get_submodule(path)
@@ -110,4 +110,4 @@ def test_ten_thousand_blocks_arrive_as_predicted(tmp_path):
                 assert torch.equal(arrived[name], values), name
     finally:
         engines.shutdown(generation.llm)
-    assert cases >= 2000 and seen == set(KINDS)
+    assert cases >= 10_000 and seen == set(KINDS)
