@@ -67,7 +67,10 @@ def test_errors_are_one_message_and_status_two(tmp_path, capsys):
     assert main(["plan", str(tmp_path)]) == 2
     assert "not a multiple of 128 x 128" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "missing")]) == 2
-    assert "trl-fp8:" in capsys.readouterr().err
+    assert "is no folder here" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text('{"model_type":')
+    assert main(["plan", str(tmp_path)]) == 2
+    assert "its config.json is no JSON" in capsys.readouterr().err
 
 
 def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, capsys):

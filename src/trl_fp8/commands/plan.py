@@ -40,7 +40,10 @@ def run(given: Namespace) -> str:
 
 
 def _outline(model: str) -> Outline:
-    config = json.loads(_config_file(model).read_text())
+    try:
+        config = json.loads(_config_file(model).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"MODEL={model!r}: its config.json is no JSON: {error}") from error
     return outline_of_config(config, model) or _outline_by_transformers(model)
 
 
