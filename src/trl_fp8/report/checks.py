@@ -79,9 +79,9 @@ def _sync_share(run: Run) -> Check | None:
     if not (steps and syncs):
         return None
     calibration = _logged(run, "fp8/calibration_seconds")
-    answer = f"sync {median(syncs) / median(steps):.1%} of a step"
+    answer = f"sync {median(syncs) / median(steps):.1%} of a step of {median(steps):.3g} s"
     answer += f", calibration of the KV cache {median(calibration) / median(steps):.2%}" if calibration else ""
-    return Check(median(syncs) < 0.5 * median(steps), "What does it cost?", f"{answer} ({median(steps):.3g} s)")
+    return Check(median(syncs) < 0.5 * median(steps), "What does it cost?", answer)
 
 
 def _metrics(run: Run) -> set[str]:

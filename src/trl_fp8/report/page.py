@@ -109,8 +109,11 @@ def _pictures(pictures: Mapping[str, "Callable[[], Figure | None]"], folder: Pat
 
 def _facts(facts: Mapping) -> str:
     correction = facts["correction"] or {}
+    model = Path(facts["model"])
     shown = {
-        "model": facts["model"],
+        "model": model.name
+        if model.is_absolute()
+        else model,  # a page is shown around, a path of a machine need not be
         "FP8": f"{facts['fp8_linears']} linear layers, {facts['fp8_experts']} layers of experts, {facts['fp8_share']:.1%} "
         f"of parameters; KV cache {facts['kv_cache_dtype']}",
         "kernels": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items()) or "high precision",
