@@ -42,6 +42,10 @@ def test_a_sharded_policy_computes_what_the_engine_computes(reports):
     assert reports[0]["evaluated"]
 
 
+def test_an_export_holds_what_a_sync_sends(reports):
+    assert [report["export"] for report in reports] == [[], None]
+
+
 def test_one_parameter_is_gathered_at_a_time(reports):
     if reports[0]["distributed_type"] == "FSDP":  # ZeRO-3 gathers in a context manager of its own
         assert reports[0]["gathered"] > 50  # 25 parameters, several syncs

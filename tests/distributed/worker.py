@@ -17,11 +17,14 @@ import torch  # noqa: E402
 from accelerate.state import DistributedType, PartialState  # noqa: E402
 from engine import engines  # noqa: E402
 from engine.reference_experts import offered_fp8_experts  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from trainer.runs import arguments, dataset, reward_digits  # noqa: E402
 
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.upstream import engine_model  # noqa: E402
+from trl_fp8.engine.weight_stream import StreamReport, weight_stream  # noqa: E402
+from trl_fp8.hub import verify_export  # noqa: E402
 from trl_fp8.numerics.digest import digest  # noqa: E402
 
 
@@ -51,12 +54,13 @@ def train_and_drift(folder: Path, checkpoint: str, **flags) -> dict:
 
 
 def train_and_lora(folder: Path, checkpoint: str, lora: dict, lora_flags: dict, **flags) -> dict:
-    """Two runs one after another, the second with adapters: its report is in "lora"."""
+    """Two runs one after another, the second with adapters: its report is in "lora". The first is exported in FP8."""
     first = make_trainer(folder, checkpoint, **flags)
     gathered = FullTensors()
     first.train()
     first.vllm_generation.sync_weights()
     report = described(first) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
+    report["export"] = exported(first, folder / "fp8")
     engines.shutdown(first.vllm_generation.llm)
     return report | {"lora": train(folder / "lora", checkpoint, lora, **lora_flags)}
 
@@ -102,6 +106,25 @@ def _with_experts(folder: Path, checkpoint: str) -> dict:
     sync = trainer.vllm_generation.last_sync
     held = {"w13_shape": list(experts.w13_weight.shape), "audited": sync.audited_tensors}
     return described(trainer) | held | {"tensors": len(list(trainer.model.parameters())) + sync.fp8_weights}
+
+
+def exported(trainer: FP8GRPOTrainer, folder: Path) -> list[str] | None:
+    """Names of tensors that an FP8 export holds otherwise than a sync would send them; None on ranks that do not look."""
+    trainer.save_fp8_model(folder)
+    generation = trainer.vllm_generation
+    stream = weight_stream(
+        generation._iter_named_params(), trainer.recipe, generation.last_sync.kv_scales, StreamReport(), copy=True
+    )
+    sent = dict(stream)
+    if not trainer.accelerator.is_main_process:
+        return None
+    verify_export(folder)
+    held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return sorted(
+        name
+        for name in held.keys() | sent.keys()
+        if not (name in held and name in sent and torch.equal(held[name], sent[name]))
+    )
 
 
 def described(trainer: FP8GRPOTrainer) -> dict:
