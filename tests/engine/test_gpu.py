@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine import engines
+from engine.test_precision_flow import calls_of, flow_of
 from engine.test_routes import agreement, sample
 from trl_fp8.engine.kv_cache import attention_layers
 from trl_fp8.engine.upstream import engine_model
@@ -85,6 +86,23 @@ def distance(model, rollouts):
         total += (ours - torch.tensor(engines_own, device="cuda")).abs().sum().item()
         count += len(engines_own)
     return total / count
+
+
+def test_the_trainers_fp8_linear_gives_the_engines_outputs(checkpoint):
+    """The same input, whose GEMM adds up in another order: off by at most two BF16 steps of its row's largest output."""
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    generation.sync_weights()
+    names = {"model.layers.0.self_attn.qkv_proj": "q_proj k_proj v_proj", "model.layers.1.mlp.down_proj": "down_proj"}
+    calls = {name: calls_of(generation, name) for name in names}
+    PrecisionFlow(generation.model, generation.recipe, flow_of(generation), None)
+    for name, parts in names.items():
+        parent = generation.model.get_submodule(name.rpartition(".")[0])
+        for x, y in calls[name]:
+            with torch.no_grad():
+                ours = torch.cat([getattr(parent, part)(x) for part in parts.split()], -1).float()
+            largest = y.float().abs().amax(-1, keepdim=True)
+            assert ((ours - y.float()).abs() <= 2 * 2**-8 * largest).all(), name
+    engines.shutdown(generation.llm)
 
 
 def test_skipped_kv_layers_keep_a_bf16_cache(checkpoint, tmp_path):
