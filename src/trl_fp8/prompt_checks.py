@@ -1,6 +1,6 @@
 """Prompts that an engine cannot continue, named before anything is calibrated or synced for them."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:
@@ -19,6 +19,6 @@ def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int |
 
 
 def require_rows(dataset: object) -> None:
-    """Raise `ValueError` for a dataset of known length without rows: training would end at once, without a word."""
-    if hasattr(dataset, "__len__") and not len(dataset):
+    """Raise `ValueError` for a dataset (or None) of known length without rows: training would end at once, without a word."""
+    if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")

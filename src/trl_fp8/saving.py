@@ -27,7 +27,8 @@ class Saving:
         at a time; adapters are merged while it lasts.
 
         Raises:
-            ValueError: Nothing is FP8, or there was no sync yet that could have calibrated KV scales.
+            ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
+                finite, on any rank.
             RuntimeError: On every rank, if the main process could not write; the message has its reason.
         """
         if self.recipe is None or self.recipe.quantization_config is None:
@@ -37,15 +38,16 @@ class Saving:
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        require_finite(self.model)
-        self.create_model_card(model_name=(self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1])
-        failure = None
+        replicas, failure = self.vllm_generation._replicas, None
+        require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
         with closing(self.vllm_generation._iter_named_params()) as parameters:
             if self.accelerator.is_main_process:
-                card = Path(self.args.output_dir, "README.md").read_text()
-                options = {"recipe": self.recipe, "parameters": parameters, "card": card}
                 model, scales = transformers_model(self.model), sync.kv_scales if sync else None
+                name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
                 try:
+                    self.create_model_card(model_name=name)
+                    card = Path(self.args.output_dir, "README.md").read_text()
+                    options = {"recipe": self.recipe, "parameters": parameters, "card": card}
                     export_fp8(model, self._tokenizer, folder, scales, **options)
                 except (ValueError, OSError) as error:
                     failure = error
@@ -67,7 +69,8 @@ class Saving:
         Args:
             repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it does
                 not exist, private with `hub_private_repo`.
-            folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves alone. An earlier export is replaced.
+            folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves
+                alone. An earlier export is replaced.
             commit_message: Of the one commit.
 
         Raises:

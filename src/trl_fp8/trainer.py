@@ -107,13 +107,13 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 f"args is a {type(args).__name__}: FP8GRPOTrainer reads its FP8 flags from FP8GRPOConfig. Replace "
                 f"{type(args).__name__}(...) by FP8GRPOConfig(...); it takes the same arguments."
             )
-        if args.own_engine and train_dataset is not None:
+        if args.own_engine:
             require_rows(train_dataset)
         if not isinstance(model, str):
             save_in_high_precision(model)
-        elif quantization_config is None:
-            loading = args.model_init_kwargs or {}
-            quantization_config = dequantizing_config(model, loading.get("revision"), args.trust_remote_code)
+        elif quantization_config is None and "quantization_config" not in (loading := args.model_init_kwargs or {}):
+            trusted = loading.get("trust_remote_code", args.trust_remote_code)
+            quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
         self.recipe: FP8Recipe | None = None
         self.plan: Plan | None = None
         self.correction = args.correction

@@ -2,6 +2,7 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,13 +151,17 @@ def test_policies_that_would_be_written_wrong_are_refused(small, tmp_path):
 @pytest.mark.parametrize(
     "lora", [None, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)], ids=["all", "LoRA"]
 )
-def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path):
+def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path, monkeypatch):
     with training(checkpoint("qwen3"), arguments(tmp_path / "run", max_steps=1), peft_config=lora) as trainer:
         with pytest.raises(ValueError, match="there was none. Train first"):
             trainer.save_fp8_model(tmp_path / "early")
         trainer.train()
         trainer.vllm_generation.sync_weights()
         held = engines.log_probs(trainer.vllm_generation.llm)
+        another_rank = SimpleNamespace(reduce_max=lambda bad: bad.fill_(1.0))  # it saw a NaN where this one did not
+        with monkeypatch.context() as ranks, pytest.raises(ValueError, match="NaN or infinite"):
+            ranks.setattr(trainer.vllm_generation, "_replicas", another_rank)
+            trainer.save_fp8_model(tmp_path / "nan")
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.save_fp8_model(tmp_path / "fp8")
         assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())

@@ -71,9 +71,8 @@ class KVCalibrator:
         self._due: KVScales | None = None
         self._seen: QKVObservation | None = None
         self._saturation: float | None = None
-        self.saturated_L2: torch.Tensor | None = (
-            None  # share of k and v beyond the scales of the latest rollouts, on the host
-        )
+        # Share of k and v that the scales of the latest rollouts did not hold, on the host
+        self.saturated_L2: torch.Tensor | None = None
 
     @property
     def margin_in_force(self) -> float:
