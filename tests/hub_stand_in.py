@@ -27,6 +27,7 @@ class HubStandIn:
     def __init__(self):
         self.repos, self.commits, self.tokens = {}, [], set()
         self.objects, self.uploads, self.broken_after = {}, [], None
+        self.one_by_one = threading.Lock()  # a client sends several files at once
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.endpoint = f"http://127.0.0.1:{self.server.server_port}"
 
@@ -96,7 +97,8 @@ class HubStandIn:
                 if header := self.headers.get("Authorization"):
                     hub.tokens.add(header)
                 try:
-                    status, content = 200, json.dumps(hub.answer(self.command, self.path, body)).encode()
+                    with hub.one_by_one:
+                        status, content = 200, json.dumps(hub.answer(self.command, self.path, body)).encode()
                 except KeyError as error:
                     status, content = 404, json.dumps({"error": str(error)}).encode()
                 except ConnectionError as error:
