@@ -2,12 +2,13 @@
 
     python benchmarks/bench_fp8_linear.py [--size qwen3_8b] [--tokens 8192] [--backends fake_quant scaled_mm]
 
-Times of the linear layers of one decoder layer, as `FP8Linear` calls them: the input is quantized in each forward, and once
-for each layer that reads it; the quantized weight is cached. dgrad and wgrad are the backward with one gradient wanted,
-under fp8_backward="fp8" as named and "straight_through" for fp8_backward="bf16". torchao's own backward computes both
-gradients whatever is wanted, so its dgrad and wgrad are each the whole backward, and it quantizes weights in each forward.
-BF16 and FP8 alternate, and ratios are of neighbours. "decoder_layer" adds up the seven layers; "quantize_weights" is what
-an optimizer step costs beside it, once for all micro-batches.
+Times of the linear layers of one decoder layer, as `FP8Linear` calls them: the input is quantized in each forward, but not
+again for k_proj, v_proj and up_proj, which read what the layer before them read; the quantized weight is cached. dgrad and
+wgrad are the backward with one gradient wanted, under fp8_backward="fp8" as named and "straight_through" for
+fp8_backward="bf16". torchao's own backward computes both gradients whatever is wanted, so its dgrad and wgrad are each the
+whole backward, and it quantizes weights in each forward, and the input for every layer. BF16 and FP8 alternate, and ratios
+are of neighbours. "decoder_layer" adds up the seven layers; "quantize_weights" is what an optimizer step costs beside it,
+once for all micro-batches.
 
 Shape letters: T tokens, N out-features, K in-features.
 """
@@ -29,6 +30,7 @@ from trl_fp8.policy.fp8_matmul import fp8_linear
 
 
 PASSES = ("fprop", "dgrad", "wgrad")
+GIVEN_INPUT = ("k_proj", "v_proj", "up_proj")  # Q(x) is there already, see trl_fp8.policy.shared_input
 CALLS = 4  # calls that are timed together, so that a launch does not count
 
 
@@ -68,16 +70,21 @@ def passes(
     }
 
 
-def linear_of(flow: FP8Flow, weight_NK: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """`(x, weight) -> y` under `flow`, Q(W) made once."""
+def linear_of(
+    flow: FP8Flow, weight_NK: torch.Tensor, x_TK: torch.Tensor | None
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`(x, weight) -> y` under `flow`, Q(W) made once, and Q(x) too if `x_TK` is given."""
     if flow.backend == "torchao":
         return torchao_linear
     codes = flow.quantize_weight(weight_NK)
-    return lambda x, weight: fp8_linear(x, weight, None, codes, flow)
+    input_codes = None if x_TK is None else flow.quantize_tokens(x_TK)
+    return lambda x, weight: fp8_linear(x, weight, None, codes, flow, input_codes=input_codes)
 
 
-def compare(shape: tuple[int, int], flow: FP8Flow, tokens: int, repeats: int) -> dict[str, dict[str, list[float]]]:
-    """Pass -> seconds of one call, "bf16" and "fp8", in pairs."""
+def compare(
+    shape: tuple[int, int], flow: FP8Flow, tokens: int, repeats: int, given_input: bool
+) -> dict[str, dict[str, list[float]]]:
+    """Pass -> seconds of one call, "bf16" and "fp8", in pairs; `given_input`: Q(x) is not counted."""
     N, K = shape
     torch.manual_seed(0)
     options = {"device": shapes.DEVICE, "dtype": torch.bfloat16}
@@ -85,7 +92,7 @@ def compare(shape: tuple[int, int], flow: FP8Flow, tokens: int, repeats: int) ->
     weight_NK = 0.02 * torch.randn(N, K, **options)
     sides = {
         "bf16": passes(F.linear, x_TK, weight_NK, dy_TN),
-        "fp8": passes(linear_of(flow, weight_NK), x_TK, weight_NK, dy_TN),
+        "fp8": passes(linear_of(flow, weight_NK, x_TK if given_input else None), x_TK, weight_NK, dy_TN),
     }
     seconds = {name: {"bf16": [], "fp8": []} for name in PASSES}
     for name in PASSES:
@@ -166,7 +173,7 @@ def measure(run: harness.Run, label: str, flow: FP8Flow, wanted: dict, options: 
         if run.left < 0:
             run.results["not_measured"][f"{label}, {name}"] = "did not fit into the budget"
             continue
-        rows[name] = compare(shape, flow, options.tokens, options.repeats)
+        rows[name] = compare(shape, flow, options.tokens, options.repeats, name in GIVEN_INPUT)
         run.results["backends"][label] = summarize(wanted, rows, options.tokens)
         run.save()
 

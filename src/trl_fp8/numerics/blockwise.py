@@ -46,7 +46,7 @@ def quantize_weight(
 
     Returns:
         A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., ceil(N/128), ceil(K/128)]`. Both are new
-        storage. At most one fp32 copy of the (padded) weight is alive besides.
+        storage. On CPU at most one fp32 copy of the (padded) weight is alive besides, on a GPU nothing.
 
     Raises:
         ValueError: `weight` has fewer than two dims or is not floating point, `scale_format` is unknown, or the
@@ -122,13 +122,25 @@ def _quantize(
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
-    scaled, view, reduced = _padded_blocks(values.detach(), blocks)
+    if values.is_cuda:
+        from .blockwise_kernel import quantize_blocks  # Triton compiles for GPUs only
+
+        qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)
+    else:
+        qdata, scale = _quantize_by_torch(values.detach(), blocks, scale_format, amax_floor)
+    block_size = [1] * (values.dim() - len(blocks)) + list(blocks)
+    return Float8Tensor(qdata, scale, block_size=block_size, dtype=values.dtype)
+
+
+def _quantize_by_torch(
+    values: torch.Tensor, blocks: tuple[int, ...], scale_format: ScaleFormat, amax_floor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales; what blockwise_kernel.py computes on a GPU."""
+    scaled, view, reduced = _padded_blocks(values, blocks)
     amax = torch.maximum(view.amax(reduced), -view.amin(reduced))  # no |values| temporary; NaN passes through
     scale = scale_from_amax(amax, scale_format, amax_floor)
     view.div_(_expandable(scale, len(blocks)))
-    qdata = saturating_cast_(_crop(scaled, values.shape)).contiguous()
-    block_size = [1] * (values.dim() - len(blocks)) + list(blocks)
-    return Float8Tensor(qdata, scale, block_size=block_size, dtype=values.dtype)
+    return saturating_cast_(_crop(scaled, values.shape)).contiguous(), scale
 
 
 def _padded_blocks(

@@ -58,5 +58,6 @@ def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax
     Returns:
         fp32 scales of `amax`'s shape. A NaN or infinite amax gives a NaN or infinite scale.
     """
-    scale = amax.to(torch.float32).clamp_min(amax_floor) / E4M3_MAX
+    # By a tensor: on CUDA, torch turns a division by a number into a product with its rounded reciprocal
+    scale = amax.to(torch.float32).clamp_min(amax_floor) / torch.full((), E4M3_MAX, device=amax.device)
     return ceil_pow2(scale) if scale_format == "pow2" else scale

@@ -1,0 +1,113 @@
+"""Blockwise quantization on a GPU: one Triton kernel that reads a tensor once and writes its codes and scales.
+
+torch's operations would read and write an fp32 copy of the tensor half a dozen times, which takes as long as the GEMM that
+the codes are for. The result is the same, byte for byte, as that of `blockwise._quantize` on CPU; for that the kernel
+divides with `div_rn` (Triton's `/` may be off by two units in the last place; torch's CUDA division by a Python number
+multiplies by the reciprocal), and compares magnitudes as integers, so that NaN, the largest of them, is not skipped.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .e4m3 import E4M3, E4M3_MAX
+from .formats import BLOCK, ScaleFormat
+
+
+ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
+
+
+def quantize_blocks(
+    values: torch.Tensor, square: bool, scale_format: ScaleFormat, amax_floor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of `values`, in blocks of 128x128 (`square`) or groups of 128 in a row.
+
+    Args:
+        values: `[..., N, K]`, or `[..., K]` without `square`; floating point, on a GPU, any strides. A last block that
+            is not filled is quantized as if padded with zeros.
+        square: See above.
+        scale_format: Format of the scales.
+        amax_floor: Smallest amax that a block is given.
+
+    Returns:
+        e4m3 codes of `values`' shape, contiguous, and fp32 scales `[..., ceil(N/128), ceil(K/128)]`, or
+        `[..., ceil(K/128)]` without `square`. The scales of rows are stored column by column, as cuBLASLt reads them.
+    """
+    matrices = values.reshape(-1, *values.shape[-2:]) if square else values.reshape(1, -1, values.shape[-1])
+    count, rows, columns = matrices.shape
+    codes = torch.empty(matrices.shape, dtype=E4M3, device=values.device)
+    blocks = triton.cdiv(columns, BLOCK)
+    if square:
+        scale = torch.empty((count, triton.cdiv(rows, BLOCK), blocks), dtype=torch.float32, device=values.device)
+    else:
+        scale = torch.empty((count, blocks, rows), dtype=torch.float32, device=values.device).transpose(1, 2)
+    height = BLOCK if square else ROWS
+    if values.numel():
+        with torch.cuda.device_of(values):
+            _quantize[triton.cdiv(rows, height), blocks, count](
+                matrices,
+                codes,
+                scale,
+                rows,
+                columns,
+                *matrices.stride(),
+                *scale.stride(),
+                amax_floor,
+                SQUARE=square,
+                POW2=scale_format == "pow2",
+                HEIGHT=height,
+                WIDTH=BLOCK,
+                LIMIT=E4M3_MAX,
+                num_warps=8 if square else 4,
+            )
+    lead = values.shape[:-2] if square else values.shape[:-1]
+    return codes.view(values.shape), scale.view(*lead, *scale.shape[1 if square else 2 :])
+
+
+@triton.jit
+def _quantize(
+    values,
+    codes,
+    scale,
+    rows,
+    columns,
+    matrix_stride,
+    row_stride,
+    column_stride,
+    scale_matrix_stride,
+    scale_row_stride,
+    scale_column_stride,
+    amax_floor,
+    SQUARE: tl.constexpr,
+    POW2: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = matrix * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
+    block = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+
+    magnitude = block.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(tl.max(magnitude, axis=1), axis=0) if SQUARE else tl.max(magnitude, axis=1)
+    floor = tl.full((), amax_floor, tl.float32).to(tl.int32, bitcast=True)
+    inverse = tl.div_rn(tl.maximum(amax, floor).to(tl.float32, bitcast=True), LIMIT)
+    if POW2:  # a mantissa that is not zero carries into the exponent
+        bits = inverse.to(tl.int32, bitcast=True)
+        power = ((bits + 0x007FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        inverse = tl.where(bits < 0x7F800000, power, inverse)
+        multiplier = tl.div_rn(1.0, inverse)  # exact
+        scaled = block * (multiplier if SQUARE else multiplier[:, None])
+    else:
+        scaled = tl.div_rn(block, inverse if SQUARE else inverse[:, None])
+    scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    place = (matrix * rows + row[:, None]) * columns + column[None, :]
+    tl.store(codes + place, scaled.to(codes.dtype.element_ty), mask=inside)
+    place = scale + matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
+    if SQUARE:
+        tl.store(place + tl.program_id(0) * scale_row_stride, inverse)
+    else:
+        tl.store(place + row * scale_row_stride, inverse, mask=row < rows)
