@@ -27,13 +27,23 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
     row = 0
     for part in _parts(tensor.detach(), dtype or tensor.dtype):
         words = _words(part.to(dtype or tensor.dtype))
-        rows, columns = words.shape
-        row_key = 2 * torch.arange(row, row + rows, device=words.device) + 1
-        column_key = 2 * _P * torch.arange(columns, device=words.device)  # wraps modulo 2**64, as do the products
-        by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
-        total = total + (by_row * row_key).sum() + (by_column * column_key).sum()
-        row += rows
+        if words.is_cuda:
+            from .digest_kernel import add_words  # Triton compiles for GPUs only
+
+            add_words(total, words, row, _P)
+        else:
+            _add_words_by_torch(total, words, row)
+        row += words.shape[0]
     return total
+
+
+def _add_words_by_torch(total: torch.Tensor, words: torch.Tensor, first_row: int) -> None:
+    """Add the products of `words` `[R, C]`, whose first row is `first_row`; what digest_kernel.py does on a GPU."""
+    rows, columns = words.shape
+    row_key = 2 * torch.arange(first_row, first_row + rows) + 1
+    column_key = 2 * _P * torch.arange(columns)  # wraps modulo 2**64, as do the products
+    by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
+    total.add_((by_row * row_key).sum()).add_((by_column * column_key).sum())
 
 
 def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
