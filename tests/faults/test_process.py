@@ -11,8 +11,10 @@ import pytest
 from trainer.runs import arguments, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from faults.dying import FLAGS, PLACES
 from trl_fp8.hub import export_fp8, verify_export
 from trl_fp8.run_file import FILE
+from trl_fp8.whole_checkpoints import marker
 
 
 EXPORT = """
@@ -77,38 +79,45 @@ def test_a_full_disk_under_the_run_log_does_not_end_the_run(checkpoint, tmp_path
     assert caplog.text.count(f"{FILE} cannot be written") == 1
 
 
-@pytest.mark.engine
-def test_a_run_killed_while_it_saves_resumes_from_the_last_whole_checkpoint(checkpoint, tmp_path):
-    """Killed before the first file and before the last: whatever is there, `resume_from_checkpoint=True` ends as an uninterrupted run."""
-    args = dict(max_steps=3, save_strategy="steps", save_steps=1)
-    with training(checkpoint("qwen3"), arguments(tmp_path / "whole", **args)) as trainer:
+@pytest.fixture(scope="module")
+def dead(checkpoint, tmp_path_factory):
+    """Folder with the output folders of the runs that died."""
+    folder = tmp_path_factory.mktemp("dead")
+    # an engine of an earlier test leaves its ranks in the environment, and listens on its port
+    of_a_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    alone = {name: value for name, value in os.environ.items() if name not in of_a_group}
+    command = [sys.executable, Path(__file__).with_name("dying.py"), checkpoint("qwen3"), folder]
+    done = subprocess.run(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout[-6000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint, tmp_path_factory):
+    """Losses of a run that nobody killed."""
+    with training(checkpoint("qwen3"), arguments(tmp_path_factory.mktemp("whole"), **FLAGS)) as trainer:
         trainer.train()
-        expected = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return losses(trainer)
 
-    class Killed(BaseException):
-        pass
 
-    def killed_at(place):
-        def save(*args, **kwargs):
-            if trainer.state.global_step == 2:
-                raise Killed
-            return place(*args, **kwargs)
+def losses(trainer):
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
-        return save
 
-    for number, name in enumerate(("save_model", "_save_rng_state")):
-        folder = tmp_path / str(number)
-        with training(checkpoint("qwen3"), arguments(folder, **args)) as trainer:
-            setattr(trainer, name, killed_at(getattr(trainer, name)))
-            with pytest.raises(Killed):
-                trainer.train()
-        with training(checkpoint("qwen3"), arguments(folder, **args)) as trainer:
-            if (folder / "checkpoint-2").exists():
-                with pytest.raises(ValueError, match="checkpoint-2.*was not written to its end.*checkpoint-1"):
-                    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
-            trainer.train(resume_from_checkpoint=True)
-            assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == expected
-    assert os.listdir(tmp_path / "whole" / "checkpoint-2")
+@pytest.mark.engine
+@pytest.mark.parametrize("place", PLACES)
+def test_a_killed_run_resumes_from_its_last_whole_checkpoint(place, dead, expected, checkpoint):
+    """Whatever is there, `resume_from_checkpoint=True` ends as the run that nobody killed."""
+    folder = dead / place
+    assert (folder / "checkpoint-1").is_dir() and not (folder / "checkpoint-3").exists()
+    half = folder / "checkpoint-2"
+    assert half.is_dir() and marker(half).exists() == (place != "in_the_sync")
+    with training(checkpoint("qwen3"), arguments(folder, **FLAGS)) as trainer:
+        if place != "in_the_sync":
+            with pytest.raises(ValueError, match="checkpoint-2.*was not written to its end.*checkpoint-1"):
+                trainer.train(resume_from_checkpoint=str(half))
+        trainer.train(resume_from_checkpoint=True)
+        assert losses(trainer) == expected
 
 
 def test_output_that_cannot_be_written_is_named(checkpoint, tmp_path):

@@ -1,0 +1,70 @@
+"""`dying.py CHECKPOINT FOLDER`: training runs that are killed (SIGKILL) in their third step or in the save before it.
+
+FOLDER/<place> is the output folder of the run that died at that place. Each is a fork of this process, which imports what
+they need once.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from trainer.runs import arguments, training  # noqa: E402
+
+from trl_fp8 import FP8GRPOTrainer  # noqa: E402
+
+
+PLACES = ("before_the_save", "at_its_last_file", "in_the_sync")
+FLAGS = dict(max_steps=3, save_strategy="steps", save_steps=1)
+
+
+def main(checkpoint: str, folder: Path) -> None:
+    for place in PLACES:
+        if os.fork() == 0:
+            with training(checkpoint, arguments(folder / place, **FLAGS)) as trainer:
+                doom(trainer, place)
+                trainer.train()
+            os._exit(0)  # nobody died
+        _, status = os.wait()
+        if not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL):
+            sys.exit(f"{place} ended with {status}")
+
+
+def doom(trainer: FP8GRPOTrainer, place: str) -> None:
+    """Let the process die at `place` once two optimizer steps are made."""
+
+    def die_now() -> None:
+        if trainer.state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def killed(function: Callable) -> Callable:
+        def dying(*args, **kwargs):
+            die_now()
+            return function(*args, **kwargs)
+
+        return dying
+
+    if place == "before_the_save":
+        trainer.save_model = killed(trainer.save_model)
+    elif place == "at_its_last_file":
+        trainer._save_rng_state = killed(trainer._save_rng_state)
+    else:
+        parameters = trainer.vllm_generation._iter_named_params
+
+        def some_parameters():
+            for number, named in enumerate(parameters()):
+                if number == 10:
+                    die_now()
+                yield named
+
+        trainer.vllm_generation._iter_named_params = some_parameters
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
