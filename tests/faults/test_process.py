@@ -5,6 +5,7 @@ import resource
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -53,21 +54,41 @@ def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(small, ch
     assert verify_export(tmp_path / "fp8") > 3
 
 
-@pytest.fixture
-def small_files():
-    """No file may grow beyond 100 KB: every write to it fails, as on a full disk."""
+@contextmanager
+def full_disk():
+    """No file may grow beyond 100 KB: every write to it fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, ignored)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
 
 
-def test_an_export_onto_a_full_disk_is_an_oserror_and_leaves_nothing(small, small_files, tmp_path):
-    with pytest.raises(OSError, match="fp8"):
+def test_an_export_onto_a_full_disk_is_an_oserror_and_leaves_nothing(small, tmp_path):
+    with full_disk(), pytest.raises(OSError, match="fp8"):
         export_fp8(*small, tmp_path / "fp8")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.engine
+def test_a_checkpoint_onto_a_full_disk_ends_the_run_and_the_last_whole_one_stays(expected, checkpoint, tmp_path):
+    with training(checkpoint("qwen3"), arguments(tmp_path, **FLAGS)) as trainer:
+        save = trainer._save_checkpoint
+
+        def fills_up(*args):
+            with full_disk() if trainer.state.global_step == 2 else nullcontext():
+                save(*args)
+
+        trainer._save_checkpoint = fills_up
+        with pytest.raises(Exception, match="(?i)file too large|errno 27"):
+            trainer.train()
+    assert marker(tmp_path / "checkpoint-2").exists() and not marker(tmp_path / "checkpoint-1").exists()
+    with training(checkpoint("qwen3"), arguments(tmp_path, **FLAGS)) as trainer:
+        trainer.train(resume_from_checkpoint=True)
+        assert losses(trainer) == expected
 
 
 @pytest.mark.engine
