@@ -101,7 +101,8 @@ def dead_blocks(scale: torch.Tensor, scale_format: ScaleFormat) -> torch.Tensor:
     Returns:
         bool of `scale`'s shape.
     """
-    return scale <= scale_from_amax(torch.full_like(scale[..., :1, :1], WEIGHT_AMAX_FLOOR), scale_format)
+    floor = torch.tensor(WEIGHT_AMAX_FLOOR, device="cpu")  # so that nothing is waited for
+    return scale <= scale_from_amax(floor, scale_format).item()
 
 
 def require_finite_scales(scale: torch.Tensor, name: str) -> None:
