@@ -32,7 +32,7 @@ export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
 if [ -d "$site" ]; then # the bundle stands before the host's packages, and has no DeepGEMM
   export PYTHONPATH=$site:$PYTHONPATH VLLM_USE_DEEP_GEMM=0
-  version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+  version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/trl_fp8/__init__.py)
   mkdir -p "$site/trl_fp8-$version.dist-info" # results record the version of an installed package
   printf 'Metadata-Version: 2.1\nName: trl-fp8\nVersion: %s\n' "$version" > "$site/trl_fp8-$version.dist-info/METADATA"
 fi
@@ -67,7 +67,7 @@ bench() { # bench NAME SECONDS OPTIONS...: with a budget that leaves room for th
 
 gpu_tests() { # gpu_tests EXPRESSION SECONDS
   step "pytest -k '$1'" "$2" "$python" -m pytest -m gpu -k "$1" -v --timeout 240 -p no:cacheprovider \
-    tests/engine/test_gpu.py tests/policy/test_fp8_gemm.py tests/engine/test_server.py
+    tests/numerics/test_kernels.py tests/engine/test_gpu.py tests/policy/test_fp8_gemm.py tests/engine/test_server.py
 }
 
 bundle() {

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import trl_fp8
+
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -58,19 +60,25 @@ def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
     assert refused.returncode != 0 and "scaled_mm" in refused.stderr
 
 
-def test_stages_for_a_host_without_network_name_scripts_that_exist():
+def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     done = [
         subprocess.run(
             ["bash", ROOT / "gpu" / "run.sh", str(stage)],
             cwd=ROOT,
-            env=os.environ | {"DRY_RUN": "1"},
+            env=os.environ | {"DRY_RUN": "1", "SITE": str(tmp_path), "OUT": str(tmp_path / "out")},
             capture_output=True,
             text=True,
         )
         for stage in range(1, 8)
     ]
     assert all(one.returncode == 0 for one in done), [one.stderr for one in done]
-    scripts = {
-        name for one in done for name in re.findall(r"(?:benchmarks|examples)/\w+\.py", one.stdout + one.stderr)
-    }
+    printed = "".join(one.stdout + one.stderr for one in done)
+    scripts = set(re.findall(r"(?:benchmarks|examples)/\w+\.py", printed))
     assert len(scripts) >= 6 and all((ROOT / name).exists() for name in scripts), scripts
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        assert (
+            "mark.gpu" not in path.read_text() or str(path.relative_to(ROOT)) in printed or path == Path(__file__)
+        ), path
+    # nothing is installed there, and results name the version
+    (metadata,) = tmp_path.glob("trl_fp8-*.dist-info/METADATA")
+    assert f"Version: {trl_fp8.__version__}\n" in metadata.read_text()
