@@ -67,7 +67,7 @@ bench() { # bench NAME SECONDS OPTIONS...: with a budget that leaves room for th
 
 gpu_tests() { # gpu_tests EXPRESSION SECONDS
   step "pytest -k '$1'" "$2" "$python" -m pytest -m gpu -k "$1" -v --timeout 240 -p no:cacheprovider \
-    tests/numerics/test_kernels.py tests/engine/test_gpu.py tests/policy/test_fp8_gemm.py tests/engine/test_server.py
+    tests/numerics tests/engine/test_gpu.py tests/policy/test_fp8_gemm.py tests/engine/test_server.py
 }
 
 bundle() {

@@ -18,6 +18,7 @@ from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..numerics.kernel_check import require_exact_kernels
 from ..numerics.kv_scales import KVScales
 from ..recipe import FP8Recipe
 from . import cpu_kernel, upstream
@@ -99,6 +100,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         require_servable(self.model)
+        require_exact_kernels(self.accelerator.device)
         on_cpu = self.accelerator.device.type == "cpu"
         device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
         if on_cpu:

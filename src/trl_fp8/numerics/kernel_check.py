@@ -1,0 +1,42 @@
+"""Are the GPU kernels what they were tested to be? Asked on the user's device, Triton and driver before they are relied on.
+
+The audit compares checksums of both sides of a sync, made by the same kernel: one that gave the same number for everything
+would prove nothing, without a word.
+"""
+
+from importlib.metadata import version
+
+import torch
+
+from .blockwise import quantize_activation, quantize_weight
+from .digest import digest
+from .formats import SCALE_FORMATS
+
+
+def require_exact_kernels(device: torch.device) -> None:
+    """Raise `RuntimeError` unless `device` quantizes and sums up a small tensor to the bytes that CPU gives.
+
+    On CPU there is nothing to ask. Compiles the kernels for the dtype of weights, which a first sync would do otherwise.
+    """
+    if device.type == "cpu":
+        return
+    sample = torch.randn(160, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sample[:4] *= torch.exp2(torch.arange(-10, 10, 5)).view(4, 1)
+    expected, found = _results(sample), _results(sample.to(device))
+    wrong = [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
+    if wrong:
+        raise RuntimeError(
+            f"on {device}, Triton {version('triton')} gives other bytes than torch on CPU for: {', '.join(wrong)}. Weights "
+            "would reach the engine changed, or unproven. Unset TRITON_* variables, and install the Triton that torch "
+            f"{torch.__version__} asks for (pip show torch). vllm_engine_kwargs or fp8 flags have no part in this."
+        )
+
+
+def _results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    results = {"checksum": digest(sample), "checksum of a part": digest(sample[3:, :130])}
+    for scale_format in SCALE_FORMATS:
+        for kind, quantize in (("weights", quantize_weight), ("activations", quantize_activation)):
+            quantized = quantize(sample, scale_format)
+            results[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
+            results[f"scales of {kind} ({scale_format})"] = quantized.scale
+    return results

@@ -1,0 +1,43 @@
+"""A device whose kernels compute something else is refused, by what it gets wrong. The meta device plays the GPU."""
+
+import re
+
+import pytest
+import torch
+
+from trl_fp8.numerics import kernel_check
+
+
+@pytest.fixture
+def wrong_by_one(monkeypatch):
+    """`wrong_by_one(name)`: the device's results are those of CPU but for that of `name`; None: all of them are."""
+
+    def play(name):
+        computed, original = {}, kernel_check._results
+
+        def results(sample):
+            if sample.device.type == "cpu":
+                computed.update(original(sample))
+                return computed
+            return computed | ({name: computed[name] + 1} if name else {})
+
+        monkeypatch.setattr(kernel_check, "_results", results)
+
+    return play
+
+
+@pytest.mark.parametrize("name", ["checksum", "weights (pow2)", "scales of activations (fp32)"])
+def test_a_device_that_computes_something_else_is_refused(name, wrong_by_one):
+    wrong_by_one(name)
+    with pytest.raises(RuntimeError, match=f"on meta, Triton .* for: {re.escape(name)}\\."):
+        kernel_check.require_exact_kernels(torch.device("meta"))
+
+
+def test_a_device_that_computes_the_same_is_taken(wrong_by_one):
+    wrong_by_one(None)
+    kernel_check.require_exact_kernels(torch.device("meta"))
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_taken():
+    kernel_check.require_exact_kernels(torch.device("cuda"))
