@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+from torchao.quantization import Float8Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from trl_fp8.numerics import blockwise_kernel
-from trl_fp8.numerics.blockwise import _quantize_by_torch
-from trl_fp8.numerics.blockwise_kernel import ROWS, _quantize
+from trl_fp8.numerics.blockwise import _quantize_by_torch, dequantize_weight
+from trl_fp8.numerics.blockwise_kernel import ROWS, _dequantize, _quantize, dequantize_blocks
 from trl_fp8.numerics.digest import _P, _add_words_by_torch, digest
 from trl_fp8.numerics.digest_kernel import HEIGHT, WIDTH, _add_words, add_words
 from trl_fp8.numerics.e4m3 import E4M3
@@ -58,6 +59,25 @@ def differences(quantize):
     return found
 
 
+def dequantize_differences(dtypes, place=lambda tensor: tensor):
+    """The examples, quantized, for which the kernel gives other values back than torch's operations."""
+    found = []
+    for name, values in examples().items():
+        for square, *scaling in CASES:
+            blocks = (128, 128) if square else (128,)
+            codes, scale = _quantize_by_torch(values.nan_to_num(3.0, 3.0, -3.0), blocks, *scaling)
+            operands = {"": (codes, scale)}
+            if values.dim() == 2 and square:  # what the gradient of an input multiplies with
+                operands["transposed"] = codes.t(), scale.t()
+            for view, (codes, scale) in operands.items():
+                block_size = [1] * (codes.dim() - len(blocks)) + list(blocks)
+                for dtype in dtypes:
+                    expected = dequantize_weight(Float8Tensor(codes, scale, block_size=block_size), dtype)
+                    if not torch.equal(expected, dequantize_blocks(place(codes), place(scale), square, dtype).cpu()):
+                        found.append((name, view, square, *scaling))
+    return found
+
+
 def digest_differences(device="cpu"):
     """The matrices of words for which the kernel adds another sum than torch's operations."""
     found = []
@@ -76,11 +96,15 @@ def digest_differences(device="cpu"):
 def interpreted():
     """What the kernels do otherwise than torch in Triton's interpreter.
 
-    Its cast to e4m3 does not round to nearest even, so the kernel stores what it would cast; the cast itself is one
-    instruction, see below.
+    Its casts do not round to nearest even, so the kernels store what they would cast; a cast itself is one instruction, see
+    below.
     """
     blockwise_kernel.E4M3 = torch.float32
-    return {"quantize": differences(blockwise_kernel.quantize_blocks), "digest": digest_differences()}
+    return {
+        "quantize": differences(blockwise_kernel.quantize_blocks),
+        "dequantize": dequantize_differences([torch.float32]),
+        "digest": digest_differences(),
+    }
 
 
 def test_results_are_those_of_torch():
@@ -92,12 +116,13 @@ def test_results_are_those_of_torch():
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"quantize": [], "digest": []}
+    assert json.loads(done.stdout) == {"quantize": [], "dequantize": [], "digest": []}
 
 
 @pytest.mark.gpu
 def test_results_on_a_gpu_are_those_on_cpu():
     assert differences(lambda values, *case: blockwise_kernel.quantize_blocks(values.cuda(), *case)) == []
+    assert dequantize_differences([torch.float32, torch.bfloat16, torch.float16], lambda tensor: tensor.cuda()) == []
     assert digest_differences("cuda") == []
     weight = torch.randn(3000, 4000)
     for tensor in (weight, weight.bfloat16(), weight.t(), weight[:, 1:], weight[0, :3].to(E4M3)):
@@ -139,6 +164,18 @@ def test_hopper_divides_exactly_rounds_to_nearest_and_reads_16_bytes_at_a_time(p
     divisions = len(re.findall(r"div\.rn\.f32", text))
     assert divisions < 6 if pow2 else per_thread <= divisions < per_thread + 4
     assert len(re.findall(r"ld\.global\.v4\.b32", text)) == per_thread * 2 // 16
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
+def test_hopper_rounds_dequantized_values_to_nearest(ptx, square):
+    types = dict.fromkeys(("rows", "columns", "matrix_stride", "row_stride"), "i32 16")
+    types |= {"codes": "*fp8e4nv", "scale": "*fp32", "values": "*bf16"}
+    constants = {"SQUARE": square, "HEIGHT": ROWS, "WIDTH": 128, "column_stride": 1, "scale_column_stride": 1}
+    text = ptx(_dequantize, types, constants, 4)
+    per_thread = ROWS * 128 // 128
+    assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", text)) == per_thread // 2
+    assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", text)) == per_thread // 2
+    assert len(re.findall(r"ld\.global\.v4\.b32", text)) >= per_thread // 16
 
 
 def test_hopper_adds_a_program_to_the_checksum_at_once(ptx):

@@ -83,6 +83,10 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
     Exact in BF16 for power-of-two scales. Takes what `quantize_weight` or `quantize_activation` returned.
     """
     blocks = tuple(size for size in tensor.block_size if size > 1)
+    if tensor.qdata.is_cuda:
+        from .blockwise_kernel import dequantize_blocks  # Triton compiles for GPUs only
+
+        return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
     values, view, _ = _padded_blocks(tensor.qdata, blocks)
     view.mul_(_expandable(tensor.scale, len(blocks)))
     return _crop(values, tensor.qdata.shape).to(dtype or tensor.dtype)

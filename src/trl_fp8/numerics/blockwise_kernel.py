@@ -1,7 +1,7 @@
-"""Blockwise quantization on a GPU: one Triton kernel that reads a tensor once and writes its codes and scales.
+"""Blockwise quantization on a GPU, there and back: Triton kernels that read a tensor once and write the result.
 
 torch's operations would read and write an fp32 copy of the tensor half a dozen times, which takes as long as the GEMM that
-the codes are for. The result is the same, byte for byte, as that of `blockwise._quantize` on CPU; for that the kernel
+the codes are for. The results are the same, byte for byte, as those of blockwise.py on CPU; for that the first kernel
 divides with `div_rn` (Triton's `/` may be off by two units in the last place; torch's CUDA division by a Python number
 multiplies by the reciprocal), and compares magnitudes as integers, so that NaN, the largest of them, is not skipped.
 """
@@ -33,7 +33,7 @@ def quantize_blocks(
         e4m3 codes of `values`' shape, contiguous, and fp32 scales `[..., ceil(N/128), ceil(K/128)]`, or
         `[..., ceil(K/128)]` without `square`. The scales of rows are stored column by column, as cuBLASLt reads them.
     """
-    matrices = values.reshape(-1, *values.shape[-2:]) if square else values.reshape(1, -1, values.shape[-1])
+    matrices = _matrices(values, square)
     count, rows, columns = matrices.shape
     codes = torch.empty(matrices.shape, dtype=E4M3, device=values.device)
     blocks = triton.cdiv(columns, BLOCK)
@@ -62,6 +62,35 @@ def quantize_blocks(
             )
     lead = values.shape[:-2] if square else values.shape[:-1]
     return codes.view(values.shape), scale.view(*lead, *scale.shape[1 if square else 2 :])
+
+
+def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
+    """`codes` times the scales of their blocks, in fp32, rounded once to `dtype`; shapes as `quantize_blocks` returns them,
+    any strides. The result is contiguous.
+    """
+    matrices, scales = _matrices(codes, square), _matrices(scale, square)
+    count, rows, columns = matrices.shape
+    values = torch.empty(matrices.shape, dtype=dtype, device=codes.device)
+    if codes.numel():
+        with torch.cuda.device_of(codes):
+            _dequantize[triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK), count](
+                matrices,
+                scales,
+                values,
+                rows,
+                columns,
+                *matrices.stride(),
+                *scales.stride(),
+                SQUARE=square,
+                HEIGHT=ROWS,
+                WIDTH=BLOCK,
+            )
+    return values.view(codes.shape)
+
+
+def _matrices(tensor: torch.Tensor, square: bool) -> torch.Tensor:
+    """`[matrices, rows, columns]`: leading dims are further matrices, or where blocks are groups in a row, further rows."""
+    return tensor.reshape(-1, *tensor.shape[-2:]) if square else tensor.reshape(1, -1, tensor.shape[-1])
 
 
 @triton.jit
@@ -111,3 +140,35 @@ def _quantize(
         tl.store(place + tl.program_id(0) * scale_row_stride, inverse)
     else:
         tl.store(place + row * scale_row_stride, inverse, mask=row < rows)
+
+
+@triton.jit
+def _dequantize(
+    codes,
+    scale,
+    values,
+    rows,
+    columns,
+    matrix_stride,
+    row_stride,
+    column_stride,
+    scale_matrix_stride,
+    scale_row_stride,
+    scale_column_stride,
+    SQUARE: tl.constexpr,
+    HEIGHT: tl.constexpr,  # divides WIDTH
+    WIDTH: tl.constexpr,
+):
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    place = matrix * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
+    block = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32)
+    scale += matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
+    if SQUARE:
+        block = block * tl.load(scale + tl.program_id(0) * HEIGHT // WIDTH * scale_row_stride)
+    else:
+        block = block * tl.load(scale + row * scale_row_stride, mask=row < rows, other=0.0)[:, None]
+    place = (matrix * rows + row[:, None]) * columns + column[None, :]
+    tl.store(values + place, block.to(values.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 import torch
 
-from .blockwise import quantize_activation, quantize_weight
+from .blockwise import dequantize_weight, quantize_activation, quantize_weight
 from .digest import digest
 from .formats import SCALE_FORMATS
 
@@ -39,4 +39,5 @@ def _results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
             quantized = quantize(sample, scale_format)
             results[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
             results[f"scales of {kind} ({scale_format})"] = quantized.scale
+            results[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
     return results
