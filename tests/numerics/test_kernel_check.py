@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trl_fp8.numerics import kernel_check
+from trl_fp8.numerics.e4m3 import casts_in_hardware
 
 
 @pytest.fixture
@@ -36,6 +37,15 @@ def test_a_device_that_computes_something_else_is_refused(name, wrong_by_one):
 def test_a_device_that_computes_the_same_is_taken(wrong_by_one):
     wrong_by_one(None)
     kernel_check.require_exact_kernels(torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "taken"), [((8, 6), None, False), ((8, 9), None, True), ((9, 4), "6.4", False)]
+)
+def test_other_gpus_quantize_with_torch(capability, hip, taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert casts_in_hardware(torch.device("cuda")) is taken
 
 
 @pytest.mark.gpu

@@ -100,7 +100,6 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         require_servable(self.model)
-        require_exact_kernels(self.accelerator.device)
         on_cpu = self.accelerator.device.type == "cpu"
         device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
         if on_cpu:
@@ -115,6 +114,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             return_routes=self.return_routes,
             user=self.engine_kwargs,
         )
+        require_exact_kernels(self.accelerator.device)
         if self.return_routes:
             overrides["routes_from"] = "routers" if on_cpu else "vllm"
         with (

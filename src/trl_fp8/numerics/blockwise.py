@@ -15,7 +15,7 @@ Shape letters: N out-features, K in-features, `...` any leading dims (experts).
 import torch
 from torchao.quantization import Float8Tensor
 
-from .e4m3 import E4M3, check_scale_format, saturating_cast_, scale_from_amax
+from .e4m3 import E4M3, casts_in_hardware, check_scale_format, saturating_cast_, scale_from_amax
 from .formats import BLOCK, ScaleFormat
 
 
@@ -83,7 +83,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
     Exact in BF16 for power-of-two scales. Takes what `quantize_weight` or `quantize_activation` returned.
     """
     blocks = tuple(size for size in tensor.block_size if size > 1)
-    if tensor.qdata.is_cuda:
+    if casts_in_hardware(tensor.qdata.device):
         from .blockwise_kernel import dequantize_blocks  # Triton compiles for GPUs only
 
         return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
@@ -127,7 +127,7 @@ def _quantize(
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
-    if values.is_cuda:
+    if casts_in_hardware(values.device):
         from .blockwise_kernel import quantize_blocks  # Triton compiles for GPUs only
 
         qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)

@@ -14,7 +14,7 @@ from .formats import SCALE_FORMATS
 
 
 def require_exact_kernels(device: torch.device) -> None:
-    """Raise `RuntimeError` unless `device` quantizes and sums up a small tensor to the bytes that CPU gives.
+    """Raise `RuntimeError` unless `device` sums up a small tensor, and quantizes it, to the bytes that CPU gives.
 
     On CPU there is nothing to ask. Compiles the kernels for the dtype of weights, which a first sync would do otherwise.
     """
