@@ -170,6 +170,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             calibrate=lambda: self._calibrator.next_scales(self.model_wrapped),
             engine_kwargs=self.args.vllm_engine_kwargs,
             return_routes=self.args.routes_returned,
+            followed=self.args.fp8_forward == "full",
             **kwargs,
         )
         if self._tap is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PretrainedConfig
 
 from ..recipe import FP8Recipe
-from .cpu_ops import ROUNDING_OF_CUDA
+from . import rounding
 
 
 CPU_BLOCK = 128  # tokens per KV cache block of vLLM's CPU backend
@@ -33,6 +33,7 @@ def engine_arguments(
     max_num_seqs: int,
     max_model_len: int | None,
     return_routes: bool = False,
+    followed: bool = False,
     user: dict | None = None,
 ) -> dict:
     """What to pass to `LLM(...)` over what TRL passes.
@@ -43,7 +44,8 @@ def engine_arguments(
         device: See `Device`.
         max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
         return_routes: Whether the experts that routers choose are wanted.
-        user: `vllm_engine_kwargs`; they win over the pinned backends.
+        followed: Whether a trainer computes the same, rounding for rounding (`rounding.py`; a CPU engine always does).
+        user: `vllm_engine_kwargs`; they win over the pinned backends, and setting by setting over pinned roundings.
 
     Raises:
         ValueError: The device cannot run what the recipe asks for; the message says what can.
@@ -57,10 +59,18 @@ def engine_arguments(
     if device.type == "cpu":
         arguments |= _cpu_arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
     else:
-        arguments |= _cuda_arguments(recipe, device)
+        arguments |= _cuda_arguments(recipe, device) | (rounding.CUDA.arguments() if followed else {})
     if return_routes:
         arguments |= _routes_arguments(device, user or {})
-    return arguments | (user or {})
+    return _merged(arguments, user or {})
+
+
+def _merged(ours: dict, users: dict) -> dict:
+    """The user's settings over ours; a dictionary within does not replace ours as a whole."""
+    both = {
+        name for name in ours.keys() & users.keys() if isinstance(ours[name], dict) and isinstance(users[name], dict)
+    }
+    return ours | users | {name: _merged(ours[name], users[name]) for name in both}
 
 
 def _routes_arguments(device: Device, user: dict) -> dict:
@@ -103,4 +113,4 @@ def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: in
     blocks = -(-length // CPU_BLOCK) + 1
     # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
     budget = max(per_token * CPU_BLOCK * blocks, min(per_token * CPU_BLOCK * blocks * max_num_seqs, 2 * 2**30))
-    return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | ROUNDING_OF_CUDA
+    return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | rounding.CPU.arguments()

@@ -20,11 +20,6 @@ from vllm.model_executor.layers.fused_moe.router import cpu_router
 
 
 PROVIDER = "trl_fp8"
-# For `LLM(...)`: prefer the provider below, and use vLLM's torch path of the rotary embedding, which rounds as CUDA's
-ROUNDING_OF_CUDA = {
-    "kernel_config": {"ir_op_priority": {"fused_add_rms_norm": [PROVIDER]}},
-    "compilation_config": {"custom_ops": ["all", "-rotary_embedding"]},
-}
 
 
 def register_cpu_ops() -> None:

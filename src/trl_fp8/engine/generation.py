@@ -21,7 +21,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..numerics.kernel_check import require_exact_kernels
 from ..numerics.kv_scales import KVScales
 from ..recipe import FP8Recipe
-from . import cpu_kernel, upstream
+from . import cpu_kernel, rounding, upstream
 from .arguments import Device, engine_arguments
 from .audit import Ledger, require_auditable
 from .cpu_attention import reference_attention
@@ -32,6 +32,7 @@ from .linear_kernels import activation_scaling, expert_scaling, fp8_experts, fp8
 from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
+from .timed_stream import TimedStream
 from .weight_stream import Named, Quantized, StreamReport, weight_stream
 
 
@@ -66,6 +67,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         quantized: Gives the quantized weight of a module of the recipe, if the trainer has it already; the sync then
             sends that one instead of quantizing again.
         return_routes: Whether `llm.routes` remembers the experts that a mixture of experts' routers choose.
+        followed: Whether a trainer computes what the engine computes: where that one rounds is pinned then.
         **kwargs: As for TRL's `VLLMGeneration`.
 
     Attributes:
@@ -85,6 +87,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine_kwargs: dict | None = None,
         quantized: Quantized | None = None,
         return_routes: bool = False,
+        followed: bool = False,
         **kwargs,
     ):
         self.recipe = recipe
@@ -92,6 +95,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.engine_kwargs = engine_kwargs
         self.quantized = quantized
         self.return_routes = return_routes
+        self.followed = followed
         self.last_sync: SyncReport | None = None
         self.audit_failures = 0
         self._engine_is_whole = False
@@ -112,6 +116,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_length,
             return_routes=self.return_routes,
+            followed=self.followed,
             user=self.engine_kwargs,
         )
         require_exact_kernels(self.accelerator.device)
@@ -122,6 +127,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             upstream.substituted(trl_generation, "LLM", lambda **kwargs: RolloutLLM(**(kwargs | overrides))),
         ):
             super()._init_vllm()
+        if self.followed:
+            (rounding.CPU if on_cpu else rounding.CUDA).require(upstream.engine_config(self.llm))
         engine = upstream.engine_model(self.llm)
         self.kernels = fp8_kernels(engine)
         self.activation_scaling = activation_scaling(engine)
@@ -252,7 +259,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                     round_here=False,
                     quantized=None if merged else self.quantized,
                 )
-                timed = _Timed(ledger.record(stream))
+                timed = TimedStream(ledger.record(stream))
                 upstream.reload_weights(self.llm, self._transport(timed))
         except BaseException:
             upstream.abort_reload(self.llm)
@@ -279,20 +286,3 @@ class FP8VLLMGeneration(VLLMGeneration):
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
         return audited
-
-
-class _Timed:
-    """An iterator that adds up the seconds spent producing its items."""
-
-    def __init__(self, items: Iterator[Named]):
-        self.items, self.seconds = items, 0.0
-
-    def __iter__(self) -> Iterator[Named]:
-        return self
-
-    def __next__(self) -> Named:
-        start = time.perf_counter()
-        try:
-            return next(self.items)
-        finally:
-            self.seconds += time.perf_counter() - start

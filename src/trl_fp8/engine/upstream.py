@@ -18,6 +18,7 @@ from torch import nn
 
 if TYPE_CHECKING:
     from vllm import LLM
+    from vllm.config import VllmConfig
 
 
 @contextmanager
@@ -38,6 +39,11 @@ def substituted(module: ModuleType, name: str, replacement: object) -> Iterator[
 def engine_model(llm: "LLM") -> nn.Module:
     """This rank's model inside the engine. vLLM 0.31, in-process executors only (`external_launcher`)."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def engine_config(llm: "LLM") -> "VllmConfig":
+    """The engine's configuration, with vLLM's defaults filled in."""
+    return llm.llm_engine.vllm_config
 
 
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:

@@ -1,0 +1,69 @@
+"""Where the engine rounds: what is pinned is accepted by vLLM and in force, and what undoes it is refused by name."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import CompilationConfig, KernelConfig
+from vllm.config.compilation import CompilationMode
+
+from engine import engines
+from trl_fp8.engine import rounding, upstream
+from trl_fp8.engine.upstream import engine_config
+
+
+def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):
+    """What vLLM makes of `points.arguments()`, without an engine; `changes` as `name__in=value` of the inner configs."""
+    made = points.arguments()
+    compilation = CompilationConfig(**made["compilation_config"], mode=mode)
+    kernel = KernelConfig(**made["kernel_config"])
+    for name, value in changes.items():
+        holder = kernel.ir_op_priority if hasattr(kernel.ir_op_priority, name) else compilation
+        holder = compilation.pass_config if hasattr(compilation.pass_config, name) else holder
+        setattr(holder, name, value)
+    return SimpleNamespace(compilation_config=compilation, kernel_config=kernel)
+
+
+@pytest.mark.parametrize("points", [rounding.CPU, rounding.CUDA], ids=["cpu", "cuda"])
+def test_vllm_takes_what_is_pinned(points):
+    points.require(config(points))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fuse_norm_quant": True}, "pass_config.fuse_norm_quant=True"),
+        ({"enable_qk_norm_rope_fusion": True}, "pass_config.enable_qk_norm_rope_fusion=True"),
+        ({"fused_add_rms_norm": ["native"]}, r"ir_op_priority.fused_add_rms_norm=\['native'\]"),
+        ({"custom_ops": ["none", "+quant_fp8"]}, "without rotary_embedding.*without silu_and_mul"),
+        ({"custom_ops": ["all", "-silu_and_mul"]}, "without silu_and_mul"),
+    ],
+)
+def test_settings_that_round_elsewhere_are_named(changes, named):
+    with pytest.raises(ValueError, match=f"fp8_forward='full'.*vllm_engine_kwargs.*{named}.*fp8_forward='off'"):
+        rounding.CUDA.require(config(rounding.CUDA, **changes))
+
+
+def test_passes_of_a_compiler_that_does_not_run_do_not_matter():
+    rounding.CUDA.require(config(rounding.CUDA, mode=CompilationMode.NONE, fuse_norm_quant=True))
+
+
+@pytest.mark.engine
+def test_an_engine_that_is_followed_rounds_where_it_was_told(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), followed=True)
+    points = rounding.CPU if generation.accelerator.device.type == "cpu" else rounding.CUDA
+    points.require(engine_config(generation.llm))
+    assert not engine_config(generation.llm).compilation_config.pass_config.fuse_norm_quant
+    engines.shutdown(generation.llm)
+
+
+@pytest.mark.engine
+def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
+    kwargs = {"compilation_config": {"custom_ops": ["none", "+rotary_embedding"]}}
+    started = []
+    monkeypatch.setattr(upstream, "engine_config", lambda llm: started.append(llm) or engine_config(llm))
+    with pytest.raises(ValueError, match="with rotary_embedding"):
+        engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, followed=True)
+    engines.shutdown(started.pop())
+    # where nobody follows, it is the user's choice
+    engines.shutdown(engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs).llm)
+    assert not started
