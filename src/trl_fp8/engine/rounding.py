@@ -5,8 +5,10 @@ product, or a rotary embedding in FP32 and rounds once, where the separate CUDA 
 transformers' BF16 arithmetic does (vllm/ir/ops/layernorm.py against csrc/layernorm_kernels.cu; vllm/compilation/passes).
 e4m3 magnifies every BF16 step of difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
 
-A custom operation is opaque to the compiler. With these settings the separate kernels run, compiled or not, with CUDA graphs
-or without; a few small kernels more per layer are the price. On CPU, cpu_ops.py has kernels that round in the same way.
+A custom operation is opaque to the compiler, so the separate kernels run, compiled or not, with CUDA graphs or without; in what
+Inductor still fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then computes what an eager
+one does, bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are the price. On CPU, cpu_ops.py has
+the operations that round in the same way.
 """
 
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ class RoundingPoints:
             "compilation_config": {
                 "custom_ops": ["all", *torch_paths],
                 "pass_config": dict.fromkeys(FUSIONS, False),
+                "inductor_compile_config": {"emulate_precision_casts": True},
             },
         }
 
@@ -72,6 +75,8 @@ class RoundingPoints:
         if compilation.mode:  # 0: nothing is compiled
             fused = [name for name in FUSIONS if getattr(compilation.pass_config, name)]
             found += [f"compilation_config pass_config.{name}=True" for name in fused]
+            if not compilation.inductor_compile_config.get("emulate_precision_casts"):
+                found.append("compilation_config inductor_compile_config without emulate_precision_casts")
         if found:
             raise ValueError(
                 "fp8_forward='full' computes what the engine computes, rounding for rounding, but vllm_engine_kwargs lets the "
