@@ -3,9 +3,10 @@
     python benchmarks/measure_mismatch.py [--prompts 256]
 
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
-trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in six other ways. A row's mismatch is
-the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over sequences. On CPU the trainer
-computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
+trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines are
+eager; two more are compiled, with and without the settings that keep their roundings, and the trainer scores their tokens
+with the whole flow. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a
+bootstrap over sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
 
 `layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm.
 """
@@ -41,16 +42,28 @@ ENGINES = {
     "fp8_linears": {"kv_cache_dtype": "auto"},
     "fp8_linears_kv": {},
 }
+WHOLE_FLOW = {"forward": "full", "simulate": True}
 # What the trainer does with the rollouts of the engine with FP8 linears and FP8 KV cache
 TRAINERS = {
     "weights_fake_quant": {"forward": "weights"},
     "full_forward": {"forward": "full"},
     "kv_simulated": {"simulate": True},
-    "full_forward_kv_simulated": {"forward": "full", "simulate": True},
+    "full_forward_kv_simulated": WHOLE_FLOW,
     "fp16_trainer": {"autocast": torch.float16},
     "bf16_trainer": {"autocast": torch.bfloat16},
-    "full_forward_kv_simulated_fp32_between": {"forward": "full", "simulate": True, "bf16_between": False},
-    "full_forward_kv_simulated_reordered": {"forward": "full", "simulate": True, "reorder": True},
+    "full_forward_kv_simulated_fp32_between": WHOLE_FLOW | {"bf16_between": False},
+    "full_forward_kv_simulated_reordered": WHOLE_FLOW | {"reorder": True},
+}
+# What vLLM's compiler does by itself; on CPU the engine would be told better
+UNPINNED = {
+    "compilation_config": {"custom_ops": ["none"], "inductor_compile_config": {"emulate_precision_casts": False}},
+    "kernel_config": {"ir_op_priority": {"fused_add_rms_norm": ["native"]}},
+}
+COMPILED = {
+    "full_forward_kv_simulated_compiled_engine": {"followed": True, "engine_kwargs": {"enforce_eager": False}},
+    "full_forward_kv_simulated_compiled_engine_roundings_not_kept": {
+        "engine_kwargs": {"enforce_eager": False} | ({} if torch.cuda.is_available() else UNPINNED)
+    },
 }
 BOOTSTRAPS = 2000
 COMPLETIONS = 4  # of each prompt
@@ -165,39 +178,54 @@ def layer_errors(generation: FP8VLLMGeneration, models: dict, tokens: list[int])
     return errors
 
 
-def measure(prompt_count: int) -> dict:
-    from addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
-    from engine import engines
+class Sampler:
+    """Samples the same prompts from one engine after another."""
 
-    checkpoint = str(cached_checkpoint(PretrainRecipe()))
-    prompts = [row["prompt"] for row in reinforcement_dataset().select(range(prompt_count))]
-    sampling = SamplingParams(n=COMPLETIONS, temperature=1.0, max_tokens=32, logprobs=0, seed=1)
-    rows, layers = [], {}
-    for name, flags in ENGINES.items():
-        generation = engines.start(checkpoint, **flags)
-        ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
+    def __init__(self, prompt_count: int):
+        from addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
+
+        self.checkpoint = str(cached_checkpoint(PretrainRecipe()))
+        self.prompts = [row["prompt"] for row in reinforcement_dataset().select(range(prompt_count))]
+
+    @contextmanager
+    def sampled(self, **options):
+        """(engine, its KV scales, what it returned, that as `Rollouts`); the engine is shut down afterwards."""
+        from engine import engines
+
+        generation = engines.start(self.checkpoint, **options)
+        ids = [generation.processing_class(prompt)["input_ids"] for prompt in self.prompts]
         scales = None
         if generation.recipe.fp8_kv_cache:
             tap = AttentionTap(generation.model)
             amax_L3 = observe_sequences(generation.model, tap, ids).amax_L3
             scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
             tap.remove()
-            generation.calibrate = lambda scales=scales: scales
+            generation.calibrate = lambda: scales
         generation.sync_weights()
+        sampling = SamplingParams(n=COMPLETIONS, temperature=1.0, max_tokens=32, logprobs=0, seed=1)
         outputs = generation.llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
-        rollouts = Rollouts(outputs, generation.accelerator.device)
-        rows.append(rollouts.row(name, score(trainer_model(generation, None, {}), rollouts, {})))
-        if name == "fp8_linears_kv":
-            models = {}
-            for label, variant in TRAINERS.items():
-                model = trainer_model(generation, scales, variant)
-                rows.append(rollouts.row(label, score(model, rollouts, variant)))
-                models[label] = model, variant
-            longest = max(range(len(outputs)), key=lambda index: len(outputs[index].outputs[0].token_ids))
-            tokens = list(outputs[longest].prompt_token_ids) + list(outputs[longest].outputs[0].token_ids)
-            models = {"plain": (trainer_model(generation, None, {}), {})} | models
-            layers = layer_errors(generation, models, tokens)
+        yield generation, scales, outputs, Rollouts(outputs, generation.accelerator.device)
         engines.shutdown(generation.llm)
+
+
+def measure(prompt_count: int) -> dict:
+    sampler, rows, layers = Sampler(prompt_count), [], {}
+    for name, flags in ENGINES.items():
+        with sampler.sampled(**flags) as (generation, scales, outputs, rollouts):
+            plain = trainer_model(generation, None, {})
+            rows.append(rollouts.row(name, score(plain, rollouts, {})))
+            if name == "fp8_linears_kv":
+                models = {"plain": (plain, {})}
+                for label, variant in TRAINERS.items():
+                    model = trainer_model(generation, scales, variant)
+                    rows.append(rollouts.row(label, score(model, rollouts, variant)))
+                    models[label] = model, variant
+                longest = max(outputs, key=lambda output: len(output.outputs[0].token_ids))
+                tokens = list(longest.prompt_token_ids) + list(longest.outputs[0].token_ids)
+                layers = layer_errors(generation, models, tokens)
+    for name, options in COMPILED.items():
+        with sampler.sampled(**options) as (generation, scales, _, rollouts):
+            rows.append(rollouts.row(name, score(trainer_model(generation, scales, WHOLE_FLOW), rollouts, WHOLE_FLOW)))
     return {"rows": rows, "layers": layers}
 
 
