@@ -1,5 +1,7 @@
 """Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too, as many sequences as the cache holds.
 
+"fp8_linears_kv_followed" is the last of them with its roundings kept for a trainer that follows (fp8_forward="full").
+
     python benchmarks/bench_rollout.py [--size qwen3_8b] [--lengths 16384 4096 1024] [--precisions bf16 fp8_linears_kv]
 
 A long rollout that is limited by its KV cache has sequences at every position of their responses at once. Each row is a
@@ -28,7 +30,8 @@ PROMPT = {"tiny": 16}
 LENGTHS = {"tiny": [256, 128]}  # longest first: what the goals are about must fit into the budget
 SLICE = {"tiny": 8}
 SPARE_BLOCKS = 2
-ORDER = ("bf16", "fp8_linears_kv", "fp8_linears")
+FOLLOWED = "_followed"
+ORDER = ("bf16", "fp8_linears_kv", "fp8_linears", f"fp8_linears_kv{FOLLOWED}")
 
 
 def positions(blocks: int, block: int, prompt: int, response: int, tokens: int, most: int) -> list[int]:
@@ -57,12 +60,14 @@ def start(options: argparse.Namespace, folder: str):
     from trl_fp8.recipe import recipe_for_model
 
     model = shapes.on_meta(folder)
-    recipe = recipe_for_model(model, **shapes.PRECISIONS[options.part])
+    recipe = recipe_for_model(model, **shapes.PRECISIONS[options.part.removesuffix(FOLLOWED)])
     sizes = {"max_num_seqs": options.most, "max_model_len": options.prompt + max(options.lengths)}
     on_gpu = shapes.DEVICE == "cuda"
     device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
     user = ({} if on_gpu else {"block_size": 32}) | options.engine_kwargs
-    arguments = engine_arguments(recipe, model.config, device, **sizes, user=user)
+    arguments = engine_arguments(
+        recipe, model.config, device, **sizes, followed=options.part.endswith(FOLLOWED), user=user
+    )
     shapes.as_a_single_rank()
     if not on_gpu:
         register_cpu_kernel()
@@ -192,7 +197,7 @@ def summarize(engines: dict[str, dict]) -> dict:
 
 def main() -> None:
     parser = harness.parser(__doc__, budget=460)
-    parser.add_argument("--precisions", nargs="+", choices=shapes.PRECISIONS, default=ORDER)
+    parser.add_argument("--precisions", nargs="+", choices=ORDER, default=ORDER)
     parser.add_argument("--lengths", nargs="+", type=int, help="response lengths, longest first")
     parser.add_argument("--prompt", type=int, help="prompt tokens")
     parser.add_argument("--slice", type=int, help="tokens sampled for each sequence")

@@ -59,9 +59,10 @@ def test_scales_reach_the_kernel_also_under_captured_graphs(enforce_eager, check
     engines.shutdown(generation.llm)
 
 
-def test_the_precision_flow_lowers_the_mismatch(checkpoint):
+@WITH_AND_WITHOUT_GRAPHS
+def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     """Attention rounds its softmax weights to FP8 inside the kernel, which the trainer does not: less, not nothing."""
-    generation = engines.start(checkpoint("qwen3"))
+    generation = engines.start(checkpoint("qwen3"), engine_kwargs={"enforce_eager": enforce_eager}, followed=True)
     tap = AttentionTap(generation.model)
     scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
@@ -160,8 +161,10 @@ def test_vllm_returns_the_experts_of_every_token(enforce_eager, checkpoint):
     engines.shutdown(generation.llm)
 
 
-def test_the_precision_flow_lowers_the_mismatch_of_experts(checkpoint):
-    generation = engines.start(checkpoint("qwen3_moe", num_experts=8))
+@WITH_AND_WITHOUT_GRAPHS
+def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkpoint):
+    kwargs = {"enforce_eager": enforce_eager}
+    generation = engines.start(checkpoint("qwen3_moe", num_experts=8), engine_kwargs=kwargs, followed=True)
     tap = AttentionTap(generation.model)
     scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
