@@ -74,7 +74,8 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
         default=None,
         metadata={
             "help": "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. '{\"enforce_eager\": true}'. "
-            "What the trainer sets itself (quantization, KV cache type, parallelism, seed, ...) is refused."
+            "What the trainer sets itself (quantization, KV cache type, parallelism, seed, ...) is refused; dictionaries "
+            "within are merged with the trainer's, setting by setting."
         },
     )
     fp8_run_log: bool = field(
