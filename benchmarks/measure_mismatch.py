@@ -4,8 +4,9 @@
 
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
 trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines are
-eager; two more are compiled, with and without the settings that keep their roundings, and the trainer scores their tokens
-with the whole flow. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a
+eager; two more are compiled, with and without the settings that keep their roundings, and two on CPU round the weights of their
+attention (exp(score - maximum), before they are summed) as GPU kernels do: to BF16 as Triton's, to e4m3 as FlashAttention 3's.
+The trainer scores their tokens with the whole flow, which rounds no attention weights. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a
 bootstrap over sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
 
 `layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm.
@@ -16,11 +17,13 @@ import copy
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import record
 import torch
 from vllm import SamplingParams
 
+from trl_fp8.engine import cpu_attention
 from trl_fp8.engine.generation import FP8VLLMGeneration
 from trl_fp8.engine.upstream import engine_model
 from trl_fp8.numerics.blockwise import dequantize_weight
@@ -66,6 +69,7 @@ COMPILED = {
         "engine_kwargs": {"enforce_eager": False} | ({} if torch.cuda.is_available() else UNPINNED)
     },
 }
+ATTENTION_WEIGHTS = {"attention_weights_bf16": torch.bfloat16, "attention_weights_e4m3": torch.float8_e4m3fn}
 BOOTSTRAPS = 2000
 COMPLETIONS = 4  # of each prompt
 
@@ -143,6 +147,26 @@ def reordered():
         yield
     finally:
         fp8_gemm.fake_quant_gemm = gemm
+
+
+@contextmanager
+def attention_weights_in(dtype: torch.dtype | None):
+    """The CPU engine's attention with its weights rounded to `dtype`; their sum is taken before, in FP32."""
+
+    def attend(query, key, value, visible, scale, enable_gqa):
+        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
+        scores = (query @ key.mT * scale).masked_fill(~visible, -torch.inf)
+        weights = (scores - scores.amax(-1, keepdim=True).nan_to_num(0)).exp()
+        rounded = (weights * 256).to(dtype).float() / 256  # FlashAttention 3's offset; of no effect in BF16
+        return rounded @ value / weights.sum(-1, keepdim=True)
+
+    original = cpu_attention.F
+    if dtype is not None:
+        cpu_attention.F = SimpleNamespace(scaled_dot_product_attention=attend)
+    try:
+        yield
+    finally:
+        cpu_attention.F = original
 
 
 @torch.no_grad()
@@ -224,9 +248,11 @@ def measure(prompt_count: int) -> dict:
                 longest = max(outputs, key=lambda output: len(output.outputs[0].token_ids))
                 tokens = list(longest.prompt_token_ids) + list(longest.outputs[0].token_ids)
                 layers = layer_errors(generation, models, tokens)
-    for name, options in COMPILED.items():
-        with sampler.sampled(**options) as (generation, scales, _, rollouts):
-            rows.append(rollouts.row(name, score(trainer_model(generation, scales, WHOLE_FLOW), rollouts, WHOLE_FLOW)))
+    played = {} if torch.cuda.is_available() else dict.fromkeys(ATTENTION_WEIGHTS, {})
+    for name, options in (COMPILED | played).items():
+        with attention_weights_in(ATTENTION_WEIGHTS.get(name)), sampler.sampled(**options) as (generation, *found):
+            model = trainer_model(generation, found[0], WHOLE_FLOW)
+            rows.append(found[2].row(name, score(model, found[2], WHOLE_FLOW)))
     return {"rows": rows, "layers": layers}
 
 
