@@ -4,10 +4,10 @@
 
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
 trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines are
-eager; two more are compiled, with and without the settings that keep their roundings, and two on CPU round the weights of their
-attention (exp(score - maximum), before they are summed) as GPU kernels do: to BF16 as Triton's, to e4m3 as FlashAttention 3's.
-The trainer scores their tokens with the whole flow, which rounds no attention weights. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a
-bootstrap over sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
+eager. The other rows are of the whole flow: with two compiled engines, one of which keeps its roundings; and, on CPU, with
+engines that round the weights of their attention as GPU kernels do (rounded_attention.py), which the trainer does not, or does
+in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over
+sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
 
 `layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm.
 """
@@ -17,13 +17,12 @@ import copy
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import record
 import torch
+from rounded_attention import engine_with, rounded_attention, trainer_with
 from vllm import SamplingParams
 
-from trl_fp8.engine import cpu_attention
 from trl_fp8.engine.generation import FP8VLLMGeneration
 from trl_fp8.engine.upstream import engine_model
 from trl_fp8.numerics.blockwise import dequantize_weight
@@ -69,7 +68,20 @@ COMPILED = {
         "engine_kwargs": {"enforce_eager": False} | ({} if torch.cuda.is_available() else UNPINNED)
     },
 }
-ATTENTION_WEIGHTS = {"attention_weights_bf16": torch.bfloat16, "attention_weights_e4m3": torch.float8_e4m3fn}
+TILE = 8  # keys; sequences have about 40
+# Engines that round their attention weights -> (engine's attention, trainer's)
+ATTENTION = {
+    "attention_weights_bf16": (rounded_attention(torch.bfloat16, TILE), None),
+    "attention_weights_e4m3": (rounded_attention(torch.float8_e4m3fn, TILE), None),
+    "attention_weights_bf16_in_trainer_too": (
+        rounded_attention(torch.bfloat16, TILE),
+        rounded_attention(torch.bfloat16, None),
+    ),
+    "attention_weights_e4m3_in_trainer_too": (
+        rounded_attention(torch.float8_e4m3fn, TILE),
+        rounded_attention(torch.float8_e4m3fn, None),
+    ),
+}
 BOOTSTRAPS = 2000
 COMPLETIONS = 4  # of each prompt
 
@@ -147,26 +159,6 @@ def reordered():
         yield
     finally:
         fp8_gemm.fake_quant_gemm = gemm
-
-
-@contextmanager
-def attention_weights_in(dtype: torch.dtype | None):
-    """The CPU engine's attention with its weights rounded to `dtype`; their sum is taken before, in FP32."""
-
-    def attend(query, key, value, visible, scale, enable_gqa):
-        key, value = (states.repeat_interleave(query.shape[1] // key.shape[1], 1) for states in (key, value))
-        scores = (query @ key.mT * scale).masked_fill(~visible, -torch.inf)
-        weights = (scores - scores.amax(-1, keepdim=True).nan_to_num(0)).exp()
-        rounded = (weights * 256).to(dtype).float() / 256  # FlashAttention 3's offset; of no effect in BF16
-        return rounded @ value / weights.sum(-1, keepdim=True)
-
-    original = cpu_attention.F
-    if dtype is not None:
-        cpu_attention.F = SimpleNamespace(scaled_dot_product_attention=attend)
-    try:
-        yield
-    finally:
-        cpu_attention.F = original
 
 
 @torch.no_grad()
@@ -248,11 +240,13 @@ def measure(prompt_count: int) -> dict:
                 longest = max(outputs, key=lambda output: len(output.outputs[0].token_ids))
                 tokens = list(longest.prompt_token_ids) + list(longest.outputs[0].token_ids)
                 layers = layer_errors(generation, models, tokens)
-    played = {} if torch.cuda.is_available() else dict.fromkeys(ATTENTION_WEIGHTS, {})
+    played = {} if torch.cuda.is_available() else dict.fromkeys(ATTENTION, {})
     for name, options in (COMPILED | played).items():
-        with attention_weights_in(ATTENTION_WEIGHTS.get(name)), sampler.sampled(**options) as (generation, *found):
-            model = trainer_model(generation, found[0], WHOLE_FLOW)
-            rows.append(found[2].row(name, score(model, found[2], WHOLE_FLOW)))
+        engines_own, trainers = ATTENTION.get(name, (None, None))
+        with engine_with(engines_own), sampler.sampled(**options) as (generation, scales, _, rollouts):
+            model = trainer_model(generation, scales, WHOLE_FLOW)
+            with trainer_with(trainers):
+                rows.append(rollouts.row(name, score(model, rollouts, WHOLE_FLOW)))
     return {"rows": rows, "layers": layers}
 
 
