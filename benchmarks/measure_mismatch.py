@@ -5,8 +5,8 @@
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
 trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines are
 eager. The other rows are of the whole flow: with two compiled engines, one of which keeps its roundings; and, on CPU, with
-engines that round the weights of their attention as GPU kernels do (rounded_attention.py), which the trainer does not, or does
-in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over
+engines that round the weights of their attention as GPU kernels do (tests/engine/played_attention.py), which the trainer does
+not, or does in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over
 sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
 
 `layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm.
@@ -20,7 +20,6 @@ from pathlib import Path
 
 import record
 import torch
-from rounded_attention import engine_with, rounded_attention, trainer_with
 from vllm import SamplingParams
 
 from trl_fp8.engine.generation import FP8VLLMGeneration
@@ -69,18 +68,13 @@ COMPILED = {
     },
 }
 TILE = 8  # keys; sequences have about 40
-# Engines that round their attention weights -> (engine's attention, trainer's)
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+# Engines that round their attention weights -> dtype in the engine, what the trainer does
 ATTENTION = {
-    "attention_weights_bf16": (rounded_attention(torch.bfloat16, TILE), None),
-    "attention_weights_e4m3": (rounded_attention(torch.float8_e4m3fn, TILE), None),
-    "attention_weights_bf16_in_trainer_too": (
-        rounded_attention(torch.bfloat16, TILE),
-        rounded_attention(torch.bfloat16, None),
-    ),
-    "attention_weights_e4m3_in_trainer_too": (
-        rounded_attention(torch.float8_e4m3fn, TILE),
-        rounded_attention(torch.float8_e4m3fn, None),
-    ),
+    "attention_weights_bf16": (BF16, {}),
+    "attention_weights_bf16_in_trainer_too": (BF16, {"attention": BF16}),
+    "attention_weights_e4m3": (E4M3, {}),
+    "attention_weights_e4m3_simulated": (E4M3, {"weight_offset": 256.0}),
 }
 BOOTSTRAPS = 2000
 COMPLETIONS = 4  # of each prompt
@@ -136,6 +130,8 @@ def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, varian
     if variant.get("simulate"):
         tap.scales_L3 = scales.values.to(tap.device)
         tap.quantize_query = generation.quantizes_query
+    if offset := variant.get("weight_offset"):
+        tap.round_weights(offset)
     return model
 
 
@@ -226,6 +222,8 @@ class Sampler:
 
 
 def measure(prompt_count: int) -> dict:
+    from engine.played_attention import engine_with, played_attention, trainer_with
+
     sampler, rows, layers = Sampler(prompt_count), [], {}
     for name, flags in ENGINES.items():
         with sampler.sampled(**flags) as (generation, scales, outputs, rollouts):
@@ -242,11 +240,14 @@ def measure(prompt_count: int) -> dict:
                 layers = layer_errors(generation, models, tokens)
     played = {} if torch.cuda.is_available() else dict.fromkeys(ATTENTION, {})
     for name, options in (COMPILED | played).items():
-        engines_own, trainers = ATTENTION.get(name, (None, None))
+        dtype, variant = ATTENTION.get(name, (None, {}))
+        engines_own = played_attention(dtype, TILE) if dtype else None
+        trainers = played_attention(variant["attention"]) if "attention" in variant else None
         with engine_with(engines_own), sampler.sampled(**options) as (generation, scales, _, rollouts):
-            model = trainer_model(generation, scales, WHOLE_FLOW)
+            variant |= WHOLE_FLOW
+            model = trainer_model(generation, scales, variant)
             with trainer_with(trainers):
-                rows.append(rollouts.row(name, score(model, rollouts, WHOLE_FLOW)))
+                rows.append(rollouts.row(name, score(model, rollouts, variant)))
     return {"rows": rows, "layers": layers}
 
 

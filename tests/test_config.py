@@ -53,6 +53,14 @@ def test_what_the_user_sets_wins():
             {"kv_cache_skip_layers": [1], "simulate_kv_cache": True, "kv_cache_dtype": "auto"},
             ["simulate_kv_cache=True", "kv_cache_skip_layers=['1']", "kv_cache_dtype='auto'"],
         ),
+        (
+            {"simulate_attention_weights": True, "simulate_kv_cache": False},
+            ["simulate_attention_weights=True", "simulate_kv_cache=False", "Set simulate_kv_cache=True"],
+        ),
+        (
+            {"simulate_attention_weights": True, "kv_cache_dtype": "auto"},
+            ["simulate_attention_weights=True", "kv_cache_dtype='auto'"],
+        ),
         ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),

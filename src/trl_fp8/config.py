@@ -178,6 +178,7 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
         if self.simulate_kv_cache is None:
             nothing_larger = self.fp8_forward == "full" or not self.fp8_weights
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and nothing_larger
+        self.check_attention_weights()
         if self.kv_calibration is None:
             self.kv_calibration = "rollout" if self._blind_pass is None else "policy"
         if self.use_vllm is None:

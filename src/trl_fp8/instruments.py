@@ -36,6 +36,18 @@ def tap_attention(trainer: GRPOTrainer, recipe: FP8Recipe) -> tuple[AttentionTap
     return tap, calibrator, recipe
 
 
+def follow_attention(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap: AttentionTap) -> None:
+    """Let simulated attention round what the engine's kernels were found to round."""
+    tap.quantize_query = generation.quantizes_query
+    if trainer.args.simulate_attention_weights:
+        if generation.attention_weight_offset is None:
+            raise ValueError(
+                "simulate_attention_weights=True, but the engine's attention does not round its weights to e4m3 (vLLM's GPU "
+                "kernels over an FP8 KV cache do, the CPU reference does not). Set simulate_attention_weights=False."
+            )
+        tap.round_weights(generation.attention_weight_offset)
+
+
 def precision_flow(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap: AttentionTap | None) -> PrecisionFlow:
     """Make the policy compute what the engine's kernels were found to compute."""
     scaling, experts_flow = generation.activation_scaling, None

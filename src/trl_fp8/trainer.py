@@ -25,7 +25,7 @@ from trl.trainer.utils import get_config_model_id
 from .config import FP8GRPOConfig
 from .correction import apply_correction, warn_once
 from .engine.upstream import substituted
-from .instruments import precision_flow, tap_attention
+from .instruments import follow_attention, precision_flow, tap_attention
 from .launch import check_launch
 from .plan import Plan, plan_for_model
 from .policy.adapters import is_reference
@@ -174,7 +174,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             **kwargs,
         )
         if self._tap is not None:
-            self._tap.quantize_query = generation.quantizes_query
+            follow_attention(self, generation, self._tap)
         if self.args.fp8_flow_on:
             self._flow = precision_flow(self, generation, self._tap)
             generation.quantized = self._flow.quantized_weight if self._flow.keeps_weights else None

@@ -10,6 +10,7 @@ from quantization_counter import QuantizationCounter
 from vllm import SamplingParams
 
 from engine import engines
+from engine.played_attention import engine_with, played_attention
 from trl_fp8.engine.linear_kernels import NATIVE_AMAX_FLOOR, ActivationScaling, activation_scaling
 from trl_fp8.engine.upstream import engine_model
 from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation
@@ -123,6 +124,22 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint
         assert all(part.mean() > 1e-3 for part in broken), [part.mean() for part in broken]
     assert prompt.max() < ROUNDING
     assert decode.max() < ROUNDING
+
+
+@pytest.mark.parametrize("tile, left", [(None, 0.001), (8, 0.75)])
+def test_an_engine_that_rounds_attention_weights_is_followed(tile, left, checkpoint):
+    """Where both round relative to the same largest score; in tiles, the more the earlier the largest score comes."""
+    with engine_with(played_attention(torch.float8_e4m3fn, tile)):
+        generation, tap, scales = synced(checkpoint("qwen3"))
+        sequences, theirs = sampled(generation)
+        PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+        off = {}
+        for offset in (None, 256.0):
+            tap.weight_offset = offset
+            parts = differences(policy_log_probs(generation, tap, scales, sequences), theirs)
+            off[offset] = torch.cat(parts).mean().item()
+        engines.shutdown(generation.llm)
+    assert off[None] > 1e-3 and off[256.0] < left * off[None], off
 
 
 def calls_of(generation, name):

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from engine import engines
+from engine.played_attention import engine_with, played_attention
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from trainer.runs import arguments, training
+from trl_fp8.instruments import follow_attention
 from trl_fp8.policy.fp8_linear import FP8Linear
 from trl_fp8.policy.precision_flow import PrecisionFlow
 
@@ -56,6 +59,30 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
 def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_path):
     mismatch = column(run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True), MISMATCH)
     assert min(mismatch) > VISIBLE, mismatch
+
+
+def test_simulated_attention_weights_follow_an_engine_that_rounds_them(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_fp8.engine.generation.attention_weight_offset", lambda engine: 256.0)
+    flags = FULL | {"gradient_checkpointing": True}  # the chunks are made again within layers that are
+    with engine_with(played_attention(torch.float8_e4m3fn)):
+        followed, not_followed = (
+            column(run(checkpoint("qwen3"), tmp_path / str(on), **flags, simulate_attention_weights=on), MISMATCH)
+            for on in (True, False)
+        )
+    assert max(followed) < ROUNDING < VISIBLE < min(not_followed), (followed, not_followed)
+
+
+def test_attention_weights_that_the_engine_does_not_round_are_not_simulated(checkpoint, tmp_path, monkeypatch):
+    started = []
+
+    def follow(trainer, generation, tap):
+        started.append(generation.llm)
+        follow_attention(trainer, generation, tap)
+
+    monkeypatch.setattr("trl_fp8.trainer.follow_attention", follow)
+    with pytest.raises(ValueError, match="simulate_attention_weights=True, but the engine's attention does not round"):
+        run(checkpoint("qwen3"), tmp_path, **FULL, simulate_attention_weights=True)
+    engines.shutdown(started.pop())
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):

@@ -26,7 +26,7 @@ from .arguments import Device, engine_arguments
 from .audit import Ledger, require_auditable
 from .cpu_attention import reference_attention
 from .cpu_ops import register_cpu_ops
-from .kv_cache import fp8_attention_layers, quantizes_query, verify_kv_scales
+from .kv_cache import attention_weight_offset, fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
 from .linear_kernels import activation_scaling, expert_scaling, fp8_experts, fp8_kernels
 from .policy_checks import require_finite, require_servable
@@ -77,6 +77,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         activation_scaling: How those of linears quantize their input; None if no linear is FP8.
         expert_scaling: How those of experts do, and whether they fuse the activation; None if no expert is FP8.
         quantizes_query: Whether the engine's attention rounds q to e4m3 too.
+        attention_weight_offset: See `kv_cache.attention_weight_offset`.
     """
 
     def __init__(
@@ -140,6 +141,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.recipe.fp8_kv_cache:
             fp8_attention_layers(engine, self.recipe.kv_cache_skip_layers)
         self.quantizes_query = quantizes_query(engine)
+        self.attention_weight_offset = attention_weight_offset(engine)
         logger.info(f"engine FP8 kernels: {dict(self.kernels) or 'none'}, activations: {self.activation_scaling}")
         if self._layout.unreadable:
             reasons = sorted(set(self._layout.unreadable.values()))

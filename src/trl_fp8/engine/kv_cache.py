@@ -19,6 +19,11 @@ from ..numerics.kv_scales import QKV, KVScales
 READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
 
 
+# Factor on attention weights before vLLM 0.31's kernels round them to e4m3, which they do where q is e4m3: Max_offset = 8 in
+# FlashAttention 3 (hopper/flash_fwd_kernel_sm90.h), none in v1/attention/ops/triton_unified_attention.py
+WEIGHT_OFFSETS = {"FlashAttentionImpl": 2.0**8, "TritonAttentionImpl": 1.0}
+
+
 def attention_layers(model: nn.Module) -> dict[int, Attention]:
     """The engine's attention modules by decoder layer number.
 
@@ -72,6 +77,16 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
 def quantizes_query(model: nn.Module) -> bool:
     """Whether the engine's attention rounds q to e4m3 as well (FlashAttention 3 and Triton do, the CPU reference not)."""
     return any(module.query_quant is not None for module in attention_layers(model).values())
+
+
+def attention_weight_offset(model: nn.Module) -> float | None:
+    """Factor on the weights of the engine's attention before they are rounded to e4m3; None: they are not."""
+    found = {
+        WEIGHT_OFFSETS[type(module.impl).__name__]
+        for module in attention_layers(model).values()
+        if module.query_quant is not None
+    }
+    return found.pop() if len(found) == 1 else None
 
 
 def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collection[int] = ()) -> None:

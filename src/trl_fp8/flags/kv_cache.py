@@ -60,6 +60,15 @@ class KVCacheFlags:
         },
     )
 
+    simulate_attention_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether the trainer's attention, with simulate_kv_cache, also rounds its weights to e4m3, as FlashAttention 3 "
+            "and vLLM's Triton kernel do over an FP8 KV cache. It is then computed in plain torch, which takes time and memory "
+            "for the scores of 256 queries at a time. For completions that are not long; not run on a GPU yet."
+        },
+    )
+
     @property
     def skip_layers(self) -> tuple[int, ...] | None:
         """`kv_cache_skip_layers` as numbers; None for 'auto'."""
@@ -113,6 +122,14 @@ class KVCacheFlags:
         self._check_skip_layers()
         self._check_needs_fp8()
 
+    def check_attention_weights(self) -> None:
+        """Raise `ValueError` unless what `simulate_attention_weights` builds on is there. Defaults have to be resolved."""
+        if self.simulate_attention_weights and not self.simulate_kv_cache:
+            raise ValueError(
+                f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside attention would "
+                "be followed, and what it reads would not. Set simulate_kv_cache=True and fp8_forward='full', or remove it."
+            )
+
     def _check_skip_layers(self) -> None:
         given = self.kv_cache_skip_layers
         if given is None:
@@ -128,7 +145,10 @@ class KVCacheFlags:
     def _check_needs_fp8(self) -> None:
         if self.kv_cache_dtype != "auto":
             return
-        needs = {"simulate_kv_cache": self.simulate_kv_cache, "kv_cache_skip_layers": self.kv_cache_skip_layers}
+        needs = {
+            name: getattr(self, name)
+            for name in ("simulate_kv_cache", "simulate_attention_weights", "kv_cache_skip_layers")
+        }
         given = [f"{flag}={value!r}" for flag, value in needs.items() if value]
         if given:
             raise ValueError(

@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..numerics.e4m3 import E4M3_MAX
 from ..numerics.fake_quant import cache_round_trip
 from ..numerics.kv_scales import logit_error
+from .rounded_attention import rounded_attention
 
 
 EAGER = "trl_fp8_eager"
@@ -96,6 +97,7 @@ class AttentionTap:
             again.
         quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
         attend_in_fp32: Whether attention computes in FP32 and returns the dtype of q, as the engine's CPU reference does.
+        weight_offset: Under scales, attention is `rounded_attention` with this offset; None: the model's own.
     """
 
     def __init__(self, model: nn.Module, high_precision_layers: Collection[int] = ()):
@@ -106,6 +108,7 @@ class AttentionTap:
         self.scales_L3: torch.Tensor | None = None
         self.quantize_query = False
         self.attend_in_fp32 = False
+        self.weight_offset: float | None = None
         self._mask_BT: torch.Tensor | None = None
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A layer
@@ -119,6 +122,19 @@ class AttentionTap:
         for module in self._attention:
             setattr(module, _TAP, self)
         self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def round_weights(self, offset: float) -> None:
+        """Simulate a kernel that rounds its attention weights (`weight_offset`).
+
+        Raises:
+            ValueError: The model's attention gets no mask of queries by keys.
+        """
+        if self._implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation needs the "
+                "masks of 'sdpa' or 'eager'. Load the model with one of them (model_init_kwargs={'attn_implementation': 'sdpa'})."
+            )
+        self.weight_offset = offset
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -153,11 +169,33 @@ class AttentionTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The attention function `attend` behind the tap; q, k, v are `[B, H, T, D]`."""
         states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+        if self.weight_offset is not None and self._simulates(module.layer_idx):
+            return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
         if not self.attend_in_fp32:
             return attend(module, *states, *args, **kwargs)
         with torch.autocast(query.device.type, enabled=False):
             output, weights = attend(module, *(tensor.float() for tensor in states), *args, **kwargs)
         return output.to(query.dtype), weights
+
+    def _attend_rounded(
+        self,
+        states: tuple[torch.Tensor, ...],
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        beyond = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+        beyond += ["dropout"] if kwargs.get("dropout") else []
+        if beyond:
+            raise ValueError(
+                f"simulate_attention_weights=True, but this model's attention has {', '.join(beyond)}, which the simulation does not. Set "
+                "simulate_attention_weights=False."
+            )
+        return rounded_attention(*states, attention_mask, scaling or states[0].shape[-1] ** -0.5, self.weight_offset)
+
+    def _simulates(self, layer: int) -> bool:
+        return self.scales_L3 is not None and layer not in self.high_precision_layers
 
     def _pass_through(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -166,7 +204,7 @@ class AttentionTap:
             mask = self._mask_BT
             real_BT = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
             self.observation.add(layer, (query, key, value), real_BT, scaling or query.shape[-1] ** -0.5)
-        if self.scales_L3 is not None and layer not in self.high_precision_layers:
+        if self._simulates(layer):
             q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
             key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
             if self.quantize_query:

@@ -15,12 +15,9 @@ import torch.nn.functional as F
 from trl_fp8.engine import cpu_attention
 
 
-OFFSET = 256  # what FlashAttention 3 multiplies e4m3 weights with; of no effect in BF16
-
-
-def rounded_attention(dtype: torch.dtype, tile: int | None) -> Callable:
+def played_attention(dtype: torch.dtype, tile: int | None = None, offset: float = 256.0) -> Callable:
     """A `scaled_dot_product_attention` with weights in `dtype`, relative to the largest score up to the end of each tile of
-    `tile` keys; None: one tile.
+    `tile` keys; None: one tile. `offset` multiplies them before they are rounded (FlashAttention 3's; of no effect in BF16).
     """
 
     def attend(
@@ -39,7 +36,7 @@ def rounded_attention(dtype: torch.dtype, tile: int | None) -> Callable:
         so_far = largest.repeat_interleave(tile or keys, -1)[..., :keys]
         weights = (scores - so_far).exp()
         to_last = (so_far - largest[..., -1:]).exp()
-        rounded = (weights * OFFSET).to(dtype).float() / OFFSET
+        rounded = (weights * offset).to(dtype).float() / offset
         return ((rounded * to_last) @ value / (weights * to_last).sum(-1, keepdim=True)).to(query.dtype)
 
     return attend
