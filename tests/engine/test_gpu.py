@@ -76,6 +76,25 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     engines.shutdown(generation.llm)
 
 
+@pytest.mark.parametrize("attention_backend", ["FLASH_ATTN", "TRITON_ATTN"])
+def test_simulated_attention_weights_lower_the_mismatch_further(attention_backend, checkpoint):
+    """The kernels' tiles are not known, so that some is left."""
+    generation = engines.start(
+        checkpoint("qwen3"), engine_kwargs={"attention_backend": attention_backend}, followed=True
+    )
+    tap = AttentionTap(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
+    generation.calibrate = lambda: scales
+    generation.sync_weights()
+    rollouts = engines.log_probs(generation.llm)
+    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
+    without = distance(generation.model, rollouts)
+    tap.round_weights(generation.attention_weight_offset)
+    assert distance(generation.model, rollouts) < 0.8 * without
+    engines.shutdown(generation.llm)
+
+
 @torch.no_grad()
 def distance(model, rollouts):
     """Mean |trainer - engine| log-prob over the prompts' tokens."""
