@@ -1,5 +1,7 @@
 """The real paged cache against the trainer's simulation of it, and the guards around recalibrated scales."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm import SamplingParams
@@ -7,7 +9,7 @@ from vllm import SamplingParams
 from engine import engines
 from trl_fp8.engine import kv_cache
 from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
-from trl_fp8.engine.kv_cache import attention_layers, fp8_attention_layers, quantizes_query
+from trl_fp8.engine.kv_cache import attention_layers, attention_weight_offset, fp8_attention_layers, quantizes_query
 from trl_fp8.engine.upstream import engine_model
 from trl_fp8.numerics.fake_quant import cache_codes
 from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
@@ -22,6 +24,23 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [4 + 7 * position % 50 for position in range(20)]
 DECODED = 32
+
+
+@pytest.mark.parametrize(
+    ("implementations", "offset"),
+    [
+        (["FlashAttentionImpl", "FlashAttentionImpl"], 256.0),
+        (["TritonAttentionImpl", None], 1.0),  # a skipped layer rounds no query, and no weights
+        ([None, None], None),
+    ],
+)
+def test_where_queries_are_rounded_attention_weights_are(implementations, offset, monkeypatch):
+    layers = {
+        number: SimpleNamespace(impl=type(name or "CPU", (), {})(), query_quant=name and object())
+        for number, name in enumerate(implementations)
+    }
+    monkeypatch.setattr(kv_cache, "attention_layers", lambda model: layers)
+    assert attention_weight_offset(None) == offset
 
 
 def calibrated(checkpoint, **options):

@@ -63,6 +63,8 @@ def test_masks_of_transformers_mean_the_same():
     added = torch.zeros(1, 1, T, T).masked_fill(~causal, torch.finfo(torch.float32).min)
     by_default, *others = (rounded_attention(q, k, v, mask, SCALING, 1.0) for mask in (None, causal, added))
     assert all(torch.equal(by_default, other) for other in others)
+    with pytest.raises(ValueError, match="20 queries over 21 keys without a mask"):
+        rounded_attention(q[:, :, 1:], k, v, None, SCALING, 1.0)
 
 
 @pytest.mark.parametrize("mask", [None, padded_mask()], ids=["causal", "padded"])

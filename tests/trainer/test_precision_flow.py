@@ -53,12 +53,15 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     moved = {name: value for name, value in trainer.model.state_dict().items() if not torch.equal(value, start[name])}
     assert len(moved) == len(start)
+    assert trainer.vllm_generation.followed  # compiled, the engine would keep its roundings
     assert min(column(trainer, "grad_norm")) > 0
 
 
 def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_path):
-    mismatch = column(run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True), MISMATCH)
+    trainer = run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True)
+    mismatch = column(trainer, MISMATCH)
     assert min(mismatch) > VISIBLE, mismatch
+    assert not trainer.vllm_generation.followed
 
 
 def test_simulated_attention_weights_follow_an_engine_that_rounds_them(checkpoint, tmp_path, monkeypatch):

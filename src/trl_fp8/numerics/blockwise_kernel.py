@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .e4m3 import E4M3, E4M3_MAX
 from .formats import BLOCK, ScaleFormat
+from .triton_tile import tile
 
 
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
@@ -114,9 +115,7 @@ def _quantize(
     LIMIT: tl.constexpr,
 ):
     matrix = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
-    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
     place = matrix * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
     block = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
 
@@ -160,9 +159,7 @@ def _dequantize(
     WIDTH: tl.constexpr,
 ):
     matrix = tl.program_id(2).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
-    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
     place = matrix * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
     block = tl.load(codes + place, mask=inside, other=0.0).to(tl.float32)
     scale += matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride

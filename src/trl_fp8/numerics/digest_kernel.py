@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .triton_tile import tile
+
 
 HEIGHT, WIDTH = 32, 256  # words per program
 
@@ -33,9 +35,7 @@ def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_s
 
 @triton.jit
 def _add_words(total, words, rows, columns, first_row, column_step, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
-    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
     word = tl.load(words + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.int64)
     key = 2 * ((first_row + row)[:, None] + (column * column_step)[None, :]) + 1
     tl.atomic_add(total, tl.sum(tl.sum(word * key, axis=1), axis=0))

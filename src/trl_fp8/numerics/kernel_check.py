@@ -28,7 +28,7 @@ def require_exact_kernels(device: torch.device) -> None:
         raise RuntimeError(
             f"on {device}, Triton {version('triton')} gives other bytes than torch on CPU for: {', '.join(wrong)}. Weights "
             "would reach the engine changed, or unproven. Unset TRITON_* variables, and install the Triton that torch "
-            f"{torch.__version__} asks for (pip show torch). vllm_engine_kwargs or fp8 flags have no part in this."
+            f"{torch.__version__} asks for (pip show torch)."
         )
 
 

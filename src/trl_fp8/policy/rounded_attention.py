@@ -53,7 +53,14 @@ def rounded_attention(
 
     Returns:
         `[B, T, H, D]` in FP32. A query that sees no key gets zeros.
+
+    Raises:
+        ValueError: No mask, and another number of queries than of keys.
     """
+    if mask is None and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{query.shape[2]} queries over {key.shape[2]} keys without a mask: which keys a query sees is not known. Pass a mask."
+        )
     outputs = []
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, query.shape[2], chunk):
