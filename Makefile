@@ -17,6 +17,18 @@ export PYTHONDONTWRITEBYTECODE :=
 # DeepSpeed's CUDA kernels are not needed to shard a policy
 export DS_BUILD_OPS := 0
 
+# ISA=avx2: as on a host without AVX-512. Compiled code is kept apart, because Inductor's cache does not ask for which CPU
+ISA :=
+ifeq ($(ISA),avx2)
+export ATEN_CPU_CAPABILITY := avx2
+export ONEDNN_MAX_CPU_ISA := AVX2
+export TORCHINDUCTOR_CACHE_DIR := $(abspath $(VENV)/avx2/inductor)
+export VLLM_CACHE_ROOT := $(abspath $(VENV)/avx2/vllm)
+export PYTHONPATH := $(abspath tests/older_host)
+else ifneq ($(ISA),)
+$(error ISA=$(ISA): leave it empty, for what the host has, or set ISA=avx2)
+endif
+
 # The demo's policy. Not taken from the environment, where MODEL may mean something else
 MODEL := dense
 DEMO_dense := addition
@@ -29,7 +41,7 @@ demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/configs/$(DEMO).yaml $(ARGS)
 
-test: $(READY) lint  ## everything that CI runs
+test: $(READY) lint  ## everything that CI runs; ISA=avx2: as an older host would run it
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
 
 lint: $(READY)

@@ -54,6 +54,7 @@ def start(options: argparse.Namespace, folder: str):
 
     from trl_fp8.engine.arguments import Device, engine_arguments
     from trl_fp8.engine.cpu_attention import reference_attention
+    from trl_fp8.engine.cpu_experts import register_cpu_experts
     from trl_fp8.engine.cpu_kernel import register_cpu_kernel
     from trl_fp8.engine.cpu_ops import register_cpu_ops
     from trl_fp8.plan import plan_for_model
@@ -71,6 +72,7 @@ def start(options: argparse.Namespace, folder: str):
     shapes.as_a_single_rank()
     if not on_gpu:
         register_cpu_kernel()
+        register_cpu_experts()
         register_cpu_ops()
     with reference_attention() if recipe.fp8_kv_cache and not on_gpu else nullcontext():
         llm = LLM(

@@ -5,8 +5,16 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -27,10 +35,14 @@ ARCHITECTURES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
 EXPERTS = {
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1),
@@ -43,6 +55,13 @@ EXPERTS = {
     ),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
     "olmoe": dict(num_experts=4, num_experts_per_tok=2, intermediate_size=128),
+    "glm4_moe": dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
 }
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*/=?<>()., :\n", *"abcdefghijklmnopqrstuvwxyz"]
 
@@ -130,9 +149,9 @@ def save_checkpoint(
     """Write a BF16 checkpoint and its tokenizer; returns the folder as a string."""
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).to(torch.bfloat16)
-    for name, parameter in model.named_parameters():  # biases start at zero, which would hide that they are dropped
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.1)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("bias"):  # they start at zero, which would hide that they are dropped
+            torch.nn.init.normal_(tensor, std=0.1)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)

@@ -33,6 +33,7 @@ from .checkpoint_names import checkpoint_name
 from .engine.policy_checks import require_finite
 from .engine.weight_stream import Named, StreamReport, weight_stream
 from .model_card import export_card
+from .model_outline import persistent_buffers
 from .numerics.kv_scales import KVScales
 from .plan import plan_for_model
 from .recipe import FP8Recipe, recipe_for_model
@@ -104,7 +105,7 @@ def export_fp8(
     plan = plan_for_model(model, recipe)
     try:
         (unfinished / "README.md").write_text(export_card(card, plan.table(), kv_scales is not None, _hub_id(model)))
-        stream = weight_stream(parameters, recipe, kv_scales, StreamReport())
+        stream = weight_stream(parameters, recipe, kv_scales, StreamReport(), buffers=persistent_buffers(model))
         _write(unfinished, model, tokenizer, stream, recipe, shard_bytes)
         unfinished.chmod(0o755)  # temporary folders are private
         unfinished.replace(folder)
@@ -164,7 +165,8 @@ def verify_export(folder: str | Path) -> int:
     """Compare every file of an export with its checksum; returns their number.
 
     Raises:
-        ValueError: Files are missing or differ; the message names them. Or the folder is no export.
+        ValueError: Files are missing or differ, or there are others beside them (hidden ones do not count); the message names
+            them. Or the folder is no export.
     """
     folder = Path(folder)
     if not (folder / CHECKSUMS).exists():
@@ -175,6 +177,14 @@ def verify_export(folder: str | Path) -> int:
     if outside := [name for name in expected if not (folder / name).resolve().is_relative_to(folder.resolve())]:
         raise ValueError(
             f"folder={str(folder)!r}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}."
+        )
+    # a loader would take weights or code that lie beside the export; what a Hub client leaves behind is hidden
+    there = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    visible = {str(path) for path in there if not any(part.startswith(".") for part in path.parts)}
+    if added := sorted(visible - expected.keys() - {CHECKSUMS}):
+        raise ValueError(
+            f"folder={str(folder)!r} holds files that were not exported: {', '.join(added)}. A loader may take them for the "
+            "model's. Remove them, or export again."
         )
     broken = [
         name for name, digest in expected.items() if not (folder / name).exists() or _sha256(folder / name) != digest

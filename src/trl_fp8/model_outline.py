@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from .checkpoint_names import checkpoint_name, full_shape
@@ -13,6 +14,7 @@ def outline_of(model: nn.Module) -> Outline:
     """Names and shapes of a causal LM."""
     text = model.config.get_text_config()
     named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not _of_adapter(name)}
+    named |= persistent_buffers(model)
     return Outline(
         name=model.config.name_or_path or type(model).__name__,
         class_name=type(model).__name__,
@@ -31,6 +33,16 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not _of_adapter(name):
             yield checkpoint_name(name), module
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers that checkpoints hold, by checkpoint name: the routers' `e_score_correction_bias` of DeepSeek-V3 and GLM-4 MoE,
+    for example. They follow the model's updates like parameters, but no gradient, and keep their dtype in an engine.
+    """
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and not _of_adapter(f"{prefix}.{name}"):
+                yield checkpoint_name(f"{prefix}.{name}"), buffer
 
 
 def _of_adapter(name: str) -> bool:

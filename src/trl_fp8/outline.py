@@ -17,7 +17,7 @@ class Outline:
         class_name: Of the model.
         model_type: As in its config, of the language model where there are several.
         layers, kv_heads, head_dim: Of the language model.
-        parameters: Name -> shape of every parameter.
+        parameters: Name -> shape of every parameter, and of buffers that a checkpoint holds.
         linears: Name -> (out-features N, in-features K) of every linear layer.
         experts: Name -> whether the layout is gate_up_proj [E, 2I, K], down_proj [E, K, I], of every module of experts.
     """

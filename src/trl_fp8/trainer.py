@@ -177,7 +177,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             follow_attention(self, generation, self._tap)
         if self.args.fp8_flow_on:
             self._flow = precision_flow(self, generation, self._tap)
-            generation.quantized = self._flow.quantized_weight if self._flow.keeps_weights else None
+            generation.share = self._flow.keep_weight if self._flow.keeps_weights else None
         if self.args.own_engine:
             kernels = ", ".join(f"{name} ({count})" for name, count in generation.kernels.items()) or "high precision"
             self.accelerator.print(

@@ -17,10 +17,12 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 
 from trl_fp8.engine.arguments import Device, engine_arguments
 from trl_fp8.engine.cpu_attention import reference_attention
+from trl_fp8.engine.cpu_experts import register_cpu_experts
 from trl_fp8.engine.cpu_kernel import register_cpu_kernel
 from trl_fp8.engine.cpu_ops import register_cpu_ops
 from trl_fp8.engine.generation import FP8VLLMGeneration
 from trl_fp8.engine.weight_stream import StreamReport, weight_stream
+from trl_fp8.model_outline import persistent_buffers
 from trl_fp8.numerics.kv_scales import KVScales
 from trl_fp8.recipe import FP8Recipe, recipe_for_model
 
@@ -83,7 +85,8 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = generation.recipe.quantization_config
     (folder / "config.json").write_text(json.dumps(config))
-    stream = weight_stream(generation.model.named_parameters(), generation.recipe, kv_scales, StreamReport())
+    both = dict(parameters=generation.model.named_parameters(), buffers=persistent_buffers(generation.model))
+    stream = weight_stream(recipe=generation.recipe, kv_scales=kv_scales, report=StreamReport(), **both)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 
@@ -97,6 +100,7 @@ def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> 
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     del arguments["hf_overrides"]  # the checkpoint's own config says it
     register_cpu_kernel()
+    register_cpu_experts()
     register_cpu_ops()
     with reference_attention() if recipe.fp8_kv_cache and not on_gpu else nullcontext():
         return LLM(
@@ -137,8 +141,8 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
     """Another policy: what an optimizer step would leave behind."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.03 * torch.randn(parameter.shape, generator=generator).to(parameter.device))
+        for tensor in [*model.parameters(), *dict(persistent_buffers(model)).values()]:
+            tensor.add_(0.03 * torch.randn(tensor.shape, generator=generator).to(tensor.device))
 
 
 def after_two_syncs(generation) -> list[tuple]:
@@ -154,7 +158,7 @@ def after_two_syncs(generation) -> list[tuple]:
 
 def require_whole_audit(generation) -> None:
     """Every tensor of the policy was read back, and a scale for each FP8 weight: the experts' too."""
-    parameters = len(list(generation.model.parameters()))
+    parameters = len(list(generation.model.parameters())) + len(list(persistent_buffers(generation.model)))
     assert generation.last_sync.audited_tensors == parameters + len(generation.recipe.fp8_tensors)
 
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
+import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
@@ -105,6 +107,22 @@ def test_shards_hold_each_tensor_once_and_a_weight_with_its_scale(small, tmp_pat
     assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
 
 
+@pytest.mark.parametrize("architecture", tiny_models.ARCHITECTURES)
+def test_an_export_holds_whatever_the_policys_state_dict_holds(architecture, checkpoint, tmp_path):
+    """Up to scales, and with experts one by one."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint(architecture), dtype=torch.float32)
+    folder = export_fp8(model, tiny_models.tokenizer(), tmp_path / "fp8")
+    held = json.loads((folder / INDEX).read_text())["weight_map"]
+    fused = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "w1": "gate_up_proj", "w3": "gate_up_proj"}
+    fused |= {"down_proj": "down_proj", "w2": "down_proj"}
+
+    def policys(name):
+        name = name.replace(".block_sparse_moe.", ".mlp.")
+        return re.sub(r"\.experts\.\d+\.(\w+)\.weight$", lambda part: f".experts.{fused[part[1]]}", name)
+
+    assert {policys(name) for name in held if not name.endswith("_scale_inv")} == model.state_dict().keys()
+
+
 def test_a_corrupted_or_missing_file_is_named(small, tmp_path):
     folder = export_fp8(*small, tmp_path / "fp8", shard_bytes=200_000)
     files = sorted(folder.glob("*.safetensors"))
@@ -118,6 +136,20 @@ def test_a_corrupted_or_missing_file_is_named(small, tmp_path):
         verify_export(folder)
     (folder / CHECKSUMS).unlink()
     with pytest.raises(ValueError, match="not written by export_fp8, or not completely"):
+        verify_export(folder)
+
+
+def test_files_beside_an_export_are_named(small, tmp_path):
+    """vLLM would load a model.safetensors that lies beside the shards."""
+    folder = export_fp8(*small, tmp_path / "fp8")
+    (folder / ".cache").mkdir()
+    for name in (".gitattributes", ".cache/of_a_hub_client"):
+        (folder / name).touch()
+    assert verify_export(folder) > 3
+    (folder / "original").mkdir()
+    for name in ("model.safetensors", "original/weights.bin"):
+        (folder / name).touch()
+    with pytest.raises(ValueError, match=r"not exported: model\.safetensors, original/weights\.bin\. A loader"):
         verify_export(folder)
 
 

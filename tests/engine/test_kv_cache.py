@@ -131,7 +131,7 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     monkeypatch.setattr(AttentionTap, "_before_forward", lambda self, module, args, kwargs: None)
     tap.remove()
     shifted_tap = AttentionTap(generation.model)
-    shifted_tap.attend_in_fp32 = True
+    shifted_tap.attend_in_fp64 = True
     shifted = trainer_bytes(generation, shifted_tap, scales, ids, mask, monkeypatch)
     for layer, (_, _, slots) in written.items():
         for column, held in enumerate(cached(generation, layer, slots)):  # k, v

@@ -31,6 +31,7 @@ def test_two_syncs_equal_fresh_engines_bit_for_bit(name, checkpoint, tmp_path):
         engines.perturb(generation.model, seed=step)
         scales["now"] = engines.some_scales(layers, step)
         generation.sync_weights()
+        engines.require_whole_audit(generation)
         results.append(engines.log_probs(generation.llm))
         folders.append(tmp_path / f"step{step}")
         if step == 1:
@@ -52,6 +53,23 @@ def test_partial_recipes_sync_too(flags, checkpoint, tmp_path):
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
     assert engines.fresh_log_probs(tmp_path / "fresh", generation, scales) == synced
+
+
+def test_buffers_of_the_checkpoint_arrive(checkpoint):
+    """A bias of GLM-4 MoE's routers, which load balancing moves, is a buffer and no parameter."""
+    generation = engines.start(checkpoint("glm4_moe"), engines.some_scales(2, 1))
+    generation.sync_weights()
+    engines.require_whole_audit(generation)
+    before = engines.log_probs(generation.llm)
+    bias = generation.model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in generation._layout.pieces
+    bias.copy_(torch.tensor([5.0, -5.0, 5.0, -5.0]))  # other experts for most tokens
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) != before
+    bias[2] = torch.nan
+    with pytest.raises(ValueError, match="1 of .* parameters: model.layers.1.mlp.gate.e_score_correction_bias"):
+        generation.sync_weights()
+    engines.shutdown(generation.llm)
 
 
 def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):

@@ -119,24 +119,12 @@ def test_weights_of_adapters_that_are_not_active_are_not_sent(model):
     assert len(sent) == 25 and "lm_head.weight" in sent
 
 
-@pytest.mark.parametrize("change", [lambda weight: weight.mul_(2), lambda weight: weight.add_(0.05)])
-def test_weights_that_come_quantized_from_an_earlier_state_are_named(model, change):
-    """A weight that doubled has the codes of before, under other scales."""
-    recipe = recipe_for_model(model)
-    linears = dict(model.named_modules())
-    parameters = dict(model.named_parameters())
-    earlier = {name: quantize_weight(parameters[name].detach().bfloat16()) for name in recipe.fp8_tensors}
-
-    def send():
-        report = StreamReport()
-        list(weight_stream(model.named_parameters(), recipe, None, report, quantized=earlier.__getitem__))
-        return report
-
-    send().require_current()
-    with torch.no_grad():
-        change(linears["model.layers.1.mlp.up_proj"].weight)
-    with pytest.raises(RuntimeError, match="current weights: model.layers.1.mlp.up_proj.weight. Trainer"):
-        send().require_current()
+def test_who_shares_the_quantization_gets_what_is_sent(model):
+    recipe, shared = recipe_for_model(model), {}
+    sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport(), share=shared.__setitem__))
+    assert shared.keys() == recipe.fp8_tensors
+    for name, codes in shared.items():
+        assert sent[name] is codes.qdata and sent[f"{name}_scale_inv"] is codes.scale
 
 
 MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")

@@ -121,16 +121,18 @@ def test_weights_are_quantized_once_until_they_change(architecture, monkeypatch)
     counter, tokens = QuantizationCounter(monkeypatch), torch.arange(4, 20)[None]
     assert counter.during(lambda: model(input_ids=tokens)) == 4  # two 3-D weights a layer, all experts at once
     assert counter.during(lambda: model(input_ids=tokens)) == 0
-    codes = installed.quantized_weight(f"{NAMES[1]}.down_proj")
-    weight = model.model.layers[1].mlp.experts.down_proj
+    experts = model.model.layers[1].mlp.experts
+    codes, weight = experts.quantized_weight("down_proj"), experts.down_proj
     assert torch.equal(codes.scale, quantize_weight(weight.detach().bfloat16()).scale) and counter.calls == 4
     with torch.no_grad():
         weight.mul_(2)
     assert counter.during(lambda: model(input_ids=tokens)) == 1
+    fresh = quantize_weight(weight.detach().bfloat16())
+    installed.keep(f"{NAMES[1]}.down_proj", fresh)  # a sync's
+    assert counter.during(lambda: model(input_ids=tokens)) == 0 and experts.quantized_weight("down_proj") is fresh
     weight.data.mul_(2)  # nobody can see this
     installed.invalidate()
     assert counter.during(lambda: model(input_ids=tokens)) == 4
-    assert installed.quantized_weight("model.layers.0.self_attn.q_proj.weight") is None
 
 
 def test_without_a_cache_nothing_is_kept(monkeypatch):

@@ -2,10 +2,10 @@
 
 vLLM 0.31's own CPU kernel for an FP8 KV cache needs AVX-512 and rounds toward zero where the CUDA kernels round to
 nearest. The reference backend keeps real e4m3 bytes in vLLM's real paged cache and computes what the CUDA kernels
-compute up to accumulation order:
+compute, in FP64, so that a decode step gives what a prefill of the same tokens gives:
 
     write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v)
-    read:   k = bytes * k_scale; softmax(q k^T) v in fp32; q and the output in the model's dtype
+    read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
 It is used for every FP8 KV cache on CPU, so that results do not depend on the host, and like the linear kernel it is
 made for development, tests and demos. Scales are read from the layer's host floats, as vLLM's CPU backend does. Layers
@@ -156,9 +156,14 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
         if self.sliding_window is not None:
             visible_RQS = visible_RQS & (key_position > query_position_RQ[..., None] - self.sliding_window)
         attended = F.scaled_dot_product_attention(
-            q_RQHD.transpose(1, 2), k_RGSD, v_RGSD, visible_RQS[:, None], scale=self.scale, enable_gqa=True
+            q_RQHD.transpose(1, 2).double(),
+            k_RGSD.double(),
+            v_RGSD.double(),
+            visible_RQS[:, None],
+            scale=self.scale,
+            enable_gqa=True,
         ).transpose(1, 2)
-        output[:tokens] = attended[is_query_RQ].to(output.dtype).view(output[:tokens].shape)
+        output[:tokens] = attended[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
         return output
 
     def _gather(self, cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

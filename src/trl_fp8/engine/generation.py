@@ -18,13 +18,16 @@ from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..model_outline import persistent_buffers
 from ..numerics.kernel_check import require_exact_kernels
 from ..numerics.kv_scales import KVScales
 from ..recipe import FP8Recipe
-from . import cpu_kernel, rounding, upstream
+from . import rounding, upstream
 from .arguments import Device, engine_arguments
 from .audit import Ledger, require_auditable
 from .cpu_attention import reference_attention
+from .cpu_experts import register_cpu_experts
+from .cpu_kernel import register_cpu_kernel
 from .cpu_ops import register_cpu_ops
 from .kv_cache import attention_weight_offset, fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
@@ -33,7 +36,7 @@ from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
 from .timed_stream import TimedStream
-from .weight_stream import Named, Quantized, StreamReport, weight_stream
+from .weight_stream import Named, Share, StreamReport, weight_stream
 
 
 logger = get_logger(__name__)
@@ -64,8 +67,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Called once per sync if the KV cache is FP8; returns the scales of the current policy, the same on
             every rank.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        quantized: Gives the quantized weight of a module of the recipe, if the trainer has it already; the sync then
-            sends that one instead of quantizing again.
+        share: Gets each weight that a sync quantized, so that the trainer need not do it again.
         return_routes: Whether `llm.routes` remembers the experts that a mixture of experts' routers choose.
         followed: Whether a trainer computes what the engine computes: where that one rounds is pinned then.
         **kwargs: As for TRL's `VLLMGeneration`.
@@ -86,7 +88,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: FP8Recipe,
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
-        quantized: Quantized | None = None,
+        share: Share | None = None,
         return_routes: bool = False,
         followed: bool = False,
         **kwargs,
@@ -94,7 +96,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.recipe = recipe
         self.calibrate = calibrate
         self.engine_kwargs = engine_kwargs
-        self.quantized = quantized
+        self.share = share
         self.return_routes = return_routes
         self.followed = followed
         self.last_sync: SyncReport | None = None
@@ -108,7 +110,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         on_cpu = self.accelerator.device.type == "cpu"
         device = Device("cpu") if on_cpu else Device("cuda", torch.cuda.get_device_capability())
         if on_cpu:
-            cpu_kernel.register_cpu_kernel()
+            register_cpu_kernel()
+            register_cpu_experts()
             register_cpu_ops()
         overrides = engine_arguments(
             self.recipe,
@@ -185,7 +188,6 @@ class FP8VLLMGeneration(VLLMGeneration):
                 raise
             logger.warning(f"weight sync failed and is repeated once: {error}")
             ledger, stream, waiting = self._reload(kv_scales)
-        stream.require_current()
         audited = self._audit(ledger, kv_scales)
         self._engine_is_whole = True
         relative_error, dead_blocks = stream.read()
@@ -243,10 +245,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _reload(self, kv_scales: KVScales | None) -> tuple[Ledger, StreamReport, float]:
         """One pass of the whole model into the engine. On any error the engine's own tensors are put back."""
-        engine, on_cpu = upstream.engine_model(self.llm), self.accelerator.device.type == "cpu"
         ledger, report = Ledger(self._layout, self._replicas), StreamReport()
-        if on_cpu:
-            cpu_kernel.prepare_cpu_reload(engine)
         try:
             with closing(self._iter_named_params()) as parameters:
                 merged = is_peft_model(self.model)
@@ -259,16 +258,15 @@ class FP8VLLMGeneration(VLLMGeneration):
                     report,
                     copy=short_lived,
                     round_here=False,
-                    quantized=None if merged else self.quantized,
+                    buffers=persistent_buffers(self.model),
+                    share=None if merged else self.share,  # the trainer's own base is another weight then
                 )
                 timed = TimedStream(ledger.record(stream))
                 upstream.reload_weights(self.llm, self._transport(timed))
         except BaseException:
             upstream.abort_reload(self.llm)
             raise
-        upstream.rebuild_expert_kernels(fp8_experts(engine))
-        if on_cpu:
-            cpu_kernel.finish_cpu_reload(engine)
+        upstream.rebuild_expert_kernels(fp8_experts(upstream.engine_model(self.llm)))
         return ledger, report, timed.seconds
 
     def _transport(self, stream: Iterator[Named]) -> Iterator[Named]:

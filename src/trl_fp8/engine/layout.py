@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from ..numerics.blockwise import BLOCK
+from .cpu_experts import ReferenceUnquantizedExperts
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def engine_layout(model: nn.Module) -> Layout:
             if id(parameter) in seen:  # a tied output head
                 continue
             seen.add(id(parameter))
-            reason = _why_unreadable(module, parameter)
+            reason = _why_unreadable(module)
             if isinstance(module, RoutedExperts) and reason:
                 unreadable[prefix.partition(".experts.")[0] + ".experts"] = reason
                 continue
@@ -108,14 +109,12 @@ def engine_layout(model: nn.Module) -> Layout:
     return Layout(pieces, unreadable)
 
 
-def _why_unreadable(module: nn.Module, parameter: torch.Tensor) -> str | None:
+def _why_unreadable(module: nn.Module) -> str | None:
     if isinstance(module, RoutedExperts):
         method = module.quant_method
         backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
-        if getattr(backend, "name", None) != "TRITON":
+        if getattr(backend, "name", None) != "TRITON" and method.experts_cls is not ReferenceUnquantizedExperts:
             return f"experts are packed or shuffled for {backend}"
-    if parameter.numel() == 0:
-        return "packed by vLLM's CPU kernel for unquantized layers"
     return None
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ..checkpoint_names import checkpoint_name
+from ..model_outline import persistent_buffers
 
 
 def require_servable(model: nn.Module) -> None:
@@ -32,7 +33,7 @@ def require_servable(model: nn.Module) -> None:
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming the parameters of `model` that hold values which are not finite in the engine's BF16.
+    """Raise `ValueError` naming the parameters and persistent buffers of `model` that hold values which are not finite in the engine's BF16.
 
     Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
     once and waits for the device once.
@@ -42,7 +43,8 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
             went on alone would wait for the others in the next gather.
     """
-    named = [(name, _local(p)) for name, p in model.named_parameters() if p.is_floating_point()]
+    both = [*model.named_parameters(), *persistent_buffers(model)]
+    named = [(name, _local(tensor)) for name, tensor in both if tensor.is_floating_point()]
     held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
     bad = torch.zeros(len(named), device=named[0][1].device)
     if held:  # a norm would need 15 times as long on CPU. FP32 reaches beyond the largest BF16
@@ -60,7 +62,7 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         )
 
 
-def _local(parameter: nn.Parameter) -> torch.Tensor:
+def _local(parameter: torch.Tensor) -> torch.Tensor:
     """What of `parameter` is on this rank. ZeRO-3 (DeepSpeed 0.19) keeps its shard beside an empty tensor."""
     tensor = getattr(parameter, "ds_tensor", parameter).detach()
     return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -5,6 +5,7 @@
         -> quantize_weight                            "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
                                                       (all experts of a layer in one call)
     any other parameter -> rounded to bf16, or as it is, for a loader that rounds on copying
+    buffers of the checkpoint -> as they are
     last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 
 Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to.
@@ -24,7 +25,7 @@ from ..recipe import FP8Recipe
 
 
 Named = tuple[str, torch.Tensor]
-Quantized = Callable[[str], Float8Tensor | None]
+Share = Callable[[str, Float8Tensor], None]
 SCALE_SUFFIX = "_scale_inv"
 
 
@@ -39,15 +40,12 @@ class StreamReport:
             it), on the device.
         dead: Name of each FP8 weight -> number of its blocks that are zero or as good as zero, on the device; see
             `numerics.blockwise.dead_blocks`.
-        stale: Name of each weight that came quantized -> whether the first block row of the weight gives other codes
-            or scales, on the device.
     """
 
     fp8_weights: int = 0
     bytes_sent: int = 0
     error_sums: torch.Tensor | None = None
     dead: dict[str, torch.Tensor] = field(default_factory=dict)
-    stale: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self) -> tuple[float, dict[str, int]]:
         """Root of the sampled squared quantization error over the squared weight, and the weights that have dead blocks
@@ -59,18 +57,6 @@ class StreamReport:
         counts = {name: int(count) for name, count in zip(self.dead, dead, strict=True) if count}
         return (error / weight) ** 0.5 if weight else 0.0, counts
 
-    def require_current(self) -> None:
-        """Raise `RuntimeError` naming the weights that came quantized from an earlier state. Waits for the device."""
-        stale = torch.stack(list(self.stale.values())).tolist() if self.stale else []
-        names = [name for name, is_stale in zip(self.stale, stale, strict=True) if is_stale]
-        if names:
-            raise RuntimeError(
-                f"the trainer's quantized weights are not those of its current weights: {', '.join(names[:6])}"
-                f"{f' and {len(names) - 6} more' if len(names) > 6 else ''}. Trainer and engine would agree on a policy "
-                "that no longer learns. Whatever changes weights besides the optimizer has to call "
-                "PrecisionFlow.weights_changed()."
-            )
-
 
 def weight_stream(
     parameters: Iterable[Named],
@@ -81,7 +67,8 @@ def weight_stream(
     dtype: torch.dtype = torch.bfloat16,
     copy: bool = False,
     round_here: bool = True,
-    quantized: Quantized | None = None,
+    share: Share | None = None,
+    buffers: Iterable[Named] = (),
 ) -> Iterator[Named]:
     """Yield `(name, tensor)` for every checkpoint tensor of the engine.
 
@@ -94,7 +81,8 @@ def weight_stream(
         copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
         round_here: Whether what is not FP8 is brought to `dtype`. A loader in the same process does that by itself, and
             an embedding is not held twice.
-        quantized: Weight's name -> the weight as quantized by whoever needs it too, or None: quantized here.
+        share: Called with the name of each FP8 weight and Q(W), for whoever computes with it too.
+        buffers: `(checkpoint name, tensor)` of the policy's persistent buffers, which keep their dtype in the engine.
 
     Raises:
         RuntimeError: Modules of the recipe had no weight in `parameters`; the message lists them.
@@ -103,14 +91,11 @@ def weight_stream(
     for name, parameter in parameters:
         if name in recipe.fp8_tensors:
             pending.discard(name)
-            rows = parameter.detach()[..., :BLOCK, :].to(dtype)
-            codes = quantized(name) if quantized else None
-            if codes is None:
-                weight = parameter.detach().to(dtype)
-                codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
-            else:
-                report.stale[name] = _differ(quantize_weight(rows, recipe.scale_format, check_finite=False), codes)
-            _note(name, rows, codes, recipe.scale_format, report)
+            weight = parameter.detach().to(dtype)
+            codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
+            if share is not None:
+                share(name, codes)
+            _note(name, weight[..., :BLOCK, :], codes, recipe.scale_format, report)
             for item in (name, codes.qdata), (name + SCALE_SUFFIX, codes.scale):
                 report.bytes_sent += item[1].nbytes
                 yield recipe.engine_name(item[0]), item[1]
@@ -123,6 +108,9 @@ def weight_stream(
             f"the policy lacks {len(pending)} weights that the engine expects in FP8: {sorted(pending)[:6]}. Were "
             "modules renamed or replaced after the trainer was made?"
         )
+    for name, buffer in buffers:
+        report.bytes_sent += buffer.nbytes
+        yield recipe.engine_name(name), buffer.detach()
     if kv_scales is not None:
         yield from kv_scale_stream(kv_scales, recipe.kv_cache_skip_layers)
 
@@ -133,12 +121,6 @@ def _note(name: str, rows: torch.Tensor, codes: Float8Tensor, scale_format: Scal
     sums = _block_row_error(rows.float(), codes.qdata[..., :BLOCK, :], codes.scale)
     report.error_sums = sums if report.error_sums is None else report.error_sums + sums
     report.dead[name] = dead_blocks(codes.scale, scale_format).sum(dtype=torch.float32)
-
-
-def _differ(fresh: Float8Tensor, codes: Float8Tensor) -> torch.Tensor:
-    """Whether the first block row of `codes` is not `fresh`. A weight that doubled keeps its codes: scales count too."""
-    held = codes.qdata[..., :BLOCK, :].view(torch.uint8)
-    return (fresh.qdata.view(torch.uint8) != held).any() | (fresh.scale != codes.scale[..., :1, :]).any()
 
 
 def _block_row_error(rows: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ class AttentionTap:
             Has to stay as it was until the backward pass is through, because gradient checkpointing runs the forward
             again.
         quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
-        attend_in_fp32: Whether attention computes in FP32 and returns the dtype of q, as the engine's CPU reference does.
+        attend_in_fp64: Whether attention computes in FP64 and returns the dtype of q, as the engine's CPU reference does.
         weight_offset: Under scales, attention is `rounded_attention` with this offset; None: the model's own.
     """
 
@@ -107,7 +107,7 @@ class AttentionTap:
         self.observation: QKVObservation | None = None
         self.scales_L3: torch.Tensor | None = None
         self.quantize_query = False
-        self.attend_in_fp32 = False
+        self.attend_in_fp64 = False
         self.weight_offset: float | None = None
         self._mask_BT: torch.Tensor | None = None
         decoder = self.base.get_decoder()
@@ -171,11 +171,11 @@ class AttentionTap:
         states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
         if self.weight_offset is not None and self._simulates(module.layer_idx):
             return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
-        if not self.attend_in_fp32:
+        if not self.attend_in_fp64:
             return attend(module, *states, *args, **kwargs)
         with torch.autocast(query.device.type, enabled=False):
-            output, weights = attend(module, *(tensor.float() for tensor in states), *args, **kwargs)
-        return output.to(query.dtype), weights
+            output, weights = attend(module, *(tensor.double() for tensor in states), *args, **kwargs)
+        return output.float().to(query.dtype), weights
 
     def _attend_rounded(
         self,

@@ -60,7 +60,14 @@ class _BF16Output:
     """Mixed into embeddings: rounding the rows that were looked up is cheaper than rounding the table."""
 
     def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs).to(torch.bfloat16)
+        return nn.Embedding.forward(self, *args, **kwargs).to(torch.bfloat16)
+
+
+class _BF16ScaledOutput(_BF16Output):
+    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 times BF16, as in the engine."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs) * self.embed_scale.to(torch.bfloat16)
 
 
 class BF16Modules:
@@ -76,7 +83,11 @@ class BF16Modules:
 
     @classmethod
     def install(cls, model: nn.Module) -> "BF16Modules":
-        """Turn the decoder and output head of `model` (a transformers causal LM or a PEFT wrapping), in place."""
+        """Turn the decoder and output head of `model` (a transformers causal LM or a PEFT wrapping), in place.
+
+        Raises:
+            ValueError: The model has an embedding that computes something else than rows or scaled rows.
+        """
         base = transformers_model(model)
         candidates = dict(base.get_decoder().named_modules()) | {"lm_head": base.get_output_embeddings()}
         chosen = [module for name, module in candidates.items() if _computes(name, module)]
@@ -99,10 +110,21 @@ def _computes(name: str, module: nn.Module | None) -> bool:
 
 def _mixin_for(module: nn.Module) -> type:
     if isinstance(module, nn.Embedding):
-        return _BF16Output
+        return _embedding_mixin(module)
     if is_router(module):
         return _BF16Router
     return _BF16Experts if any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False)) else _BF16Parameters
+
+
+def _embedding_mixin(module: nn.Embedding) -> type:
+    if type(module).forward is nn.Embedding.forward:
+        return _BF16Output
+    if type(module).__name__.endswith("ScaledWordEmbedding"):
+        return _BF16ScaledOutput
+    raise ValueError(
+        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an engine rounds. Set "
+        "fp8_forward='off'."
+    )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from ..experts import PARAMETERS, expert_modules
+from ..experts import expert_modules
 from ..numerics.blockwise import dequantize_weight, quantize_activation
 from .fp8_flow import FP8Flow
 from .fp8_matmul import compute_dtype
@@ -64,8 +64,12 @@ class FP8Experts:
             return kept.codes
         if not self.fp8_flow.cache_weights:
             return self.fp8_flow.quantize_weight(weight)
-        self._quantized[name] = QuantizedWeight.of(weight, self.fp8_flow)
-        return self._quantized[name].codes
+        return self.keep(name, self.fp8_flow.quantize_weight(weight))
+
+    def keep(self, name: str, codes: Float8Tensor) -> Float8Tensor:
+        """Compute with `codes`, Q(W) of a parameter as it is now, until the parameter changes."""
+        self._quantized[name] = QuantizedWeight.of(getattr(self, name), codes)
+        return codes
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_quantized": {}}
@@ -136,12 +140,10 @@ class FP8ExpertModules:
             module.fp8_flow, module._quantized = flow, {}
         return cls(chosen)
 
-    def quantized_weight(self, name: str) -> Float8Tensor | None:
-        """Q(W) of a parameter by checkpoint name; None if it is not one of these experts'."""
+    def keep(self, name: str, codes: Float8Tensor) -> None:
+        """Let the experts compute with Q(W) of a parameter, by checkpoint name, until the parameter changes."""
         module, _, parameter = name.rpartition(".")
-        if parameter not in PARAMETERS or module not in self.modules:
-            return None
-        return self.modules[module].quantized_weight(parameter)
+        self.modules[module].keep(parameter, codes)
 
     def invalidate(self) -> None:
         """Drop what is kept: weights have changed."""

@@ -4,8 +4,8 @@
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
   the result is that of an FP8 GEMM up to the order of accumulation. With fp32 scales a BF16 GEMM rounds both operands
-  again (about 0.3 % error of the output, half of its BF16 values move by a step); on CPU the operands are therefore FP32,
-  as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
+  again (about 0.3 % error of the output, half of its BF16 values move by a step); on CPU the operands are therefore FP32 and
+  their sums FP64, as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
 - `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`: forward, and with fp8_backward="fp8"
   both gradients. Hopper (compute capability 9.0) with CUDA 12.9 or later. Results are BF16.
 - `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: a `torchao_linear`, no `gemm`.
@@ -38,9 +38,10 @@ def gemm_for(backend: str) -> Gemm:
 
 
 def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`dequantize(a) @ dequantize(b).T` in `operand_dtype(dtype)`; `[M, N]`."""
+    """`dequantize(a) @ dequantize(b).T` of operands in `operand_dtype(dtype)`, on CPU summed in FP64; `[M, N]`."""
     dtype = operand_dtype(dtype, a.qdata.device)
-    return dequantize_weight(a, dtype) @ dequantize_weight(b, dtype).T
+    a, b = dequantize_weight(a, dtype), dequantize_weight(b, dtype)
+    return (a.double() @ b.double().T).to(dtype) if a.device.type == "cpu" else a @ b.T
 
 
 def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:

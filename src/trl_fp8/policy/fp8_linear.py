@@ -4,7 +4,7 @@ A layer stays the object it was and only changes its class to `FP8Linear`, so pa
 wrappers and sharding stay as they are. Under LoRA the frozen base layer is FP8 and the adapters stay in high precision;
 the engine, which holds the merged weight, quantizes the sum.
 
-The quantized weight is made once per optimizer step and also serves the sync; whoever changes weights calls
+The quantized weight is made once per optimizer step, by the sync or by the forward that comes first; whoever changes weights calls
 `FP8Linears.invalidate()` (quantized_weight.py says why).
 """
 
@@ -48,8 +48,12 @@ class FP8Linear(nn.Linear):
         if not self.fp8_flow.cache_weights:
             return self.fp8_flow.quantize_weight(self.weight)
         if self.cached_weight() is None:
-            self._quantized = QuantizedWeight.of(self.weight, self.fp8_flow)
+            self.keep(self.fp8_flow.quantize_weight(self.weight))
         return self._quantized.codes
+
+    def keep(self, codes: Float8Tensor) -> None:
+        """Compute with `codes`, Q(W) of the weight as it is now, until the weight changes."""
+        self._quantized = QuantizedWeight.of(self.weight, codes)
 
     def cached_weight(self) -> Float8Tensor | None:
         """Q(W) if it is cached and no change of the weight since is visible, else None."""

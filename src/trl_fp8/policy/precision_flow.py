@@ -25,7 +25,7 @@ class PrecisionFlow(TrainerCallback):
 
     Attributes:
         flow: As given.
-        keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync can share it.
+        keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync's can be kept.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class PrecisionFlow(TrainerCallback):
         experts_flow: FP8Flow | None = None,
     ):
         self.flow = flow
-        self.keeps_weights = flow.cache_weights
+        self.keeps_weights = flow.cache_weights and flow.backend != "torchao"  # which quantizes by itself
         self._experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
         self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
         if flow.forward == "full":
             BF16Modules.install(model)
-            if tap is not None:  # the engine's CPU reference attends in FP32
-                tap.attend_in_fp32 = tap.device == torch.device("cpu")
+            if tap is not None:  # as the engine's CPU reference
+                tap.attend_in_fp64 = tap.device == torch.device("cpu")
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.weights_changed()
@@ -53,8 +53,9 @@ class PrecisionFlow(TrainerCallback):
         self._linears.invalidate()
         self._experts.invalidate()
 
-    def quantized_weight(self, name: str) -> Float8Tensor | None:
-        """An FP8 weight by checkpoint name, quantized: kept, or made now and kept. None: not one of these layers'."""
+    def keep_weight(self, name: str, codes: Float8Tensor) -> None:
+        """Compute with `codes`, an FP8 weight by checkpoint name as a sync has just quantized it, until the weight changes."""
         if (linear := self._linears.modules.get(name.removesuffix(".weight"))) is not None:
-            return linear.quantized_weight()
-        return self._experts.quantized_weight(name)
+            linear.keep(codes)
+        else:
+            self._experts.keep(name, codes)

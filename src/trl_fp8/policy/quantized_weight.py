@@ -1,8 +1,8 @@
 """Q(W), and the state of W that it was made from.
 
-It is kept until the weight changes, as far as that can be seen: its identity, version counter and storage. Fused
+A trainer has it from the latest sync, or makes it when a forward comes first. It is kept until the weight changes, as far as that can be seen: its identity, version counter and storage. Fused
 optimizers and in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights drops
-what is kept.
+what is kept. Each sync quantizes anew, so that the engine has the current policy in any case, and the trainer from then on.
 """
 
 import weakref
@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import torch
 from torchao.quantization import Float8Tensor
-
-from .fp8_flow import FP8Flow
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,8 @@ class QuantizedWeight:
     state: tuple
 
     @classmethod
-    def of(cls, weight: torch.Tensor, flow: FP8Flow) -> "QuantizedWeight":
-        return cls(flow.quantize_weight(weight), weakref.ref(weight), _state(weight))
+    def of(cls, weight: torch.Tensor, codes: Float8Tensor) -> "QuantizedWeight":
+        return cls(codes, weakref.ref(weight), _state(weight))
 
     def is_current(self, weight: torch.Tensor) -> bool:
         return self.weight() is weight and self.state == _state(weight)

@@ -1,0 +1,76 @@
+"""Unquantized experts of a CPU engine, whose weights stay as they were loaded.
+
+vLLM's CPU kernels pack experts, so that an audit could not read them back, and vLLM 0.31 packs them anew at the first load
+only: after a reload they would compute with noise. The reference computes what `TritonExperts` computes on CUDA, out of plain
+torch operations, accumulation order apart:
+
+    pairs of token and expert, sorted by expert -> gate_up in fp32 -> BF16 -> act(gate) * up in BF16 -> down in fp32, times the
+    router's weight -> BF16; the sum over a token's experts is fp32 and rounded once
+
+Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
+"""
+
+import torch
+import torch.nn.functional as F
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+
+ACTIVATIONS = {MoEActivation.SILU: F.silu, MoEActivation.GELU: F.gelu}
+
+
+class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
+    """`CPUUnquantizedExperts` with a grouped GEMM of torch in place of vLLM's packed one."""
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in ACTIVATIONS
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: weights stay as they were loaded."""
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        *_,
+        **__,
+    ) -> None:
+        """hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]; fills output [T, H]."""
+        dtype, experts_per_token = output.dtype, topk_ids.shape[1]
+        experts_P, order_P = topk_ids.flatten().long().sort(stable=True)
+        ends_E = torch.searchsorted(experts_P, torch.arange(len(w1)), right=True).int()
+        gate_up = _grouped(hidden_states[order_P // experts_per_token], w1, self.w1_bias, experts_P, ends_E)
+        gate, up = gate_up.to(dtype).chunk(2, dim=-1)
+        down = _grouped(ACTIVATIONS[activation](gate) * up, w2, self.w2_bias, experts_P, ends_E)
+        weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).float()
+        pairs = torch.empty_like(weighted).index_copy_(0, order_P, weighted)
+        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1))
+
+
+def register_cpu_experts() -> None:
+    """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Does nothing twice."""
+    classes = unquantized.backend_to_kernel_cls
+    if ReferenceUnquantizedExperts in classes(unquantized.UnquantizedMoeBackend.CPU):
+        return
+
+    def with_reference(backend: unquantized.UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
+        reference = backend is unquantized.UnquantizedMoeBackend.CPU
+        return [*([ReferenceUnquantizedExperts] if reference else []), *classes(backend)]
+
+    unquantized.backend_to_kernel_cls = with_reference
+
+
+def _grouped(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts_P: torch.Tensor, ends_E: torch.Tensor
+) -> torch.Tensor:
+    """x `[P, in]`, sorted by expert, through weight `[E, out, in]` -> fp32 `[P, out]`."""
+    y = F.grouped_mm(x.float(), weight.float().transpose(1, 2), offs=ends_E)
+    return y if bias is None else y + bias[experts_P].float()
