@@ -1,8 +1,8 @@
 """Policies of any depth, whose linears are whole 128x128 blocks: random, and the first layers of a real checkpoint.
 
 Norm weights of exactly 1 hide where roundings differ. Random policies therefore get norm weights that are spread
-around 1; a checkpoint brings its own, and its outliers. One whose sizes are no multiples of 128 is padded with zeros, which
-leaves its function as it is.
+around 1; a checkpoint brings its own, and its outliers. One whose sizes are no multiples of 128 is padded with zeros,
+which leaves its function as it is.
 """
 
 import hashlib
