@@ -22,19 +22,34 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
+def path(name: str, folder: Path = RESULTS) -> Path:
+    return folder / f"{name}_{'gpu' if torch.cuda.is_available() else 'cpu'}.json"
+
+
 def write(name: str, n: int, results: dict, folder: Path = RESULTS) -> Path:
     """Write FOLDER/NAME_<cpu|gpu>.json, by default in benchmarks/results, and return its path."""
-    record = {
+    written = path(name, folder)
+    written.write_text(json.dumps(_provenance(n) | {"results": results}, indent=2) + "\n")
+    return written
+
+
+def held(name: str, n: int, folder: Path = RESULTS) -> dict | None:
+    """Results of an earlier run of the same command, commit, versions, hardware and n, to go on from; or None."""
+    if not path(name, folder).exists():
+        return None
+    record = json.loads(path(name, folder).read_text())
+    results = record.pop("results")
+    return results if record == _provenance(n) else None
+
+
+def _provenance(n: int) -> dict:
+    return {
         "command": shlex.join(["python", *map(_relative, sys.argv)]),
         "commit": _commit(),
         "versions": {package: found for package in PACKAGES if (found := _version(package))},
         "hardware": _hardware(),
         "n": n,
-        "results": results,
     }
-    path = folder / f"{name}_{'gpu' if torch.cuda.is_available() else 'cpu'}.json"
-    path.write_text(json.dumps(record, indent=2) + "\n")
-    return path
 
 
 def _relative(word: str) -> str:

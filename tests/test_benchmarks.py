@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import trl_fp8
 
 
@@ -82,3 +86,42 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     # nothing is installed there, and results name the version
     (metadata,) = tmp_path.glob("trl_fp8-*.dist-info/METADATA")
     assert f"Version: {trl_fp8.__version__}\n" in metadata.read_text()
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """Benchmarks can be imported."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(BENCHMARKS)
+
+
+def test_a_run_goes_on_from_its_own_results_only(benchmarks, tmp_path, monkeypatch):
+    import record
+
+    monkeypatch.setenv("TRL_FP8_COMMIT", "abc123")
+    assert record.held("depth", 8, tmp_path) is None
+    record.write("depth", 8, {"cells": [1]}, tmp_path)
+    assert record.held("depth", 8, tmp_path) == {"cells": [1]}
+    assert record.held("depth", 16, tmp_path) is None
+    monkeypatch.setenv("TRL_FP8_COMMIT", "another")
+    assert record.held("depth", 8, tmp_path) is None
+
+
+def test_a_padded_policy_computes_the_same(benchmarks):
+    from deep_policies import padded_to_blocks
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1}
+    config = LlamaConfig(vocab_size=64, num_hidden_layers=2, head_dim=32, tie_word_embeddings=True, **sizes)
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.5)
+    ids = torch.arange(40).view(2, 20)
+    whole, half = padded_to_blocks(model, 2).eval(), padded_to_blocks(model, 1).eval()
+    assert all(size % 128 == 0 for p in whole.model.layers.parameters() for size in p.shape)
+    with torch.no_grad():
+        expected, found, other = (one(ids).logits for one in (model, whole, half))
+    largest = expected.abs().max()
+    assert (found - expected).abs().max() < 1e-5 * largest  # 96 terms of an FP32 sum in another order: some 2^-24 each
+    assert (other - expected).abs().max() > 1e-2 * largest

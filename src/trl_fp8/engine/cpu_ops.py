@@ -1,14 +1,15 @@
-"""Norm, rotary embedding and gate weights of a CPU engine with the rounding of vLLM's CUDA kernels.
+"""Norm, rotary embedding and gate weights of a CPU engine with the rounding of transformers' BF16 arithmetic.
 
-The two differ in vLLM 0.31, and every BF16 step of difference is multiplied by the e4m3 rounding behind it, so a trainer
-could follow one of them only. A CPU engine here computes what the CUDA kernels compute (csrc/layernorm_kernels.cu,
-csrc/pos_encoding_kernels.cu, csrc/moe/topk_softmax_kernels.cu):
+vLLM 0.31's own CPU code rounds elsewhere, and every BF16 step of difference is multiplied by the e4m3 rounding behind
+it, so that a trainer could not follow it. A CPU engine here computes:
 
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
     rotary embedding      each product and sum is rounded to nearest; vLLM's C++ kernel for AVX2 rounds the result to zero
     gate weights          the softmax over a router's BF16 logits is FP32; vLLM's CPU router computes it in BF16
 
-transformers' own BF16 arithmetic is the same, operation for operation (but it rounds the gate weights afterwards).
+transformers is the same, operation for operation (but it rounds the gate weights afterwards). vLLM's CUDA kernels are
+not: they share the sum's rounding and the FP32 softmax, but round the product of norm and weight once, and a rotary
+embedding once (disassembled from the wheel; nothing was run on a GPU).
 """
 
 from collections.abc import Callable

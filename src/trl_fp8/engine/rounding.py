@@ -1,8 +1,9 @@
 """Where an engine rounds to BF16 between its linears, pinned for a trainer that has to round there too.
 
 vLLM 0.31 leaves it to the compiler. On CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
-product, or a rotary embedding in FP32 and rounds once, where the separate CUDA kernels round after each operation, as
-transformers' BF16 arithmetic does (vllm/ir/ops/layernorm.py against csrc/layernorm_kernels.cu; vllm/compilation/passes).
+product, or a rotary embedding in FP32 and rounds once, where transformers' BF16 arithmetic rounds after each operation
+(vllm/ir/ops/layernorm.py, vllm/compilation/passes). The separate CUDA kernels do so for residual sums and SiLU; norm
+times weight and rotary embeddings they round once, too (disassembled from the wheel; nothing was run on a GPU).
 e4m3 magnifies every BF16 step of difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
 
 A custom operation is opaque to the compiler, so the separate kernels run, compiled or not, with CUDA graphs or without; in what

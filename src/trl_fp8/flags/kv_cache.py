@@ -55,8 +55,8 @@ class KVCacheFlags:
         metadata={
             "help": "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
             "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight through. "
-            "Lowers the mismatch instead of correcting it. Not set: on where nothing larger hides it, that is with "
-            "fp8_forward='full' or fp8_weights=False."
+            "Lowers the mismatch where nothing larger hides it, and is on there if not set: with fp8_forward='full' or "
+            "fp8_weights=False."
         },
     )
 

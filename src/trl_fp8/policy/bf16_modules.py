@@ -2,8 +2,10 @@
 
 FP8 magnifies small differences. An activation that is off by one BF16 step (1/256) falls on the other side of an e4m3
 rounding boundary (steps of 1/8) often enough that the error behind the next linear is as large as that of quantization
-itself: with FP32 activations a full FP8 forward leaves nine tenths of the mismatch, with the engine's BF16 nothing
-(benchmarks/results/mismatch_ladder_cpu.json).
+itself: in a policy of 2 layers a full FP8 forward with FP32 activations leaves nine tenths of the mismatch on CPU, one
+with the engine's BF16 nothing (benchmarks/results/mismatch_ladder_cpu.json). These modules round where transformers
+does. So does the CPU engine (engine/cpu_ops.py); vLLM's CUDA kernels for norms and rotary embedding round less often.
+Nor is rounding all: in deeper policies the order in which GEMMs add counts, too (mismatch_depth_cpu.json, there).
 
 Modules with parameters of their own compute with BF16 copies of them, on BF16 inputs; what has none (residual adds,
 activation functions, rotary embedding) follows its inputs. Master weights stay what they are and get their gradients
