@@ -5,6 +5,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -36,6 +38,7 @@ ARCHITECTURES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "cohere": (CohereConfig, CohereForCausalLM),
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),

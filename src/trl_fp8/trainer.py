@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
+from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
@@ -30,6 +31,7 @@ from .launch import check_launch
 from .plan import Plan, plan_for_model
 from .policy.adapters import is_reference
 from .policy.attention_tap import AttentionTap
+from .policy.flow_check import flow_warning
 from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
 from .policy.kv_calibration import KVCalibrator
 from .policy.precision_flow import PrecisionFlow
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
 
 AnyDataset = Dataset | IterableDataset
+logger = get_logger(__name__)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -121,6 +124,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         self._tap: AttentionTap | None = None
         self._calibrator: KVCalibrator | None = None
         self._flow: PrecisionFlow | None = None
+        self._flow_checked = False
         self._routes: RolloutRoutes | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
@@ -292,6 +296,15 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         for name, value in metrics.items():
             logged[name].append(value)
         warn_once(metrics, self.correction, self._warned)
+        if self.args.fp8_forward == "full" and not self._flow_checked:
+            self._flow_checked = True
+            self._check_flow(metrics["mismatch/logp_difference_mean"])
+
+    def _check_flow(self, mismatch: float) -> None:
+        left_out = self.recipe.fp8_kv_cache and not self.args.simulate_kv_cache
+        known = {"adapters": is_peft_model(self.model), "kv_cache_left_out": left_out}
+        if warning := flow_warning(mismatch, self.recipe.model_type, **known):
+            logger.warning(warning)
 
     def _log_sync(self) -> None:
         margin = self._calibrator and self._calibrator.margin_in_force

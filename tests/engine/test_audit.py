@@ -144,6 +144,36 @@ def test_each_copy_of_a_scale_is_compared(generation, copy):
         verify_kv_scales(engine_model(generation.llm), scales)
 
 
+def flip_a_byte(model):
+    """In the last row of what the second layer's down projection holds."""
+    codes = model.model.layers[1].mlp.down_proj.weight
+    codes.view(torch.uint8)[-1, 7] ^= 1
+    return VICTIM
+
+
+def double_a_norm(model):
+    model.model.layers[0].input_layernorm.weight.data.mul_(2)
+    return "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("tamper", [flip_a_byte, double_a_norm])
+def test_what_changes_in_the_engine_after_a_sync_is_named_before_anything_is_sampled(generation, tamper):
+    generation.sync_weights()
+    failures, sampled = generation.audit_failures, []
+    generation.llm.generate, generate = lambda *args, **kwargs: sampled.append(args), generation.llm.generate
+    name = tamper(engine_model(generation.llm))
+    with pytest.raises(
+        RuntimeError, match=f"^1 tensors of the engine have changed since the last sync: {name}. Someth"
+    ):
+        generation.generate([[5, 6]], None, 1)
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        generation.generate([[5, 6]], None, 1)
+    generation.llm.generate = generate
+    assert generation.audit_failures == failures + 1 and not sampled
+    generation.sync_weights()
+    assert generation.generate([[5, 6]], None, 1)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])  # the last is infinite in BF16 only
 def test_a_diverged_policy_is_refused_before_the_engine_is_touched(generation, bad):
     generation.sync_weights()

@@ -9,6 +9,7 @@ from trl_fp8.engine.linear_kernels import NATIVE_AMAX_FLOOR
 from trl_fp8.engine.upstream import engine_model
 from trl_fp8.numerics.kv_scales import kv_scales_from_amax
 from trl_fp8.policy.attention_tap import AttentionTap
+from trl_fp8.policy.flow_check import VERIFIED_WITH_FP8_EXPERTS
 from trl_fp8.policy.fp8_flow import FP8Flow
 from trl_fp8.policy.kv_calibration import observe_sequences
 from trl_fp8.policy.precision_flow import PrecisionFlow
@@ -137,6 +138,10 @@ def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint):
 
     with pytest.raises(RuntimeError, match="'moe_backend': 'triton'"):
         require_auditable({"Fp8MoeBackend.FLASHINFER_CUTLASS": 48})
+
+
+def test_what_is_called_verified_is_tested_here():
+    assert sorted(MOE) == sorted(VERIFIED_WITH_FP8_EXPERTS)
 
 
 @pytest.mark.parametrize("architecture", MOE)

@@ -18,6 +18,7 @@ from trl_fp8.numerics.kv_scales import kv_scales_from_amax
 from trl_fp8.policy import precision_flow
 from trl_fp8.policy.attention_tap import AttentionTap
 from trl_fp8.policy.bf16_modules import BF16Modules
+from trl_fp8.policy.flow_check import VERIFIED
 from trl_fp8.policy.fp8_flow import FP8Flow
 from trl_fp8.policy.fp8_linear import FP8Linears
 from trl_fp8.policy.kv_calibration import observe_sequences
@@ -85,19 +86,23 @@ def differences(ours, theirs):
     return torch.cat([row[:-DECODED] for row in pairs]), torch.cat([row[-DECODED:] for row in pairs])
 
 
-@pytest.mark.parametrize(
-    "architecture, options",
-    [
-        ("qwen3", {}),
-        ("qwen3", {"tied": True}),
-        ("llama", {}),
-        ("mistral", {}),
-        ("gemma", {"tied": True}),  # scaled embeddings
-        ("gemma3_text", {"tied": True}),
-        ("qwen2", {}),
-        ("qwen3", {"intermediate_size": 192}),  # the MLP stays in BF16
-    ],
-)
+MODELS = [
+    ("qwen3", {}),
+    ("qwen3", {"tied": True}),
+    ("llama", {}),
+    ("mistral", {}),
+    ("gemma", {"tied": True}),  # scaled embeddings
+    ("gemma3_text", {"tied": True}),
+    ("qwen2", {}),
+    ("qwen3", {"intermediate_size": 192}),  # the MLP stays in BF16
+]
+
+
+def test_what_is_called_verified_is_tested_here():
+    assert sorted({architecture for architecture, _ in MODELS}) == sorted(VERIFIED)
+
+
+@pytest.mark.parametrize("architecture, options", MODELS)
 def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint, monkeypatch):
     """Two-sided: with any one part of the flow left out, the two are apart."""
     generation, tap, scales = synced(checkpoint(architecture, **options))

@@ -57,6 +57,16 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
     assert min(column(trainer, "grad_norm")) > 0
 
 
+@pytest.mark.parametrize("architecture, said", [("cohere", 1), ("llama", 0)])
+def test_a_flow_without_effect_is_warned_about_once(architecture, said, checkpoint, tmp_path, caplog):
+    model = checkpoint(architecture, tied=True, initializer_range=0.2)
+    with caplog.at_level("WARNING", logger="trl_fp8"):
+        mismatch = column(run(model, tmp_path, **FULL), MISMATCH)
+    warnings = [record.message for record in caplog.records if "fp8_forward='full', but" in record.message]
+    assert len(warnings) == said and all("model_type='cohere' is not one of those" in text for text in warnings)
+    assert (max(mismatch) > VISIBLE) == bool(said)
+
+
 def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_path):
     trainer = run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True)
     mismatch = column(trainer, MISMATCH)

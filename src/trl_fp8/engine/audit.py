@@ -8,6 +8,8 @@
 A reload can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
 the old tensors of a layer that got nothing, and accepts tensors in any order under any name that exists. All of these
 leave a checksum that differs, or a name that is in only one of the two lists.
+
+What the engine held then is its `Seal`: before anything is sampled, the same checksums are taken again.
 """
 
 from collections.abc import Iterable, Iterator
@@ -42,6 +44,7 @@ class Ledger:
         digests: Checkpoint name -> checksum of this rank's part of the tensor.
         unread: What cannot be read back (a layer's experts under one name) -> checksum of what was sent.
         unknown: Names that the engine does not have.
+        seal: Of the engine as the audit found it; None before.
     """
 
     layout: Layout
@@ -49,6 +52,7 @@ class Ledger:
     digests: dict[str, torch.Tensor] = field(default_factory=dict)
     unread: dict[str, torch.Tensor | int] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    seal: "Seal | None" = None
 
     def record(self, stream: Iterable[Named]) -> Iterator[Named]:
         """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it will be held."""
@@ -103,11 +107,12 @@ class Ledger:
         """Names whose bytes differ in the engine, and over ranks. Every rank lists all names, sent or not."""
         names = list(self.layout.pieces)
         if not names:
+            self.seal = Seal(self.layout, ())
             return [], []
-        held = [digest(piece.of_engine()) for piece in self.layout.pieces.values()]
+        held = _held(self.layout)
         nothing = torch.zeros_like(held[0])
-        sent = [self.digests.get(name, nothing) for name in names]
-        both = torch.stack(held + sent)
+        sent = torch.stack([self.digests.get(name, nothing) for name in names])
+        both = torch.cat([held, sent])
         if self.replicas is None:
             held_values, sent_values = both.view(2, -1).tolist()
             ranks_differ = []
@@ -119,8 +124,39 @@ class Ledger:
             held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
             labels = [*(f"{name} (in the engine)" for name in names), *names, *unread]
             ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+        self.seal = Seal(self.layout, tuple(held_values))
         pairs = zip(names, held_values, sent_values, strict=True)
         return [name for name, a, b in pairs if a != b and name in self.digests], ranks_differ
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What an engine held when it was audited.
+
+    Attributes:
+        layout: Of the engine.
+        values: Checksum of each of `layout.pieces`, in order.
+    """
+
+    layout: Layout
+    values: tuple[int, ...]
+
+    def require_unbroken(self) -> None:
+        """Raise `RuntimeError` naming the tensors that changed since. Reads every weight and waits for the device once."""
+        now = _held(self.layout).tolist() if self.values else []
+        changed = [name for name, a, b in zip(self.layout.pieces, self.values, now, strict=True) if a != b]
+        if changed:
+            raise RuntimeError(
+                f"{len(changed)} tensors of the engine have changed since the last sync: {', '.join(changed[:12])}"
+                f"{', ...' if len(changed) > 12 else ''}. Something other than the sync wrote to them (a callback, a hook, memory "
+                "that was handed out twice), so that the engine would sample from another policy. Nothing was sampled; the next "
+                "sync repairs it."
+            )
+
+
+def _held(layout: Layout) -> torch.Tensor:
+    """Checksum `[n]`, on the device, of each piece as the engine holds it."""
+    return torch.stack([digest(piece.of_engine()) for piece in layout.pieces.values()])
 
 
 def require_auditable(kernels: dict[str, int]) -> None:

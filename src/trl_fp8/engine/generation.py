@@ -3,7 +3,7 @@
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments.engine_arguments
 sync:     policy finite? -> calibrate KV scales -> reload [weight_stream -> ledger] -> audit -> verify KV scales
           -> reset prefix cache                     any failure: abort, and refuse to generate until a whole sync
-generate: TRL's own, behind that refusal; KV scales are verified once more when the cache has been woken up
+generate: TRL's own, behind that refusal; weights and KV scales are compared with the last sync's when the engine is awake
 """
 
 import time
@@ -24,7 +24,7 @@ from ..numerics.kv_scales import KVScales
 from ..recipe import FP8Recipe
 from . import rounding, upstream
 from .arguments import Device, engine_arguments
-from .audit import Ledger, require_auditable
+from .audit import Ledger, Seal, require_auditable
 from .cpu_attention import reference_attention
 from .cpu_experts import register_cpu_experts
 from .cpu_kernel import register_cpu_kernel
@@ -102,6 +102,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.last_sync: SyncReport | None = None
         self.audit_failures = 0
         self._engine_is_whole = False
+        self._seal: Seal | None = None
         self._replicas: Replicas | None = None
         super().__init__(**kwargs)
 
@@ -189,7 +190,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             logger.warning(f"weight sync failed and is repeated once: {error}")
             ledger, stream, waiting = self._reload(kv_scales)
         audited = self._audit(ledger, kv_scales)
-        self._engine_is_whole = True
+        self._engine_is_whole, self._seal = True, ledger.seal
         relative_error, dead_blocks = stream.read()
         self.last_sync = SyncReport(
             seconds=time.perf_counter() - start,
@@ -210,7 +211,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         num_generations: int,
         profiler: AbstractContextManager | None = None,
     ) -> tuple:
-        """As TRL's, but only from an engine whose last sync was audited and whose KV scales are still those."""
+        """As TRL's, but only from an engine that holds what its last sync was audited to have brought, KV scales included."""
         if self.enable_sleep_mode and self.llm.weights_kept:
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         will_sync = self.enable_sleep_mode and self._llm_weights_sleeping
@@ -225,6 +226,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
         """TRL enters `profiler` after waking the KV cache and right before sampling."""
         try:
+            self._seal.require_unbroken()
             self._verify_kv_scales(self.last_sync.kv_scales)
         except RuntimeError:
             self.audit_failures += 1
