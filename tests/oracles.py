@@ -144,6 +144,7 @@ def mismatch(trainer, rollout, mask, edges):
         "mismatch/k1_kl": mean(-x for x in log_rs),
         "mismatch/k3_kl": mean(map(k3, log_rs)),
         "mismatch/chi2_token": mean(math.exp(x) ** 2 for x in log_rs) - 1,
+        "mismatch/chi2_sequence": mean(r**2 for r in ratios["sequence_"]) - 1,
         "mismatch/ppl_ratio": mean(math.exp(-x) for x in means),
         "mismatch/token_mult_prob_error": mean(math.exp(abs(x)) for x in log_rs),
         "mismatch/logp_difference_mean": mean(map(abs, log_rs)),

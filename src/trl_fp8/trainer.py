@@ -307,7 +307,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             logger.warning(warning)
 
     def _log_sync(self) -> None:
-        margin = self._calibrator and self._calibrator.margin_in_force
+        margin = self._calibrator and self._calibrator.margin_used
         logged = self._metrics["train" if self.model.training else "eval"]
         for name, value in self._sync_log.new_metrics(self.vllm_generation.last_sync, margin).items():
             logged[name].append(value)

@@ -5,8 +5,8 @@ import torch
 
 from engine import engines
 from engine.reference_experts import reference_fp8_experts
-from trl_fp8.engine.linear_kernels import NATIVE_AMAX_FLOOR
 from trl_fp8.engine.upstream import engine_model
+from trl_fp8.numerics.blockwise import FLOORED_SCALE_AMAX
 from trl_fp8.numerics.kv_scales import kv_scales_from_amax
 from trl_fp8.policy.attention_tap import AttentionTap
 from trl_fp8.policy.flow_check import VERIFIED_WITH_FP8_EXPERTS
@@ -166,7 +166,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
         return torch.cat(differences)
 
     plain = off()
-    flow = FP8Flow(activation_format="fp32", activation_amax_floor=NATIVE_AMAX_FLOOR)
+    flow = FP8Flow(activation_format="fp32", activation_amax_floor=FLOORED_SCALE_AMAX)
     scaling, fused = generation.expert_scaling
     experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)

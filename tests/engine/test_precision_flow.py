@@ -11,9 +11,9 @@ from vllm import SamplingParams
 
 from engine import engines
 from engine.played_attention import engine_with, played_attention
-from trl_fp8.engine.linear_kernels import NATIVE_AMAX_FLOOR, ActivationScaling, activation_scaling
+from trl_fp8.engine.linear_kernels import ActivationScaling, activation_scaling
 from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation, quantize_weight
+from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, quantize_activation, quantize_weight
 from trl_fp8.numerics.kv_scales import kv_scales_from_amax
 from trl_fp8.policy import precision_flow
 from trl_fp8.policy.attention_tap import AttentionTap
@@ -249,7 +249,7 @@ def test_the_kernels_activation_scaling_is_read_from_the_engine(checkpoint, monk
         ours = quantize_activation(x, "fp32", amax_floor=amax_floor)
         return torch.equal(ours.scale, scale) and torch.equal(ours.qdata.view(torch.uint8), codes.view(torch.uint8))
 
-    assert same(NATIVE_AMAX_FLOOR) and not same(ACTIVATION_AMAX_FLOOR)
+    assert same(FLOORED_SCALE_AMAX) and not same(ACTIVATION_AMAX_FLOOR)
     assert activation_scaling(model) == generation.activation_scaling
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"(?s)in 2 ways.*'fp32'.*'pow2'.*Pin one"):
         patch.setattr(kernel, "use_ue8m0", True)

@@ -9,12 +9,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-from ..numerics.blockwise import ACTIVATION_AMAX_FLOOR
+from ..numerics.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX
 from ..numerics.e4m3 import ScaleFormat
-
-
-# vLLM's torch path floors the scale at 1 / (448 * 512): input_quant_fp8.py, QuantFP8.forward_native
-NATIVE_AMAX_FLOOR = 1 / 512
 
 
 class ActivationScaling(NamedTuple):
@@ -46,7 +42,7 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     for kernel in _kernels(model):
         quant = kernel.quant_fp8
         native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
-        floor = NATIVE_AMAX_FLOOR if native else ACTIVATION_AMAX_FLOOR
+        floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
         found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
     if len(found) > 1:
         raise RuntimeError(

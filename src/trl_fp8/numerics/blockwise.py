@@ -22,6 +22,9 @@ from .formats import BLOCK, ScaleFormat
 # vLLM's activation kernels floor amax here (csrc/quantization/w8a8/fp8/per_token_group_quant.cu); it is far below any
 # activation that matters and only keeps an all-zero group from dividing by zero.
 ACTIVATION_AMAX_FLOOR = 1e-10
+# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (input_quant_fp8.py, QuantFP8.forward_native)
+# and by its kernel that fuses an activation function with the quantization (silu_and_mul_per_block_quant)
+FLOORED_SCALE_AMAX = 1 / 512
 # Smallest amax of a weight's block. Kernels multiply the scales of weight and activation, and some make NaN of very small
 # ones (flashinfer#2595: blocks of dead experts). A block that is below it is lost in any sum with another.
 WEIGHT_AMAX_FLOOR = 1e-12
@@ -68,8 +71,8 @@ def quantize_activation(
     Args:
         activation: `[..., K]`, floating point; a last group that K does not fill is quantized as if padded with zeros.
         scale_format: `"pow2"` (DeepGEMM) or `"fp32"` (CUTLASS, Triton): what the engine's kernel uses.
-        amax_floor: Smallest amax a group is given. vLLM's CUDA kernels use 1e-10; its torch path floors the scale at
-            1 / (448 * 512), which is `amax_floor=1 / 512`.
+        amax_floor: Smallest amax a group is given: `ACTIVATION_AMAX_FLOOR` of vLLM's CUDA kernels, `FLOORED_SCALE_AMAX` of those
+            that floor the scale.
 
     Returns:
         A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., ceil(K/128)]`. NaN stays NaN in its group.

@@ -7,6 +7,7 @@ With log r = log pi_trainer - log pi_rollout on tokens sampled by the engine:
 
     k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer); k3 is never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
+    chi2_sequence = mean_i (prod_t r)^2 - 1                 the same of whole sequences; log ratios clamped at +-20
     ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence
     token_mult_prob_error = mean(exp|log r|)                1 is perfect; NeMo-RL's alarm metric
     effective_sample_size = (sum r)^2 / (n sum r^2)         1 is perfect, 1/n is one token deciding everything
@@ -140,6 +141,7 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch/k1_kl": -mean("log_r"),
         "mismatch/k3_kl": mean("k3"),
         "mismatch/chi2_token": mean("token.r_squared") - 1,
+        "mismatch/chi2_sequence": mean("sequence.r_squared", sums["sequence.count"]) - 1,
         "mismatch/ppl_ratio": mean("geometric.r_inverse", sums["geometric.count"]),
         "mismatch/token_mult_prob_error": mean("mult_error"),
         "mismatch/logp_difference_mean": mean("distance"),

@@ -19,13 +19,10 @@ from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
 from ..experts import expert_modules
-from ..numerics.blockwise import dequantize_weight, quantize_activation
+from ..numerics.blockwise import FLOORED_SCALE_AMAX, dequantize_weight, quantize_activation
 from .fp8_flow import FP8Flow
 from .fp8_matmul import compute_dtype
 from .quantized_weight import QuantizedWeight
-
-
-FUSED_AMAX_FLOOR = 1 / 512  # vLLM's silu_and_mul_per_block_quant floors the scale at 1 / (448 * 512)
 
 
 class FP8Experts:
@@ -52,7 +49,7 @@ class FP8Experts:
             hidden = self._apply_gate(gate_up)
             return hidden, self.fp8_flow.quantize_input(hidden)
         hidden = self._apply_gate(gate_up.float())
-        return hidden, quantize_activation(hidden, self.fp8_flow.activation_format, amax_floor=FUSED_AMAX_FLOOR)
+        return hidden, quantize_activation(hidden, self.fp8_flow.activation_format, amax_floor=FLOORED_SCALE_AMAX)
 
     def _grouped(self, name: str, x: torch.Tensor, codes: Float8Tensor | None, ends_E: torch.Tensor) -> torch.Tensor:
         return _FP8GroupedMM.apply(x, codes, getattr(self, name), self.quantized_weight(name), ends_E)

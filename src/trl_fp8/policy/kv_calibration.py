@@ -49,6 +49,7 @@ class KVCalibrator:
 
     Attributes:
         margin_factor: What saturation made of the margin: 1, 2, 4, ... at most 16.
+        margin_used: What the latest calibration multiplied magnitudes by; None before the first.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class KVCalibrator:
         self.tap, self.mode, self.margin, self.max_tokens = tap, mode, margin, max_tokens
         self.pad_token_id, self.fused_lm_head, self.reduce_max = pad_token_id, fused_lm_head, reduce_max
         self.margin_factor = 1.0
+        self.margin_used: float | None = None
         self.coming_prompts: list[list[int]] = []
         self._rollouts: list[list[int]] = []
         self._rollout_amax_L3: torch.Tensor | None = None
@@ -73,11 +75,6 @@ class KVCalibrator:
         self._saturation: float | None = None
         # Share of k and v that the scales of the latest rollouts did not hold, on the host
         self.saturated_L2: torch.Tensor | None = None
-
-    @property
-    def margin_in_force(self) -> float:
-        """What the next calibration multiplies magnitudes by."""
-        return self.margin * self.margin_factor
 
     def next_scales(self, model: nn.Module) -> KVScales:
         """Scales for the policy as it is now.
@@ -89,9 +86,9 @@ class KVCalibrator:
             ValueError: A magnitude is NaN, infinite or zero; see `kv_scales_from_amax`.
         """
         self._harvest()
-        margin = self.margin_in_force
+        self.margin_used = self.margin * self.margin_factor
         if self._rollout_amax_L3 is not None:
-            return kv_scales_from_amax(self._rollout_amax_L3, margin)
+            return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
         observation = observe_sequences(
             model,
@@ -104,9 +101,9 @@ class KVCalibrator:
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
         if not self._rollouts:  # once, before the first rollouts
-            margin *= PROMPTS_ONLY_MARGIN
+            self.margin_used *= PROMPTS_ONLY_MARGIN
             self._warn_of_outliers(error_L1[:, 0])
-        return kv_scales_from_amax(amax_L3, margin)
+        return kv_scales_from_amax(amax_L3, self.margin_used)
 
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
         """Note the tokens of new rollouts (prompt and completion) and the scales that they were sampled under."""
@@ -192,7 +189,7 @@ class KVCalibrator:
         ]
         widest = self.margin_factor >= WIDEST_MARGIN_FACTOR
         self.margin_factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR)
-        now = self.margin_in_force
+        now = self.margin * self.margin_factor
         logger.warning(
             f"KV cache scales were too small for the rollouts: share of saturated elements in {', '.join(beyond[:6])}. "
             + (
