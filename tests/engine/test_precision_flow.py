@@ -171,14 +171,14 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(checkpoint):
 def test_neither_rows_nor_shards_change_a_bit_of_an_fp8_product():
     """The engine's kernel in batches of 1 to 200 rows and in parts of N, and the trainer's GEMM, in BF16."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 512, generator=generator).bfloat16()
-    w = quantize_weight(0.1 * torch.randn(384, 512, generator=generator).bfloat16())
+    x = torch.randn(200, 1024, generator=generator).bfloat16()
+    w = quantize_weight(0.1 * torch.randn(1024, 1024, generator=generator).bfloat16())
     codes = quantize_activation(x, "fp32")
     kernel = object.__new__(ReferenceFp8BlockKernel)
     kernel.weight_group_shape, kernel.config = GroupShape(128, 128), SimpleNamespace(out_dtype=torch.bfloat16)
     whole = fake_quant_gemm(codes, w, torch.float32).bfloat16()
     for rows in (1, 2, 3, 5, 8, 31, 64, 200):
-        for columns in (384, 128):
+        for columns in (1024, 128):
             parts = [
                 kernel.apply_block_scaled_mm(a, b, a_scale, b_scale)
                 for b, b_scale in zip(w.qdata.split(columns), w.scale.split(columns // 128), strict=True)
