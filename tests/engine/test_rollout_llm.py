@@ -1,4 +1,4 @@
-"""`RolloutLLM` on CUDA, as far as it can be followed without one: vLLM's own scheduler and engine core, without a model."""
+"""`RolloutLLM` on CUDA, as far as it can be followed without: vLLM's own scheduler and engine core, no model."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ class IdleCore(EngineCore):
 
 @pytest.fixture
 def made(monkeypatch):
-    """`made(routes_from=..., seed=...)`: a `RolloutLLM` whose engine is an `IdleCore`, and which draws as vLLM does."""
+    """`made(routes_from=..., seed=...)`: a `RolloutLLM` whose engine is an `IdleCore` and draws as vLLM does."""
 
     def start(llm, seed=0, **kwargs):
         llm.core = IdleCore(routes=kwargs.get("enable_return_routed_experts", False))
