@@ -1,6 +1,9 @@
 """Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too, as many sequences as the cache holds.
 
 "fp8_linears_kv_followed" is the last of them with its roundings kept for a trainer that follows (fp8_forward="full").
+"fp8_linears_kv_deep_gemm" and "fp8_linears_kv_triton" are the same engine with other GEMM kernels than the CUTLASS
+ones that are pinned (GPU). No weights are sent to any of these engines, so that kernels run here whose weights a sync
+could not read back: "auditable" says whether a trainer would take them.
 
     python benchmarks/bench_rollout.py [--size qwen3_8b] [--lengths 16384 4096 1024] [--precisions bf16 fp8_linears_kv]
 
@@ -17,6 +20,7 @@ missing).
 """
 
 import argparse
+import os
 import tempfile
 
 import harness
@@ -30,8 +34,17 @@ PROMPT = {"tiny": 16}
 LENGTHS = {"tiny": [256, 128]}  # longest first: what the goals are about must fit into the budget
 SLICE = {"tiny": 8}
 SPARE_BLOCKS = 2
-FOLLOWED = "_followed"
-ORDER = ("bf16", "fp8_linears_kv", "fp8_linears", f"fp8_linears_kv{FOLLOWED}")
+FOLLOWED = "followed"
+# vLLM's name of a backend for linears -> its kernel
+KERNELS = {"deep_gemm": "DeepGemmFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}
+ORDER = ("bf16", "fp8_linears_kv", "fp8_linears", f"fp8_linears_kv_{FOLLOWED}")
+PARTS = (*ORDER, *(f"fp8_linears_kv_{name}" for name in KERNELS))
+
+
+def precision_and_variant(part: str) -> tuple[str, str | None]:
+    """What is FP8, and what is different from an engine as the trainer starts it."""
+    variant = next((name for name in (FOLLOWED, *KERNELS) if part.endswith(f"_{name}")), None)
+    return part.removesuffix(f"_{variant}"), variant
 
 
 def positions(blocks: int, block: int, prompt: int, response: int, tokens: int, most: int) -> list[int]:
@@ -48,6 +61,10 @@ def positions(blocks: int, block: int, prompt: int, response: int, tokens: int, 
 
 def start(options: argparse.Namespace, folder: str):
     """An engine with the precision of this part, and the plan for it."""
+    precision, variant = precision_and_variant(options.part)
+    if variant == "deep_gemm":  # off for all others; compiled as it is called, not for every shape beforehand
+        os.environ.update(VLLM_USE_DEEP_GEMM="1", VLLM_DEEP_GEMM_WARMUP="skip")
+
     from contextlib import nullcontext
 
     from vllm import LLM
@@ -61,14 +78,13 @@ def start(options: argparse.Namespace, folder: str):
     from trl_fp8.recipe import recipe_for_model
 
     model = shapes.on_meta(folder)
-    recipe = recipe_for_model(model, **shapes.PRECISIONS[options.part.removesuffix(FOLLOWED)])
+    recipe = recipe_for_model(model, **shapes.PRECISIONS[precision])
     sizes = {"max_num_seqs": options.most, "max_model_len": options.prompt + max(options.lengths)}
     on_gpu = shapes.DEVICE == "cuda"
     device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
-    user = ({} if on_gpu else {"block_size": 32}) | options.engine_kwargs
-    arguments = engine_arguments(
-        recipe, model.config, device, **sizes, followed=options.part.endswith(FOLLOWED), user=user
-    )
+    user = ({} if on_gpu else {"block_size": 32}) | ({"linear_backend": variant} if variant in KERNELS else {})
+    user |= options.engine_kwargs
+    arguments = engine_arguments(recipe, model.config, device, **sizes, followed=variant == FOLLOWED, user=user)
     shapes.as_a_single_rank()
     if not on_gpu:
         register_cpu_kernel()
@@ -110,6 +126,21 @@ def randomize(model: nn.Module) -> None:
                 getattr(layer, f"_{which}_scale_cpu").fill_(2.0**-5)
 
 
+def kernels_of(model: nn.Module, part: str) -> dict:
+    """Which kernels run the engine's FP8 linears, and whether a trainer's audit could read their weights back.
+
+    Raises:
+        RuntimeError: They are not those of `part`: vLLM falls back to others where one does not take a layer.
+    """
+    from trl_fp8.engine.audit import AUDITABLE_KERNELS
+    from trl_fp8.engine.linear_kernels import fp8_kernels
+
+    found, expected = dict(fp8_kernels(model)), KERNELS.get(precision_and_variant(part)[1])
+    if expected is not None and set(found) != {expected}:
+        raise RuntimeError(f"{part}: expected are linears on {expected}, found are {found}.")
+    return {"kernels": found, "auditable": set(found) <= set(AUDITABLE_KERNELS)}
+
+
 def measure(options: argparse.Namespace) -> None:
     """Start the engine of one precision and emit a row for each response length."""
     from trl_fp8.engine.upstream import engine_model
@@ -119,9 +150,11 @@ def measure(options: argparse.Namespace) -> None:
         begun = run.left
         llm, plan = start(options, shapes.write_folder(options.size, folder))
         model, cache = engine_model(llm), llm.llm_engine.vllm_config.cache_config
+        found = kernels_of(model, options.part)
         randomize(model)
         harness.emit(
-            {
+            found
+            | {
                 "kv_tokens": cache.num_gpu_blocks * cache.block_size,
                 "kv_bytes_per_token": plan.kv_bytes_per_token_after,
                 "weight_bytes": plan.bytes_after,
@@ -199,7 +232,7 @@ def summarize(engines: dict[str, dict]) -> dict:
 
 def main() -> None:
     parser = harness.parser(__doc__, budget=460)
-    parser.add_argument("--precisions", nargs="+", choices=ORDER, default=ORDER)
+    parser.add_argument("--precisions", nargs="+", choices=PARTS, default=ORDER)
     parser.add_argument("--lengths", nargs="+", type=int, help="response lengths, longest first")
     parser.add_argument("--prompt", type=int, help="prompt tokens")
     parser.add_argument("--slice", type=int, help="tokens sampled for each sequence")

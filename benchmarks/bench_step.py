@@ -12,7 +12,9 @@ the trainer calls: "sync", "generate" (without a sync) and the rest, which is tr
 `fp8_linears_kv` says what share of a step calibration takes (`fp8/calibration_seconds`; what observation adds to the
 old-log-prob pass is in bench_calibration.py).
 
-A policy of 8 B in FP32 with Adam does not fit on one GPU beside an engine: it is trained in BF16, others in FP32.
+A policy of 8 B with its gradients and Adam's moments does not fit on one GPU of 80 GB beside an engine, in FP32 (122
+GiB) or in BF16 (61 GiB, in which it is trained; others are in FP32). There it takes `--lora RANK`: adapters are
+trained, and merged at each sync. A size that cannot fit is refused before anything starts.
 """
 
 import argparse
@@ -24,11 +26,12 @@ import harness
 import record
 import shapes
 import torch
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 ORDER = ("bf16", "fp8_linears_kv", "fp8_flow")
 WARM_UP = 2
+STATES = 4  # numbers for each weight that is trained: itself, its gradient, Adam's two moments
 PRECISIONS = {
     "bf16": {**shapes.PRECISIONS["bf16"], "use_vllm": True},
     "fp8_linears_kv": {},
@@ -38,6 +41,24 @@ PRECISIONS = {
 
 def random_reward(completions: list[str], **kwargs) -> list[float]:
     return [random.random() for _ in completions]
+
+
+def policy_dtype(size: str) -> torch.dtype:
+    return torch.bfloat16 if size == "qwen3_8b" else torch.float32
+
+
+def require_memory(options: argparse.Namespace, device_bytes: int) -> None:
+    """Raise `ValueError` if the policy's training states and the engine's share are more than the device has."""
+    with torch.device("meta"):
+        parameters = shapes.numel(AutoModelForCausalLM.from_config(shapes.config(options.size)))
+    states = parameters * policy_dtype(options.size).itemsize * (1 if options.lora else STATES)
+    needed = states + options.utilization * device_bytes
+    if needed > device_bytes:
+        raise ValueError(
+            f"--size {options.size} with --lora {options.lora}, --utilization {options.utilization}: training states "
+            f"of {states / 2**30:.0f} GiB and the engine's share need {needed / 2**30:.0f} GiB, and the GPU has "
+            f"{device_bytes / 2**30:.0f} GiB. Set --lora 32 or --size qwen3_1_7b."
+        )
 
 
 class Meter(TrainerCallback):
@@ -101,17 +122,24 @@ def make_trainer(options: argparse.Namespace, folder: str, meter: Meter, output:
     )
     letters = shapes.random_tokens("tiny", 4 * options.completions, options.prompt) % 26
     prompts = ["".join(chr(ord("a") + letter) for letter in row) for row in letters.tolist()]
-    dtype = torch.bfloat16 if options.size == "qwen3_8b" else torch.float32
     dummy = {"load_format": "dummy", "dtype": "bfloat16"} | options.engine_kwargs  # ours sets both itself
     with substituted(trl_generation, "LLM", lambda **kwargs: LLM(**(kwargs | dummy))):
         return FP8GRPOTrainer(
-            shapes.policy(folder, dtype),
+            shapes.policy(folder, policy_dtype(options.size)),
             random_reward,
             args,
             Dataset.from_dict({"prompt": prompts}),
             processing_class=AutoTokenizer.from_pretrained(folder),
             callbacks=[meter],
+            peft_config=adapters(options.lora) if options.lora else None,
         )
+
+
+def adapters(rank: int):
+    """LoRA on every linear layer of the decoder."""
+    from peft import LoraConfig
+
+    return LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=2 * rank, target_modules="all-linear")
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -153,10 +181,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024 if on_gpu else 16, help="completion tokens")
     parser.add_argument("--steps", type=int, default=3, help="measured steps per precision")
     parser.add_argument("--utilization", type=float, default=0.3, help="the engine's share of the GPU")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters; 0: all weights")
     options = parser.parse_args()
     if options.part:
         return measure(options)
-    run = harness.Run("step", options, options.steps, completions=options.completions, length=options.length)
+    if on_gpu:
+        require_memory(options, torch.cuda.get_device_properties(0).total_memory)
+    sizes = {"completions": options.completions, "length": options.length, "lora": options.lora}
+    run = harness.Run("step", options, options.steps, **sizes)
     rows: dict[str, list[dict]] = {}
     for index, name in enumerate(options.precisions):
         for row in run.rows(name, len(options.precisions) - index):

@@ -104,6 +104,7 @@ class Run:
             timer.cancel()
             _end(process)
         if late.is_set():
+            self.failed = True
             self.results["not_measured"][part] = f"ended after {limit:.0f} seconds; rows from before are kept"
         elif code:
             self.failed = True
@@ -123,7 +124,7 @@ class Run:
             self.save()
 
     def finish(self) -> None:
-        """Write the file, print it, and fail if a part did."""
+        """Write the file, print it, and fail if a part did, or had to be ended."""
         path = self.save()
         print(path.read_text())
         print(f"written: {path}")

@@ -1,6 +1,6 @@
 """The mismatch ladder: how far trainer and rollout log-probs are apart, and what each part of one precision flow removes.
 
-    python benchmarks/measure_mismatch.py [--prompts 256]
+    python benchmarks/measure_mismatch.py [--prompts 256] [--results DIR]
 
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
 trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines are
@@ -9,12 +9,14 @@ engines that round the weights of their attention as GPU kernels do (tests/engin
 not, or does in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over
 sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
 
-`layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm.
+`layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm. The
+file is written again after each engine.
 """
 
 import argparse
 import copy
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -221,7 +223,8 @@ class Sampler:
         engines.shutdown(generation.llm)
 
 
-def measure(prompt_count: int) -> dict:
+def measure(prompt_count: int) -> Iterator[dict]:
+    """The results so far, after each engine."""
     from engine.played_attention import engine_with, played_attention, trainer_with
 
     sampler, rows, layers = Sampler(prompt_count), [], {}
@@ -238,6 +241,7 @@ def measure(prompt_count: int) -> dict:
                 longest = max(outputs, key=lambda output: len(output.outputs[0].token_ids))
                 tokens = list(longest.prompt_token_ids) + list(longest.outputs[0].token_ids)
                 layers = layer_errors(generation, models, tokens)
+        yield {"rows": rows, "layers": layers}
     played = {} if torch.cuda.is_available() else dict.fromkeys(ATTENTION, {})
     for name, options in (COMPILED | played).items():
         dtype, variant = ATTENTION.get(name, (None, {}))
@@ -248,17 +252,21 @@ def measure(prompt_count: int) -> dict:
             model = trainer_model(generation, scales, variant)
             with trainer_with(trainers):
                 rows.append(rollouts.row(name, score(model, rollouts, variant)))
-    return {"rows": rows, "layers": layers}
+        yield {"rows": rows, "layers": layers}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--prompts", type=int, default=256)
-    prompts = parser.parse_args().prompts
-    results = measure(prompts)
-    print(record.write("mismatch_ladder", prompts * COMPLETIONS, results).read_text())
+    parser.add_argument("--results", type=Path, help="folder of the file and its plot; else those of the repository")
+    options = parser.parse_args()
+    folder, images = options.results or record.RESULTS, options.results or ROOT / "docs" / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    for results in measure(options.prompts):
+        path = record.write("mismatch_ladder", options.prompts * COMPLETIONS, results, folder)
+    print(path.read_text())
     name = "mismatch_ladder_gpu.png" if torch.cuda.is_available() else "mismatch_ladder.png"  # the docs show the CPU's
-    plot_ladder(results["rows"], ROOT / "docs" / "images" / name)
+    plot_ladder(results["rows"], images / name)
     print("| trainer and rollout | mismatch (95 % CI) | tokens |\n|---|---|---|")
     for row in results["rows"]:
         low, high = row["ci95"]

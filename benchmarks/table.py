@@ -116,7 +116,8 @@ def rollout(of: dict) -> Iterator[str]:
     titles = [f"tokens/s, {int(length):,} token responses (sequences)" for length in lengths]
     yield from header("rollouts", "weights, GiB", "KV cache tokens", *titles)
     for name, engine in engines.items():
-        cells = [name, number(engine["parameter_bytes"] / GIB), number(engine["kv_tokens"])]
+        title = name if engine.get("auditable", True) else f"{name} (speed only: not audited, no trainer takes it)"
+        cells = [title, number(engine["parameter_bytes"] / GIB), number(engine["kv_tokens"])]
         for length in lengths:
             slice_ = engine["lengths"].get(length)
             cells.append(

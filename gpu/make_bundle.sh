@@ -2,11 +2,13 @@
 # Pack vLLM (CUDA), TRL and torchao for an offline Hopper host that has PyTorch 2.11+cu130, Triton 3.6, transformers 5.17,
 # accelerate, pytest and matplotlib on Python 3.12. To be run where a package index can be reached.
 #
-#   gpu/make_bundle.sh OUT_DIR        writes OUT_DIR/part-00, part-01, part-02 (at most 50 MiB each) and SHA256SUMS
+#   gpu/make_bundle.sh OUT_DIR        writes OUT_DIR/part-00, part-01 (at most 61 MiB each) and SHA256SUMS
 #
-# vLLM 0.31 is built against the stable libtorch ABI: its _C, _moe_C, FlashAttention 3 and cumem libraries need only symbols
-# that torch 2.11 exports (checked with nm). Left out: FlashAttention 2 (Hopper uses 3), the Rust front end, and DeepGEMM,
-# whose build does need torch 2.13 (block-FP8 linears then run on CUTLASS, which this project pins in any case).
+# vLLM 0.31 is built against the stable libtorch ABI: its _C, _moe_C, FlashAttention 3 and cumem libraries need only
+# symbols that torch 2.11 exports (checked with nm). Left out: FlashAttention 2 (Hopper uses 3), FlashMLA and other
+# attention that these models do not have, the Rust front end, the structured output of outlines (vLLM imports it when
+# it is asked for; llguidance always), and vLLM's own DeepGEMM, whose build does need torch 2.13: sgl-deep-gemm, which
+# does not, stands in for it.
 set -euo pipefail
 out=$(realpath -m "${1:?usage: gpu/make_bundle.sh OUT_DIR}")
 python=""
@@ -28,11 +30,11 @@ rm -f "$out"/part-* "$out/SHA256SUMS"
   --target "$work/site" --requirement "$requirements"
 cd "$work/site"
 rm -rf vllm/vllm-rs vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so vllm/third_party/deep_gemm vllm/third_party/fmha_sm100 \
-  vllm/_flashkda_C* vllm/_deepselect_C* vllm/_qutlass_C* bin
+  vllm/_flashkda_C* vllm/_flashmla_* vllm/_deepselect_C* vllm/_qutlass_C* bin test
 find . -name __pycache__ -type d -prune -exec rm -rf {} +
 find . -name '*.jpg' -delete
-tar -c . | xz -T0 -6 | split -b 50M -d - "$out/part-"
+tar -c . | xz -T0 -9 | split -b 61M -d - "$out/part-"
 cd "$out"
 sha256sum part-* > SHA256SUMS
-[ "$(wc -l < SHA256SUMS)" -le 3 ] || echo "note: $(wc -l < SHA256SUMS) parts, more than the usual three" >&2
 du -ch part-* | tail -1
+[ "$(wc -l < SHA256SUMS)" -le 2 ] || { echo "more than two parts: leave something else out" >&2; exit 1; }

@@ -1,10 +1,20 @@
-"""The benchmarks' bookkeeping: provenance, rows that survive a failure, and a table that invents nothing."""
+"""The benchmarks' bookkeeping: provenance, rows that survive a failure, and a table that invents nothing; and how they
+run on a host without a network (gpu/).
+"""
 
+import hashlib
+import io
 import json
+import lzma
 import os
+import random
 import re
+import signal
 import subprocess
 import sys
+import tarfile
+from argparse import Namespace
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +26,7 @@ import trl_fp8
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+GPU = ROOT / "gpu"
 
 
 def run(script, *words, **environment):
@@ -64,17 +75,71 @@ def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
     assert refused.returncode != 0 and "scaled_mm" in refused.stderr
 
 
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The benchmarks as modules. A run answers to SIGTERM, which is undone."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_a_part_that_had_to_be_ended_has_failed(benchmarks, tmp_path, monkeypatch):
+    import harness
+
+    script = tmp_path / "bench_slow.py"
+    script.write_text("import time\nprint('ROW {\"rate\": 1}', flush=True)\ntime.sleep(60)\n")
+    monkeypatch.setattr(sys, "argv", [str(script)])
+    run = harness.Run("slow", Namespace(size="tiny", budget=2, results=tmp_path, engine_kwargs={}, part=None))
+    assert list(run.rows("engine")) == [{"rate": 1}]
+    with pytest.raises(SystemExit, match="ended after 2 seconds; rows from before are kept"):
+        run.finish()
+    assert "engine" in json.loads((tmp_path / "slow_tiny_cpu.json").read_text())["results"]["not_measured"]
+
+
+def test_kernels_that_no_trainer_takes_are_labelled(benchmarks, tmp_path, monkeypatch):
+    from bench_rollout import kernels_of, precision_and_variant
+    from table import rollout
+
+    from trl_fp8.engine import linear_kernels
+
+    assert precision_and_variant("fp8_linears_kv_deep_gemm") == ("fp8_linears_kv", "deep_gemm")
+    assert precision_and_variant("fp8_linears_kv_followed") == ("fp8_linears_kv", "followed")
+    assert precision_and_variant("fp8_linears_kv") == ("fp8_linears_kv", None)
+    monkeypatch.setattr(linear_kernels, "fp8_kernels", lambda model: Counter(model))
+    cutlass, deep_gemm = {"CutlassFp8BlockScaledMMKernel": 144}, {"DeepGemmFp8BlockScaledMMKernel": 144}
+    assert kernels_of(cutlass, "fp8_linears_kv")["auditable"]
+    found = kernels_of(deep_gemm, "fp8_linears_kv_deep_gemm")
+    assert found == {"kernels": deep_gemm, "auditable": False}
+    with pytest.raises(RuntimeError, match="deep_gemm: expected are linears on DeepGemm.*found are.*Cutlass"):
+        kernels_of(cutlass, "fp8_linears_kv_deep_gemm")
+    sizes = {"parameter_bytes": 2**30, "kv_tokens": 1000, "lengths": {}}
+    table = list(rollout({"results": {"engines": {"x": sizes | found, "y": sizes}}}))
+    assert table[-2].startswith("| x (speed only: not audited") and table[-1].startswith("| y |")
+
+
+def test_a_step_that_cannot_fit_is_refused(benchmarks):
+    from bench_step import require_memory
+
+    def options(size, lora=0):
+        return Namespace(size=size, lora=lora, utilization=0.3)
+
+    with pytest.raises(ValueError, match="--size qwen3_8b with --lora 0.*61 GiB.*Set --lora 32 or --size qwen3_1_7b"):
+        require_memory(options("qwen3_8b"), 80 * 10**9)
+    require_memory(options("qwen3_8b", lora=32), 80 * 10**9)
+    require_memory(options("qwen3_8b"), 141 * 10**9)
+    require_memory(options("qwen3_1_7b"), 80 * 10**9)
+
+
+def stage(*words, **environment):
+    words = ["bash", GPU / "run.sh", *map(str, words)]
+    quiet = {"VLLM_LOGGING_LEVEL": ""}  # as if it were not set
+    return subprocess.run(words, cwd=ROOT, env=os.environ | quiet | environment, capture_output=True, text=True)
+
+
 def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
-    done = [
-        subprocess.run(
-            ["bash", ROOT / "gpu" / "run.sh", str(stage)],
-            cwd=ROOT,
-            env=os.environ | {"DRY_RUN": "1", "SITE": str(tmp_path), "OUT": str(tmp_path / "out")},
-            capture_output=True,
-            text=True,
-        )
-        for stage in range(1, 8)
-    ]
+    places = {"SITE": str(tmp_path), "OUT": str(tmp_path / "out")}
+    done = [stage(number, DRY_RUN="1", **places) for number in range(1, 11)]
     assert all(one.returncode == 0 for one in done), [one.stderr for one in done]
     printed = "".join(one.stdout + one.stderr for one in done)
     scripts = set(re.findall(r"(?:benchmarks|examples)/\w+\.py", printed))
@@ -83,6 +148,13 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     asked_for = {word for word in printed.split() if word.startswith("tests/")}
     left_out = [path for path in marked if not any(path.is_relative_to(ROOT / place) for place in asked_for)]
     assert left_out == [Path(__file__)]  # the marker is named in this line's neighbours only
+    # the first four fit into 30 minutes together, with as much as a fifth of them for everything else
+    limits = [max(map(int, re.findall(r"\(at most (\d+) s\)", one.stdout))) for one in done[1:4]]
+    assert 300 + sum(limits) <= 0.85 * 1800
+    assert re.search(
+        r"--lengths 16384.* fp8_linears_kv fp8_linears_kv_deep_gemm fp8_linears_kv_triton", done[2].stdout
+    )
+    assert "--size qwen3_1_7b" in done[6].stdout and "--size qwen3_8b" in done[3].stdout
     # nothing is installed there, and results name the version
     (metadata,) = tmp_path.glob("trl_fp8-*.dist-info/METADATA")
     assert f"Version: {trl_fp8.__version__}\n" in metadata.read_text()
@@ -125,3 +197,134 @@ def test_a_padded_policy_computes_the_same(benchmarks):
     largest = expected.abs().max()
     assert (found - expected).abs().max() < 1e-5 * largest  # 96 terms of an FP32 sum in another order: some 2^-24 each
     assert (other - expected).abs().max() > 1e-2 * largest
+
+
+TRITON = """Traceback (most recent call last):
+  File "/site/vllm/v1/worker/gpu/model_runner.py", line 9, in execute_model
+    self.sample(x)
+  File "/host/triton/compiler/compiler.py", line 80, in make_ir
+    raise CompilationError(src)
+    ^^^^^^^^^^^^^^^^^^^^^^^^^^^
+triton.compiler.errors.CompilationError: at 3:4
+"""
+RUNNER = """  File "/site/vllm/v1/worker/gpu/sample/gumbel.py", line 9, in sample
+    kernel[grid](x)
+    ~~~~~~^^^^^^
+AttributeError: 'NoneType' object has no attribute 'run'
+"""
+KERNEL = """  File "/site/vllm/v1/worker/gpu/model_runner.py", line 9, in execute_model
+    self.model(x)
+  File "/site/vllm/_custom_ops.py", line 5, in cutlass_scaled_mm
+    torch.ops._C.cutlass_scaled_mm(out, a, b)
+RuntimeError: Invalid status
+"""
+COMPILER = TRITON + "torch._inductor.exc.InductorError: CompilationError: at 3:4\n"
+SAMPLER = "ModuleNotFoundError: No module named 'flashinfer'\n"
+MEMORY = RUNNER.replace("AttributeError: ", "torch.OutOfMemoryError: CUDA out of memory. ")
+NO_GRAPHS = '--engine-kwargs={"compilation_config":{"mode":0}}'
+
+
+@pytest.mark.parametrize(
+    "log, in_force, expected",
+    [
+        (TRITON, [], "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (RUNNER, ["VLLM_USE_FLASHINFER_SAMPLER=0"], "VLLM_USE_V2_MODEL_RUNNER=0"),
+        (RUNNER, ["VLLM_USE_V2_MODEL_RUNNER=0"], ""),
+        (COMPILER, [], NO_GRAPHS),
+        (COMPILER, [NO_GRAPHS], ""),
+        (SAMPLER, [], "VLLM_USE_FLASHINFER_SAMPLER=0"),
+        ("INFO Using FlashInfer for top-p\n" + KERNEL, [], ""),
+        (MEMORY, [], ""),
+        ("AssertionError: an audit failed\n", [], ""),
+    ],
+    ids=["triton", "runner", "runner-again", "compiler", "compiler-again", "sampler", "kernel", "memory", "own"],
+)
+def test_a_setting_is_tried_for_failures_that_it_can_mend(log, in_force, expected, tmp_path):
+    (tmp_path / "log").write_text(log)
+    words = [sys.executable, GPU / "remedy.py", tmp_path / "log", *in_force]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == (expected, 0 if expected else 1), done.stderr
+
+
+@pytest.mark.parametrize(
+    "number, log, mended",
+    [(1, RUNNER, True), (1, KERNEL, False), (4, RUNNER, False)],
+    ids=["mended", "not-mended", "another-stage"],
+)
+def test_only_the_first_stage_tries_again_and_only_with_a_remedy(number, log, mended, tmp_path):
+    """The first model runner works here; `python` is a script that says how it was called."""
+    (tmp_path / "failure").write_text(log)
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/usr/bin/env bash
+case $1 in gpu/*) exec "{sys.executable}" "$@" ;; esac
+echo "CALLED $VLLM_LOGGING_LEVEL ${{VLLM_USE_V2_MODEL_RUNNER:-unset}} $1"
+[ "$1" = benchmarks/bench_sync.py ] && [ -z "${{VLLM_USE_V2_MODEL_RUNNER:-}}" ] || exit 0
+cat "{tmp_path}/failure"
+exit 1
+"""
+    )
+    python.chmod(0o755)
+    done = stage(number, PYTHON=str(python), SITE=str(tmp_path / "none"), OUT=str(tmp_path))
+    synced = [line for line in done.stdout.splitlines() if line.startswith("CALLED") and "bench_sync" in line]
+    first = f"CALLED {'INFO' if number == 1 else 'WARNING'} unset benchmarks/bench_sync.py"
+    assert synced == ([first, first.replace("unset", "0")] if mended else [first])
+    assert done.returncode == (0 if mended else 1), done.stdout
+    assert ("SETTINGS='VLLM_USE_V2_MODEL_RUNNER=0'" if mended else "failed: sync") in done.stdout
+    called = (tmp_path / f"stage-{number}.log").read_text().count("CALLED")
+    assert called == {1: 4 + mended, 4: 1}[number]  # versions, syncs, rollout, tests
+
+
+@pytest.fixture
+def sent(tmp_path):
+    """A bundle of two parts in a folder, as `make_bundle.sh` leaves it; the site that it is for."""
+    packed, folder = io.BytesIO(), tmp_path / "sent"
+    content = random.Random(0).randbytes(100_000)
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name in ("./vllm/__init__.py", "./vllm/_C.so"):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    folder.mkdir()
+    write_parts(folder, lzma.compress(packed.getvalue()))
+    return folder, tmp_path / "site"
+
+
+def write_parts(folder, data):
+    halves = {"part-00": data[: len(data) // 2], "part-01": data[len(data) // 2 :]}
+    for name, half in halves.items():
+        (folder / name).write_bytes(half)
+    lines = [f"{hashlib.sha256(half).hexdigest()}  {name}" for name, half in halves.items()]
+    (folder / "SHA256SUMS").write_text("\n".join(lines) + "\n")
+
+
+def take(folder, site):
+    """What `run.sh bundle` does, and the folders that it leaves beside the site."""
+    done = stage("bundle", folder, SITE=str(site), OUT=str(site.parent / "out"), PYTHON=sys.executable)
+    return done, sorted(path.name for path in site.parent.iterdir() if path.name.startswith("site"))
+
+
+def test_parts_may_come_one_at_a_time(sent):
+    folder, site = sent
+    late = (folder / "part-01").read_bytes()
+    (folder / "part-01").unlink()
+    done, left = take(folder, site)
+    assert done.returncode == 0 and "waiting: part-01 is not here" in done.stdout and left == ["site.parts"]
+    (folder / "part-01").write_bytes(late[:-1])
+    done, left = take(folder, site)
+    assert "part-01 is not what was sent: transfer it again" in done.stdout and left == ["site.parts"]
+    (folder / "part-01").write_bytes(late)
+    done, left = take(folder, site)
+    assert done.returncode == 0 and f"unpacked to {site}" in done.stdout and left == ["site"]
+    assert len((site / "vllm" / "_C.so").read_bytes()) == 100_000
+    (site / "of_an_older_bundle").touch()
+    done, left = take(folder, site)
+    assert done.returncode == 0 and left == ["site"] and not (site / "of_an_older_bundle").exists()
+
+
+def test_a_truncated_archive_leaves_nothing_that_looks_like_a_bundle(sent):
+    folder, site = sent
+    whole = (folder / "part-00").read_bytes() + (folder / "part-01").read_bytes()
+    write_parts(folder, whole[:-20_000])  # as it was sent, which was not whole
+    done, left = take(folder, site)
+    assert done.returncode == 1 and "unpacked" not in done.stdout and left == ["site.parts"]

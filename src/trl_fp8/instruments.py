@@ -50,11 +50,24 @@ def follow_attention(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap:
 
 def precision_flow(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap: AttentionTap | None) -> PrecisionFlow:
     """Make the policy compute what the engine's kernels were found to compute."""
+    _require_something_to_follow(trainer, generation)
     scaling, experts_flow = generation.activation_scaling, None
     if generation.expert_scaling is not None:
         expert_scaling, fused = generation.expert_scaling
         experts_flow = _flow(trainer, expert_scaling, fused_activation=fused)
-    return PrecisionFlow(trainer.model, trainer.recipe, _flow(trainer, scaling or expert_scaling), tap, experts_flow)
+        scaling = scaling or expert_scaling
+    return PrecisionFlow(trainer.model, trainer.recipe, _flow(trainer, scaling), tap, experts_flow)
+
+
+def _require_something_to_follow(trainer: GRPOTrainer, generation: "FP8VLLMGeneration") -> None:
+    if generation.activation_scaling is None and generation.expert_scaling is None:
+        recipe = trainer.recipe
+        raise RuntimeError(
+            f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's block-FP8 kernels: expected are those of "
+            f"{len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found is none "
+            "(as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or set "
+            "fp8_forward='off'."
+        )
 
 
 def _flow(trainer: GRPOTrainer, scaling: "ActivationScaling", **options) -> FP8Flow:

@@ -195,7 +195,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
             self._calibrator.coming_prompts = self._tokenize_prompts(prompts)[0]
         several_turns, llm = self.tools or self.environments or self.rollout_func, self.vllm_generation.llm
-        llm.keep_weights = bool(several_turns) or not self.model.training
+        llm.keep_weights, llm.step = bool(several_turns) or not self.model.training, self.state.global_step
         if self._routes:
             llm.routes.clear()
         output = super()._generate(prompts)

@@ -98,6 +98,7 @@ def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> 
     config = AutoConfig.from_pretrained(folder)
     arguments = engine_arguments(recipe, config, device, **sizes, user=engine_kwargs)
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
+    arguments = {"max_num_batched_tokens": 4096} | arguments  # as TRL: the compiler fuses by it
     del arguments["hf_overrides"]  # the checkpoint's own config says it
     register_cpu_kernel()
     register_cpu_experts()

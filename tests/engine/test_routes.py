@@ -165,18 +165,42 @@ def test_an_engine_that_cannot_return_routes_says_which_flag_asked(checkpoint):
         RolloutLLM(routes_from="vllm", enable_return_routed_experts=True, **arguments)
 
 
-def test_engine_arguments_ask_for_routes_where_vllm_returns_them():
-    def made(device, **options):
-        recipe = FP8Recipe(fp8_modules=(), fp8_experts=("model.layers.0.mlp.experts",), kv_cache_dtype="auto")
-        sizes = {"max_num_seqs": 8, "max_model_len": 64}
-        return engine_arguments(recipe, tiny_models.config("qwen3_moe"), device, **sizes, **options)
+HOPPER, CPU = Device("cuda", (9, 0)), Device("cpu")
 
-    hopper = made(Device("cuda", (9, 0)), return_routes=True)
-    assert hopper["enable_return_routed_experts"] and hopper["enable_prefix_caching"]
-    assert hopper["moe_backend"] == "triton"
-    assert "enable_prefix_caching" not in made(Device("cuda", (9, 0)))
-    on_cpu = made(Device("cpu"), return_routes=True)
+
+def arguments(device, tensor_parallel_size=1, **options):
+    """What an engine of experts is told."""
+    experts = ("model.layers.0.mlp.experts",)
+    recipe = FP8Recipe((), fp8_experts=experts, kv_cache_dtype="auto", tensor_parallel_size=tensor_parallel_size)
+    sizes = {"max_num_seqs": 8, "max_model_len": 64}
+    return engine_arguments(recipe, tiny_models.config("qwen3_moe"), device, **sizes, **options)
+
+
+def test_engine_arguments_ask_for_routes_where_vllm_returns_them():
+    on_gpu = arguments(HOPPER, return_routes=True)
+    assert on_gpu["enable_return_routed_experts"] and on_gpu["enable_prefix_caching"]
+    assert on_gpu["moe_backend"] == "triton"
+    assert "enable_prefix_caching" not in arguments(HOPPER)
+    on_cpu = arguments(CPU, return_routes=True)
     assert on_cpu["enable_prefix_caching"] is False and "enable_return_routed_experts" not in on_cpu
-    for device, cached in ((Device("cpu"), True), (Device("cuda", (9, 0)), False)):
+    for device, cached in ((CPU, True), (HOPPER, False)):
         with pytest.raises(ValueError, match=f"enable_prefix_caching={cached} with router_replay"):
-            made(device, return_routes=True, user={"enable_prefix_caching": cached})
+            arguments(device, return_routes=True, user={"enable_prefix_caching": cached})
+
+
+def test_routes_on_a_gpu_are_returned_by_batches_that_are_scheduled_one_by_one():
+    """A batch in flight when the prefix cache is reset would fail the second generation."""
+    assert arguments(HOPPER, return_routes=True)["async_scheduling"] is False
+    assert "async_scheduling" not in arguments(HOPPER)
+    assert "async_scheduling" not in arguments(CPU, return_routes=True)
+    with pytest.raises(ValueError, match="async_scheduling=True with router_replay.*Remove it, or set"):
+        arguments(HOPPER, return_routes=True, user={"async_scheduling": True})
+    assert arguments(HOPPER, return_routes=True, user={"async_scheduling": False})["async_scheduling"] is False
+
+
+def test_ranks_that_share_an_engine_on_gpus_have_no_routes():
+    with pytest.raises(
+        ValueError, match="router_replay with vllm_tensor_parallel_size=2 on cuda.*router_replay='off'"
+    ):
+        arguments(HOPPER, 2, return_routes=True)
+    assert arguments(HOPPER, 2) and arguments(CPU, 2, return_routes=True)

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.outputs import CompletionOutput
 from vllm.platforms import PlatformEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_fp8.config import RESERVED_ENGINE_KWARGS
@@ -124,6 +125,11 @@ def test_transformers_and_vllm_agree_on_what_replay_reads():
         "self.query_start_loc = self._make_buffer(" in runner and "self.input_batch.num_computed_tokens_cpu" in runner
     )
     assert callable(cpu_router._softmax_topk) and callable(Fp8MoEMethod._init_moe_kernel)
+
+
+def test_requests_get_their_seeds_from_numpys_global_generator():
+    """In the second model runner, which GPUs run; `RolloutLLM` gives it a seed of its own."""
+    assert "seed = np.random.randint(" in inspect.getsource(SamplingStates.add_request)
 
 
 def test_the_passes_that_replay_enters_take_these_arguments():

@@ -1,5 +1,7 @@
 """Training with a full FP8 forward: the policy's log-probs stay the engine's while the weights move."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine import engines
@@ -8,9 +10,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from trainer.runs import arguments, training
-from trl_fp8.instruments import follow_attention
+from trl_fp8.instruments import follow_attention, precision_flow
 from trl_fp8.policy.fp8_linear import FP8Linear
 from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.recipe import FP8Recipe
 
 
 pytestmark = pytest.mark.engine
@@ -96,6 +99,16 @@ def test_attention_weights_that_the_engine_does_not_round_are_not_simulated(chec
     with pytest.raises(ValueError, match="simulate_attention_weights=True, but the engine's attention does not round"):
         run(checkpoint("qwen3"), tmp_path, **FULL, simulate_attention_weights=True)
     engines.shutdown(started.pop())
+
+
+def test_an_engine_without_fp8_kernels_has_nothing_to_follow():
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(fp8_forward="full"), recipe=FP8Recipe(("a", "b"), fp8_experts=("c",))
+    )
+    generation = SimpleNamespace(activation_scaling=None, expert_scaling=None)
+    expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
+    with pytest.raises(RuntimeError, match=expected):
+        precision_flow(trainer, generation, None)
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):

@@ -61,7 +61,7 @@ def engine_arguments(
     else:
         arguments |= _cuda_arguments(recipe, device) | (rounding.CUDA.arguments() if followed else {})
     if return_routes:
-        arguments |= _routes_arguments(device, user or {})
+        arguments |= _routes_arguments(device, recipe.tensor_parallel_size, user or {})
     return _merged(arguments, user or {})
 
 
@@ -73,15 +73,33 @@ def _merged(ours: dict, users: dict) -> dict:
     return ours | users | {name: _merged(ours[name], users[name]) for name in both}
 
 
-def _routes_arguments(device: Device, user: dict) -> dict:
-    """vLLM 0.31 keeps returned routes with its prefix cache; read from the routers themselves, a cached token has none."""
+def _routes_arguments(device: Device, tensor_parallel_size: int, user: dict) -> dict:
+    """vLLM 0.31 keeps returned routes with its prefix cache; read from the routers, a cached token has none.
+
+    It schedules a batch ahead by default, and that one is still in flight when a generation ends; a reset of the
+    prefix cache, which each sync makes, then fails an assertion of the worker that returns routes
+    (`aux_output_connector/worker.py`, `begin_step`). Scheduled one by one, every batch has been consumed by then.
+    """
     cached = device.type != "cpu"
+    if cached and tensor_parallel_size > 1:
+        raise ValueError(
+            f"router_replay with vllm_tensor_parallel_size={tensor_parallel_size} on {device.type}: only the first "
+            "rank of a vLLM 0.31 engine returns the experts that it chose, and its other ranks fail without them. Set "
+            "vllm_tensor_parallel_size=1, or router_replay='off'."
+        )
+    if cached and user.get("async_scheduling"):
+        raise ValueError(
+            "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM 0.31 cannot reset its prefix "
+            "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
+            "router_replay='off'."
+        )
     if user.get("enable_prefix_caching", cached) != cached:
         raise ValueError(
             f"vllm_engine_kwargs sets enable_prefix_caching={not cached} with router_replay, which needs {cached} on "
             f"{device.type}. Remove it, or set router_replay='off'."
         )
-    return {"enable_prefix_caching": cached} | ({"enable_return_routed_experts": True} if cached else {})
+    returned = {"enable_return_routed_experts": True, "async_scheduling": False}
+    return {"enable_prefix_caching": cached} | (returned if cached else {})
 
 
 def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:

@@ -1,16 +1,36 @@
-"""vLLM's engine with a lighter sleep where the next generation needs the same weights, and a memory of its routers.
+"""vLLM's engine with a lighter sleep where the next generation needs the same weights, a memory of its routers, and
+samples that depend on nobody else's random numbers.
 
 TRL 1.16 puts the engine to sleep at level 2 after each generation: memory is freed and the weights are discarded, so the
 next generation begins with a sync. In a training step that is right, the weights will have changed. Between the batches
 of an evaluation and the turns of a conversation they have not: there level 1 moves them to host memory (half as much in
 FP8) and back.
+
+vLLM 0.31's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
+engine have to draw the same ones, or they sample different tokens and wait for each other for ever; but reward
+functions draw from that generator too, each rank for its own completions. So each generation begins at a seed of its
+own.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 from vllm import LLM, RequestOutput
 
 from .routes import RouteLog, RouterCapture, returned_routes
+
+
+@contextmanager
+def numpy_seeded(*seed: int) -> Iterator[None]:
+    """Inside the block NumPy's global generator starts from `seed`; after it, it goes on where it was before."""
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        np.random.set_state(state)
 
 
 class RolloutLLM(LLM):
@@ -19,7 +39,8 @@ class RolloutLLM(LLM):
     Args:
         routes_from: Where the experts that routers choose come from: `"vllm"` returns them, `"routers"` are read;
             None: nobody asks.
-        **kwargs: As for `vllm.LLM`.
+        **kwargs: As for `vllm.LLM`. `seed` is the same on ranks that share an engine and different on others, as TRL
+            sets it.
 
     Raises:
         ValueError: vLLM cannot return routes for this model or configuration; the message has its reason.
@@ -28,13 +49,19 @@ class RolloutLLM(LLM):
         keep_weights: Whether the weights will be needed again as they are.
         weights_kept: Whether the engine sleeps with its weights in host memory.
         routes: Of everything that was generated; None without `routes_from`.
+        step: The trainer's, so that a resumed run samples as the uninterrupted one.
     """
 
     keep_weights = False
     weights_kept = False
     routes: RouteLog | None = None
+    step = 0
+    _routes_from: str | None = None
+    _seed = 0
+    _calls = 0, 0  # step, calls of `generate` in it
 
     def __init__(self, *, routes_from: str | None = None, **kwargs):
+        self._routes_from, self._seed = routes_from, kwargs.get("seed") or 0
         try:
             super().__init__(**kwargs)
         except ValueError as error:
@@ -48,13 +75,18 @@ class RolloutLLM(LLM):
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
-        outputs = super().generate(*args, **kwargs)
+        step, calls = self._calls
+        self._calls = self.step, calls + 1 if step == self.step else 1
+        with numpy_seeded(self._seed, *self._calls):
+            outputs = super().generate(*args, **kwargs)
         if self.routes is not None:
             self.routes.add(outputs)
         return outputs
 
     def sleep(self, level: int = 1, **kwargs) -> None:
         self.weights_kept = level == 1 or self.keep_weights
+        if self._routes_from == "vllm":  # aborting, vLLM's default, it refuses to reset its prefix cache beside routes
+            kwargs.setdefault("mode", "keep")
         super().sleep(level=1 if self.weights_kept else level, **kwargs)
 
     def wake_up(self, tags: list[str] | None = None) -> None:

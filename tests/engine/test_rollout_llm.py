@@ -1,0 +1,132 @@
+"""`RolloutLLM` on CUDA, as far as it can be followed without: vLLM's own scheduler and engine core, no model."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from vllm import LLM
+from vllm.config import VllmConfig
+from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+
+from trl_fp8.engine.rollout_llm import RolloutLLM
+
+
+class IdleScheduler(Scheduler):
+    """vLLM's, with nothing to schedule; `routes` are returned."""
+
+    def __init__(self, routes: bool):
+        self.aux_output_connector = AuxOutputSchedulerConnector() if routes else None
+        self.kv_cache_manager = SimpleNamespace(reset_prefix_cache=lambda: True)
+        self.requests, self.running, self.connector = {}, [], None
+        self.prev_step_scheduled_req_ids = set()
+        self._pause_state = PauseState.UNPAUSED
+
+
+class IdleCore(EngineCore):
+    """vLLM's, whose executor remembers the level at which it sleeps."""
+
+    def __init__(self, routes: bool):
+        self.scheduler = IdleScheduler(routes)
+        self.model_executor = SimpleNamespace(collective_rpc=lambda name: None, sleep=self._note, is_sleeping=False)
+        self.model_executor.wake_up = lambda tags: None
+        self.reset_mm_cache = self.reset_encoder_cache = lambda: None
+        self.level = None
+
+    def _note(self, level: int) -> None:
+        self.level = level
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """`made(routes_from=..., seed=...)`: a `RolloutLLM` whose engine is an `IdleCore` and draws as vLLM does."""
+
+    def start(llm, seed=0, **kwargs):
+        llm.core = IdleCore(routes=kwargs.get("enable_return_routed_experts", False))
+
+    def draw(llm, prompts, broken=False):
+        if broken:
+            raise RuntimeError("out of memory")
+        return [np.random.randint(-(2**63), 2**63 - 1) for _ in prompts]  # worker/gpu/sample/states.py, add_request
+
+    monkeypatch.setattr(LLM, "__init__", start)
+    monkeypatch.setattr(LLM, "sleep", lambda llm, level=1, mode="abort": llm.core.sleep(level, mode))
+    monkeypatch.setattr(LLM, "wake_up", lambda llm, tags: llm.core.wake_up(tags))
+    monkeypatch.setattr(LLM, "generate", draw)
+    return RolloutLLM
+
+
+@pytest.mark.parametrize("keep_weights, level", [(False, 2), (True, 1)])
+def test_an_engine_that_returns_routes_sleeps_and_wakes(keep_weights, level, made):
+    llm = made(routes_from="vllm", enable_return_routed_experts=True)
+    llm.keep_weights = keep_weights
+    with pytest.raises(RuntimeError, match=r"after pause\(mode='keep'\)"):  # vLLM's default
+        LLM.sleep(llm, level=2)
+    llm.sleep(level=2)
+    scheduler = llm.core.scheduler
+    assert llm.core.level == level and scheduler.aux_output_connector._generation == 1  # the cache was reset
+    assert scheduler.pause_state == PauseState.PAUSED_ALL
+    llm.wake_up(["weights"])
+    assert scheduler.pause_state == PauseState.UNPAUSED
+
+
+def test_others_abort_what_still_runs(made):
+    llm = made()
+    llm.sleep(level=2)
+    assert llm.core.level == 2 and llm.core.scheduler.pause_state == PauseState.PAUSED_NEW
+
+
+def test_without_scheduling_ahead_no_batch_is_in_flight_between_steps():
+    """What `engine_arguments` asks of an engine that returns routes: a batch queue of one is none (`EngineCore`)."""
+    batches = [
+        VllmConfig.max_concurrent_batches.fget(
+            SimpleNamespace(
+                parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+                scheduler_config=SimpleNamespace(async_scheduling=ahead),
+                use_v2_model_runner=True,
+            )
+        )
+        for ahead in (True, False)
+    ]
+    assert batches == [2, 1]
+
+
+PROMPTS = [[1], [2], [3]]
+
+
+def test_ranks_of_one_engine_draw_the_same_seeds_whatever_rewards_drew(made):
+    np.random.seed(0)
+    ranks, drawn = [made(seed=3), made(seed=3)], []
+    for generation in range(3):
+        for rank, llm in enumerate(ranks):
+            np.random.rand(1 + 5 * rank)  # a reward function
+            llm.step = generation // 2
+            drawn.append(tuple(llm.generate(PROMPTS)))
+    assert drawn[0::2] == drawn[1::2]
+    assert len({seed for seeds in drawn for seed in seeds}) == 3 * len(PROMPTS)  # no generation repeats another
+    assert not set(drawn[0]) & set(made(seed=4).generate(PROMPTS))  # another group of ranks
+
+
+def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(made):
+    whole, resumed = made(seed=1), made(seed=1)
+    for step in range(3):
+        whole.step = step
+        seeds = whole.generate(PROMPTS)
+    resumed.step = 2
+    assert resumed.generate(PROMPTS) == seeds
+
+
+def test_the_users_random_numbers_are_not_touched(made):
+    np.random.seed(7)
+    expected = np.random.rand(4).tolist()
+    np.random.seed(7)
+    llm, found = made(), []
+    for _ in range(2):
+        found.append(np.random.rand())
+        llm.generate(PROMPTS)
+        found.append(np.random.rand())
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate(PROMPTS, broken=True)
+    assert found == expected
