@@ -38,6 +38,7 @@ ALLOWED = {
     "model_card": set(),
     "hub": {"checkpoint_names", "engine", "model_card", "numerics", "plan", "recipe"},
     "run_facts": set(),
+    "run_parts": {"numerics", "plan", "policy", "recipe", "rollout_routes", "run_log"},
     "prompt_checks": set(),
     "whole_checkpoints": set(),
     "saving": {"engine", "hub", "model_card", "policy", "rollout_buffer", "run_facts", "whole_checkpoints"},
@@ -53,9 +54,8 @@ ALLOWED = {
             "launch",
             "plan",
             "policy",
-            "recipe",
         ),
-        *("prompt_checks", "rollout_routes", "run_facts", "run_log", "saving", "sync_metrics"),
+        *("prompt_checks", "rollout_routes", "run_facts", "run_log", "run_parts", "saving", "sync_metrics"),
     },
     "commands": {
         *("capacity", "config_outline", "flags", "model_outline", "numerics", "outline", "plan", "recipe"),

@@ -27,18 +27,15 @@ from .correction import apply_correction, warn_once
 from .engine.upstream import substituted
 from .instruments import follow_attention, precision_flow, tap_attention
 from .launch import check_launch
-from .plan import Plan, plan_for_model
+from .plan import plan_for_model
 from .policy.adapters import is_reference
-from .policy.attention_tap import AttentionTap
 from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
-from .policy.kv_calibration import KVCalibrator
-from .policy.precision_flow import PrecisionFlow
 from .policy.router_replay import RouterReplay
 from .prompt_checks import require_prompts, require_rows
-from .recipe import FP8Recipe
 from .rollout_routes import RolloutRoutes
 from .run_facts import run_facts
 from .run_log import RunLog
+from .run_parts import RunParts
 from .saving import Saving
 from .sync_metrics import SyncLog
 
@@ -53,7 +50,7 @@ if TYPE_CHECKING:
 AnyDataset = Dataset | IterableDataset
 
 
-class FP8GRPOTrainer(Saving, GRPOTrainer):
+class FP8GRPOTrainer(Saving, RunParts, GRPOTrainer):
     """TRL's `GRPOTrainer` whose rollouts run in FP8. Takes exactly the arguments of `trl.GRPOTrainer`.
 
     Example:
@@ -114,14 +111,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         elif quantization_config is None and "quantization_config" not in (loading := args.model_init_kwargs or {}):
             trusted = loading.get("trust_remote_code", args.trust_remote_code)
             quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
-        self.recipe: FP8Recipe | None = None
-        self.plan: Plan | None = None
         self.correction = args.correction
         self._warned: set[str] = set()
-        self._tap: AttentionTap | None = None
-        self._calibrator: KVCalibrator | None = None
-        self._flow: PrecisionFlow | None = None
-        self._routes: RolloutRoutes | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
                 model=model,
@@ -218,7 +209,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
         with ExitStack() as watched:
-            if model is not self.ref_model and not is_reference(model):
+            if (self._calibrator or self._routes) and model is not self.ref_model and not is_reference(model):
                 if self._calibrator:
                     watched.enter_context(self._calibrator.watching())
                 if self._routes:
@@ -256,13 +247,15 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         return self.vllm_generation.last_sync.kv_scales.values.to(self.accelerator.device)
 
     def _simulate(self, scales_L3: torch.Tensor | None) -> None:
-        if self.args.simulate_kv_cache:
+        if self._tap is not None and self.args.simulate_kv_cache:
             self._tap.scales_L3 = scales_L3
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         output = super()._generate_and_score_completions(inputs)
         logged = self._metrics["train" if self.model.training else "eval"]
-        if self.args.simulate_kv_cache:  # a copy per sequence, because TRL shuffles and splits batches by sequence
+        if (
+            self._tap is not None and self.args.simulate_kv_cache
+        ):  # a copy per sequence, because TRL shuffles and splits batches by sequence
             output["kv_scales"] = self._kv_scales_in_force.expand(len(output["prompt_ids"]), -1, -1)
         if self._routes:
             columns = output["prompt_ids"].shape[1], output["prompt_ids"].shape[1] + output["completion_ids"].shape[1]
@@ -272,13 +265,14 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 logged[name].append(value)
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
-        sample = self._run_log.sample(output) if self.model.training else None  # before log-probs are corrected
+        training, log = self.model.training, self._run_log
+        sample = log.sample(output) if training and log else None  # before log-probs are corrected
         if self.correction is not None:
             self._correct(output, logged)
-        if self.model.training:
+        if training and log:
             scales = self.vllm_generation.last_sync.kv_scales if self._calibrator else None
             saturated = self._calibrator.saturated_L2 if self._calibrator else None
-            self._run_log.generation(self.state.global_step, sample, scales, saturated)
+            log.generation(self.state.global_step, sample, scales, saturated)
         return output
 
     def _correct(self, output: dict, logged: dict[str, list]) -> None:
