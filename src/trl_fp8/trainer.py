@@ -144,7 +144,9 @@ class FP8GRPOTrainer(Saving, RunParts, GRPOTrainer):
 
             return VLLMGeneration(**kwargs)
         from .engine.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+        from .engine.policy_checks import require_servable
 
+        require_servable(self.model)
         check_launch(self.accelerator, self.args.vllm_tensor_parallel_size)
         recipe = self.args.recipe_for(self.model)
         if recipe.fp8_kv_cache:
