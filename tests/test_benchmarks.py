@@ -78,7 +78,8 @@ def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
 @pytest.fixture
 def benchmarks(monkeypatch):
     """The benchmarks as modules. A run answers to SIGTERM, which is undone."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.syspath_prepend(BENCHMARKS)
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
@@ -158,13 +159,6 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     # nothing is installed there, and results name the version
     (metadata,) = tmp_path.glob("trl_fp8-*.dist-info/METADATA")
     assert f"Version: {trl_fp8.__version__}\n" in metadata.read_text()
-
-
-@pytest.fixture
-def benchmarks(monkeypatch):
-    """Benchmarks can be imported."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(BENCHMARKS)
 
 
 def test_a_run_goes_on_from_its_own_results_only(benchmarks, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from .outline import Outline
 from .plan import Plan
+from .recipe import is_vision
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Risk:
 def risks(plan: Plan, outline: Outline) -> list[Risk]:
     """Risks of running a model under a plan; empty if there is nothing to say."""
     recipe, found = plan.recipe, []
-    if recipe.fp8_kv_cache and any(name.endswith(".k_proj.bias") for name in outline.parameters):
+    if recipe.fp8_kv_cache and any(_is_key_bias(name) for name in outline.parameters):
         text = (
             f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. "
             "kv_cache_skip_layers='auto' looks for them before the first rollout."
@@ -38,6 +39,10 @@ def risks(plan: Plan, outline: Outline) -> list[Risk]:
         )
         found.append(Risk(text))
     return found
+
+
+def _is_key_bias(name: str) -> bool:
+    return name.endswith(".k_proj.bias") and not is_vision(name)
 
 
 def recommended_flags(plan: Plan, outline: Outline, utilization: float) -> dict[str, str | int | float]:

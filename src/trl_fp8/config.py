@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from .flags.forward import ForwardFlags
 from .flags.kv_cache import KVCacheFlags
 from .flags.router import RouterFlags
+from .flags.sampling import check_generation_kwargs
 from .launch import fsdp1_message
 from .numerics.e4m3 import check_scale_format
 from .numerics.importance import RolloutCorrection
@@ -128,6 +129,7 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
             self._check_rollouts()
         if self.own_engine:
             self._check_engine_kwargs()
+            check_generation_kwargs(self.generation_kwargs or {})
         if self.any_fp8 or self.rollout_correction is not None:
             self._check_sampling()
             self._check_correction(mode_set_by_user)

@@ -41,6 +41,7 @@ def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
     return Outline(
         name=name,
         class_name=CLASSES[kind],
+        architectures=tuple(config.get("architectures") or (CLASSES[kind],)),
         model_type=kind,
         layers=config["num_hidden_layers"],
         kv_heads=config["num_key_value_heads"],

@@ -1,6 +1,7 @@
 """The outline of a transformers or PEFT model; meta and sharded parameters are fine."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,15 +14,20 @@ from .outline import Outline
 def outline_of(model: nn.Module) -> Outline:
     """Names and shapes of a causal LM."""
     text = model.config.get_text_config()
+    class_name = type(
+        model.get_base_model() if hasattr(type(model), "get_base_model") else model
+    ).__name__  # as PEFT has
+    kv_heads, head_dim = _heads(text)
     named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not _of_adapter(name)}
     named |= persistent_buffers(model)
     return Outline(
-        name=model.config.name_or_path or type(model).__name__,
-        class_name=type(model).__name__,
+        name=model.config.name_or_path or class_name,
+        class_name=class_name,
+        architectures=tuple(model.config.architectures or (class_name,)),
         model_type=text.model_type,
         layers=text.num_hidden_layers,
-        kv_heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         parameters={name: full_shape(parameter) for name, parameter in named.items()},
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
         experts={name: _has_usual_layout(module) for name, module in expert_modules(model)},
@@ -43,6 +49,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set and not _of_adapter(f"{prefix}.{name}"):
                 yield checkpoint_name(f"{prefix}.{name}"), buffer
+
+
+def _heads(text: Any) -> tuple[int, int]:
+    """(KV heads, head size) from a language model's config; (0, 0) where its layers differ in them or have none."""
+    try:
+        heads = getattr(text, "num_attention_heads", 0)
+        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        return (kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads) if heads else (0, 0)
+    except RuntimeError:  # transformers 5.17 refuses to name one value where layers have several
+        return 0, 0
 
 
 def _of_adapter(name: str) -> bool:

@@ -15,8 +15,9 @@ class Outline:
     Attributes:
         name: Of the checkpoint, or of the class where there is none.
         class_name: Of the model.
+        architectures: As in its config, which is what vLLM looks up; the class where the config has none.
         model_type: As in its config, of the language model where there are several.
-        layers, kv_heads, head_dim: Of the language model.
+        layers, kv_heads, head_dim: Of the language model; the last two are 0 where layers differ in them or have none.
         parameters: Name -> shape of every parameter, and of buffers that a checkpoint holds.
         linears: Name -> (out-features N, in-features K) of every linear layer.
         experts: Name -> whether the layout is gate_up_proj [E, 2I, K], down_proj [E, K, I], of every module of experts.
@@ -24,6 +25,7 @@ class Outline:
 
     name: str
     class_name: str
+    architectures: tuple[str, ...]
     model_type: str
     layers: int
     kv_heads: int

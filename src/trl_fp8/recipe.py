@@ -157,8 +157,8 @@ def recipe_for(
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
-            "Block-FP8 needs shards that fill whole 128x128 blocks. Use a smaller tensor parallel size or another "
-            "model, or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
+            "Block-FP8 needs shards that fill whole 128x128 blocks. Use "
+            f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
@@ -173,12 +173,17 @@ def recipe_for(
     )
 
 
+def is_vision(name: str) -> bool:
+    """Whether a module or parameter belongs to a vision tower."""
+    return _VISION.search(name) is not None
+
+
 def _why_not_fp8(outline: Outline, name: str, tp_size: int) -> str | None:
     match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
-    if match is None or _VISION.search(name):
-        return "not a projection of a decoder layer"
+    if match is None or is_vision(name):
+        return "not named as a projection of Llama's decoder layers"
     rows, columns = _shard_shape(match["kind"], outline.linears[name], outline.kv_heads, tp_size)
     if rows % BLOCK or columns % BLOCK:
         at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
@@ -194,6 +199,10 @@ def _shard_shape(kind: str, shape: tuple[int, int], kv_heads: int, tp_size: int)
     if kind in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, heads are replicated
         return rows / min(tp_size, kv_heads), columns
     return rows / tp_size, columns
+
+
+def _smaller(tp_size: int) -> str:
+    return f"a tensor parallel size below {tp_size} or " if tp_size > 1 else ""
 
 
 def _fused_with(name: str) -> list[str]:

@@ -28,6 +28,7 @@ from .correction import apply_correction, warn_once
 from .engine.upstream import substituted
 from .instruments import follow_attention, precision_flow, tap_attention
 from .launch import check_launch
+from .numerics.importance import RolloutCorrection
 from .plan import Plan, plan_for_model
 from .policy.adapters import is_reference
 from .policy.attention_tap import AttentionTap
@@ -85,6 +86,17 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     _tag_names = ["trl", "grpo", "fp8"]
     _name = "GRPO with FP8 rollouts"
 
+    # Of the class, so that overridden methods are TRL's on a trainer whose __init__ has not run, as TRL's own tests make them
+    recipe: FP8Recipe | None = None
+    plan: Plan | None = None
+    correction: RolloutCorrection | None = None
+    _tap: AttentionTap | None = None
+    _calibrator: KVCalibrator | None = None
+    _flow: PrecisionFlow | None = None
+    _flow_checked = False
+    _routes: RolloutRoutes | None = None
+    _run_log: RunLog | None = None
+
     def __init__(
         self,
         model: "str | PreTrainedModel | PeftModel",
@@ -117,15 +129,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         elif quantization_config is None and "quantization_config" not in (loading := args.model_init_kwargs or {}):
             trusted = loading.get("trust_remote_code", args.trust_remote_code)
             quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
-        self.recipe: FP8Recipe | None = None
-        self.plan: Plan | None = None
         self.correction = args.correction
         self._warned: set[str] = set()
-        self._tap: AttentionTap | None = None
-        self._calibrator: KVCalibrator | None = None
-        self._flow: PrecisionFlow | None = None
-        self._flow_checked = False
-        self._routes: RolloutRoutes | None = None
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
                 model=model,
@@ -157,7 +162,9 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
             return VLLMGeneration(**kwargs)
         from .engine.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+        from .engine.policy_checks import require_servable
 
+        require_servable(self.model)
         check_launch(self.accelerator, self.args.vllm_tensor_parallel_size)
         recipe = self.args.recipe_for(self.model)
         if recipe.fp8_kv_cache:
@@ -222,7 +229,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
         with ExitStack() as watched:
-            if model is not self.ref_model and not is_reference(model):
+            if (self._calibrator or self._routes) and model is not self.ref_model and not is_reference(model):
                 if self._calibrator:
                     watched.enter_context(self._calibrator.watching())
                 if self._routes:
@@ -260,13 +267,14 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         return self.vllm_generation.last_sync.kv_scales.values.to(self.accelerator.device)
 
     def _simulate(self, scales_L3: torch.Tensor | None) -> None:
-        if self.args.simulate_kv_cache:
+        if self._tap is not None and self.args.simulate_kv_cache:
             self._tap.scales_L3 = scales_L3
 
     def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
         output = super()._generate_and_score_completions(inputs)
         logged = self._metrics["train" if self.model.training else "eval"]
-        if self.args.simulate_kv_cache:  # a copy per sequence, because TRL shuffles and splits batches by sequence
+        if self._tap is not None and self.args.simulate_kv_cache:
+            # a copy per sequence, because TRL shuffles and splits batches by sequence
             output["kv_scales"] = self._kv_scales_in_force.expand(len(output["prompt_ids"]), -1, -1)
         if self._routes:
             columns = output["prompt_ids"].shape[1], output["prompt_ids"].shape[1] + output["completion_ids"].shape[1]
@@ -276,13 +284,14 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 logged[name].append(value)
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
-        sample = self._run_log.sample(output) if self.model.training else None  # before log-probs are corrected
+        training, log = self.model.training, self._run_log
+        sample = log.sample(output) if training and log else None  # before log-probs are corrected
         if self.correction is not None:
             self._correct(output, logged)
-        if self.model.training:
+        if training and log:
             scales = self.vllm_generation.last_sync.kv_scales if self._calibrator else None
             saturated = self._calibrator.saturated_L2 if self._calibrator else None
-            self._run_log.generation(self.state.global_step, sample, scales, saturated)
+            log.generation(self.state.global_step, sample, scales, saturated)
         return output
 
     def _correct(self, output: dict, logged: dict[str, list]) -> None:

@@ -206,7 +206,7 @@ def test_attention_that_cannot_be_recalibrated_is_refused_by_name(checkpoint, mo
         fp8_attention_layers(model, skip_layers=(1,))
     with monkeypatch.context() as hybrid:
         hybrid.setattr(kv_cache, "attention_layers", lambda model: {1: attention_layers(model)[1]})
-        with pytest.raises(RuntimeError, match=r"layers \[1\] only .a hybrid model.*kv_cache_dtype='auto'"):
+        with pytest.raises(RuntimeError, match=r"in layers \[1\] only.*use_vllm=False"):
             fp8_attention_layers(model)
     impl = attention_layers(model)[0].impl
     impl.__class__ = type("FlashInferImpl", (type(impl),), {})

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.outputs import CompletionOutput
 from vllm.platforms import PlatformEnum
+from vllm.sampling_params import SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -24,6 +25,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from trl_fp8.config import RESERVED_ENGINE_KWARGS
 from trl_fp8.engine import cpu_attention, cpu_kernel
 from trl_fp8.engine.upstream import substituted
+from trl_fp8.flags.sampling import VLLM_NAMES
 
 
 def test_versions_are_the_ones_that_were_read():
@@ -81,6 +83,10 @@ def test_trl_passes_the_engine_what_we_expect_and_we_win(monkeypatch):
     assert seen["logprobs_mode"] == "processed_logprobs" and seen["quantization"] is None
     free = {"gpu_memory_utilization", "max_model_len", "max_num_seqs", "max_num_batched_tokens"}
     assert set(seen) - free <= set(RESERVED_ENGINE_KWARGS)
+
+
+def test_generation_kwargs_may_have_every_name_that_vllm_samples_with():
+    assert {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} == set(VLLM_NAMES)
 
 
 def test_substitution_ends_with_the_block_even_after_an_error():

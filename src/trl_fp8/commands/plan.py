@@ -2,6 +2,7 @@
 
 import json
 from argparse import ArgumentParser, Namespace
+from importlib.util import find_spec
 from pathlib import Path
 
 from ..capacity import GIB, Capacity, as_json, as_text
@@ -10,6 +11,7 @@ from ..flags.kv_cache import KV_CACHE_DTYPES
 from ..outline import Outline
 from ..plan import plan_for
 from ..recipe import recipe_for
+from ..servable import Resolve, require_servable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +46,13 @@ def _outline(model: str) -> Outline:
         config = json.loads(_config_file(model).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"MODEL={model!r}: its config.json is no JSON: {error}") from error
-    return outline_of_config(config, model) or _outline_by_transformers(model)
+    outline = outline_of_config(config, model)
+    if outline is not None:
+        require_servable(outline)
+    else:
+        outline = _outline_by_transformers(model, config)
+        require_servable(outline, _vllm_registry())
+    return outline
 
 
 def _config_file(model: str) -> Path:
@@ -60,12 +68,27 @@ def _config_file(model: str) -> Path:
         ) from error
 
 
-def _outline_by_transformers(model: str) -> Outline:
+def _vllm_registry() -> Resolve | None:
+    """Where vLLM is installed it knows best what it knows."""
+    if find_spec("vllm") is None:
+        return None
+    from ..engine.upstream import engine_class
+
+    return engine_class
+
+
+def _outline_by_transformers(model: str, config: dict) -> Outline:
     """Any other architecture: from the model itself, without weights."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from ..model_outline import outline_of
 
+    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+        raise ValueError(
+            f"MODEL={model!r}: models of type {config.get('model_type')!r} bring their own code (auto_map), which a "
+            "plan does not run. FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM can "
+            "serve the model."
+        )
     with torch.device("meta"):
         return outline_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))

@@ -126,7 +126,8 @@ def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
 def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None) -> dict:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = max_model_len or config.max_position_embeddings
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * kv_heads * head_dim
     per_token *= 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
     blocks = -(-length // CPU_BLOCK) + 1
     # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on

@@ -32,6 +32,7 @@ from .cpu_ops import register_cpu_ops
 from .kv_cache import attention_weight_offset, fp8_attention_layers, quantizes_query, verify_kv_scales
 from .layout import engine_layout
 from .linear_kernels import activation_scaling, expert_scaling, fp8_experts, fp8_kernels
+from .names import require_same_names
 from .policy_checks import require_finite, require_servable
 from .replicas import Replicas, all_reduce_max
 from .rollout_llm import RolloutLLM
@@ -139,7 +140,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.activation_scaling = activation_scaling(engine)
         self.expert_scaling = expert_scaling(engine)
         require_auditable(self.kernels)
-        self._layout = engine_layout(engine)
+        buffers = {self.recipe.engine_name(name) for name, _ in persistent_buffers(self.model)}
+        self._layout = engine_layout(engine, buffers)
+        require_same_names(self.model, self.recipe, self._layout)
         if self.accelerator.num_processes > 1:
             self._replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
         if self.recipe.fp8_kv_cache:

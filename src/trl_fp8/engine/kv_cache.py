@@ -12,6 +12,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
 from ..numerics.kv_scales import QKV, KVScales
+from ..servable import REMEDY
 
 
 # Attention implementations (vLLM 0.31) that read the scales anew in each forward, from the device tensors (FlashAttention
@@ -50,8 +51,8 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
     layers = attention_layers(model)
     if list(layers) != list(range(len(layers))):
         raise RuntimeError(
-            f"kv_cache_dtype='fp8': the engine has a KV cache in layers {list(layers)} only (a hybrid model), so that scales "
-            "cannot be assigned to layers. Set kv_cache_dtype='auto'."
+            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)} only, so that "
+            f"scales cannot be assigned to decoder layers. {REMEDY}."
         )
     wrong = [
         f"layer {layer}: KV cache of type {module.kv_cache_dtype}"

@@ -5,7 +5,7 @@ columns (of experts: the same part of each), and pads the vocabulary. The layout
 once; the audit uses it to cut the same piece out of what was sent and out of what is held.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from ..numerics.blockwise import BLOCK
+from ..servable import REMEDY
 from .cpu_experts import ReferenceUnquantizedExperts
 
 
@@ -89,8 +90,16 @@ class Layout:
         return key if key in self.unreadable else None
 
 
-def engine_layout(model: nn.Module) -> Layout:
-    """Read the layout off an engine's model. Holds references to its modules, not to its tensors."""
+def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
+    """Read the layout off an engine's model. Holds references to its modules, not to its tensors.
+
+    Args:
+        model: The engine's.
+        buffers: Names, as the engine has them, of the policy's persistent buffers, which may be buffers there too.
+
+    Raises:
+        RuntimeError: A module is fused from parts that the model's class does not name.
+    """
     pieces, unreadable, seen = {}, {}, set()
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
@@ -106,6 +115,9 @@ def engine_layout(model: nn.Module) -> Layout:
                     unreadable[piece.name] = reason
                 else:
                     pieces[piece.name] = piece
+        for attribute, buffer in module.named_buffers(recurse=False):
+            if (name := f"{prefix}.{attribute}") in buffers:
+                pieces[name] = Piece(name, module, attribute, buffer.dtype)
     return Layout(pieces, unreadable)
 
 
@@ -158,7 +170,13 @@ def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[
             ("v_proj", module.num_kv_heads * module.v_head_size, kv_rank),
         ]
     elif isinstance(module, MergedColumnParallelLinear):
-        names = model.packed_modules_mapping[leaf]
+        names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())  # StableLM's class, for one, has no mapping
+        if len(names) != len(module.output_partition_sizes):
+            parts = len(module.output_partition_sizes)
+            raise RuntimeError(
+                f"vLLM's {type(model).__name__} fuses {prefix} from {parts} parts, and its packed_modules_mapping names "
+                f"{list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
+            )
         sizes = [(name, size, module.tp_rank) for name, size in zip(names, module.output_partition_sizes, strict=True)]
     elif isinstance(module, RowParallelLinear):
         columns = module.input_size_per_partition

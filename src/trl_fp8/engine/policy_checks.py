@@ -1,16 +1,19 @@
-"""What a policy must be before an engine can follow it: named, tied as its config says, and finite."""
+"""What a policy must be before an engine can follow it: of a type that vLLM takes as it is, named, tied, finite."""
 
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from .. import servable
 from ..checkpoint_names import checkpoint_name
-from ..model_outline import persistent_buffers
+from ..model_outline import outline_of, persistent_buffers
+from .upstream import engine_class
 
 
 def require_servable(model: nn.Module) -> None:
-    """Raise `ValueError` for a policy that no engine can follow."""
+    """Raise `ValueError` for a policy that no engine can follow: found out without starting one."""
+    servable.require_servable(outline_of(model), engine_class)
     if not model.name_or_path:
         raise ValueError(
             "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
@@ -19,8 +22,8 @@ def require_servable(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False):
         raise ValueError(
             "the model was loaded with a quantization_config of its own (QLoRA, for example): its weights cannot be "
-            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or set "
-            "fp8_weights=False and kv_cache_dtype='auto'."
+            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or train "
+            f"without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
         )
     head = model.get_output_embeddings()
     if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:

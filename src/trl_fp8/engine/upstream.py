@@ -46,6 +46,22 @@ def engine_config(llm: "LLM") -> "VllmConfig":
     return llm.llm_engine.vllm_config
 
 
+def engine_class(architectures: tuple[str, ...]) -> str | None:
+    """Name of the class that would hold a model with these architectures in its config; None if there is none.
+
+    vLLM 0.31: the first one that is in `ModelRegistry.models`, plugins included (`model_impl` "vllm" and "auto").
+    Nothing is imported but vLLM itself: entries are lazy.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    known = (ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models)
+    if (entry := next(known, None)) is None:
+        return None
+    return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+
+
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
     """(request, position of its first token, first row, end row) for each request of the forward that is running.
 

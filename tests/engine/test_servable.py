@@ -1,0 +1,158 @@
+"""What `trl_fp8.servable` says of a model type is what vLLM's class does with the policy's tensors; no engine starts."""
+
+import socket
+
+import other_models
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import registry
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from trl_fp8 import servable
+from trl_fp8.engine.arguments import Device, engine_arguments
+from trl_fp8.engine.cpu_kernel import register_cpu_kernel
+from trl_fp8.engine.cpu_ops import register_cpu_ops
+from trl_fp8.engine.layout import engine_layout
+from trl_fp8.engine.names import require_same_names
+from trl_fp8.engine.upstream import engine_class
+from trl_fp8.engine.weight_stream import StreamReport, weight_stream
+from trl_fp8.model_outline import outline_of, persistent_buffers
+from trl_fp8.recipe import recipe_for_model
+
+
+SERVED = """
+    apertus arcee cohere cohere2 cohere2_moe cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm4_moe granite
+    granite_swa hyperclovax jais2 llama mellum ministral3 mistral mixtral nemotron olmoe opt phi qwen2 qwen2_moe
+    qwen3 qwen3_moe seed_oss
+""".split()
+# model type -> what goes wrong without the refusal
+REFUSED = {
+    "afmoe": "under names",
+    "axk1": "under names",
+    "bloom": "under names",
+    "deepseek_v2": "KeyError",
+    "deepseek_v3": "under names",
+    "ernie4_5_moe": "under names",
+    "falcon": "under names",
+    "falcon_h1": "packed_modules_mapping",
+    "gemma3n_text": "under names",
+    "glm": "under names",
+    "glm4": "under names",
+    "gpt2": "under names",
+    "gpt_neox": "under names",
+    "gpt_oss": "under names",
+    "granitemoe": "under names",
+    "granitemoe_swa": "under names",
+    "granitemoehybrid": "packed_modules_mapping",
+    "granitemoeshared": "under names",
+    "hrm_text": "packed_modules_mapping",
+    "hy_v3": "under names",
+    "jamba": "packed_modules_mapping",
+    "laguna": "under names",
+    "lfm2_moe": "packed_modules_mapping",
+    "llama4_text": "other bytes",
+    "minicpm3": "under names",
+    "nemotron_h": "packed_modules_mapping",
+    "phi3": "packed_modules_mapping",
+    "stablelm": "packed_modules_mapping",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel_state():
+    """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
+    register_cpu_kernel()
+    register_cpu_ops()
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()), socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        patch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
+        init_distributed_environment(1, 0, address, 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+def built(policy, folder):
+    """(recipe, vLLM's class for `policy` as an engine would build it, its config), nothing loaded yet."""
+    policy.config.save_pretrained(folder)
+    some = any(name.endswith("self_attn.o_proj") for name in outline_of(policy).linears)
+    recipe = recipe_for_model(policy, kv_cache_dtype="auto", expert_kernels=False, fp8_weights=some)
+    sizes = {"max_num_seqs": 8, "max_model_len": 64}
+    arguments = engine_arguments(recipe, policy.config, Device("cpu"), **sizes)
+    arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
+    config = EngineArgs(**arguments).create_engine_config()
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        return recipe, initialize_model(vllm_config=config, model_config=config.model_config), config
+
+
+@torch.no_grad()
+def deliver(policy, folder) -> None:
+    """Send the policy to vLLM's class, through the checks of an engine that is built. Raises whatever goes wrong."""
+    recipe, engine, config = built(policy, folder)
+    for name, _ in list(engine.named_parameters()):  # vLLM takes KV scales away again after it has loaded a checkpoint
+        module, _, attribute = name.rpartition(".")
+        if attribute in ("q_scale", "k_scale", "v_scale", "prob_scale"):
+            delattr(engine.get_submodule(module), attribute)
+    buffers = dict(persistent_buffers(policy))
+    layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
+    require_same_names(policy, recipe, layout)
+    sent = dict(weight_stream(policy.named_parameters(), recipe, None, StreamReport(), buffers=buffers.items()))
+    with set_current_vllm_config(config):
+        engine.load_weights(iter(sent.items()))
+    for name, piece in layout.pieces.items():
+        ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, sent[name]))
+        assert torch.equal(ours, theirs), "other bytes"
+
+
+def _both(piece, sent):
+    return piece.of_sent(sent).to(piece.dtype), piece.of_engine()
+
+
+@pytest.mark.parametrize("model_type", SERVED)
+def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
+    policy = other_models.policy(model_type)
+    assert servable.why_not_servable(outline_of(policy), engine_class) is None
+    deliver(policy, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_is_refused_would_not_arrive(model_type, tmp_path):
+    policy = other_models.policy(model_type)
+    with pytest.raises(ValueError, match=f"type '{model_type}' cannot be served") as error:
+        servable.require_servable(outline_of(policy), engine_class)
+    assert servable.REMEDY in str(error.value) and "under names" not in str(error.value)
+    with pytest.raises(Exception) as later:
+        deliver(policy, tmp_path)
+    assert REFUSED[model_type] in f"{type(later.value).__name__}: {later.value}"
+
+
+def test_every_listed_model_type_is_tried():
+    untested = {"deepseek_v4"}  # vLLM 0.31 cannot read the config that transformers 5.17 writes
+    assert set(servable._MODEL_TYPES) - untested <= set(REFUSED)
+
+
+def test_the_fallback_is_known_by_model_type_and_by_class():
+    backed = {
+        model_type
+        for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+        if isinstance(name, str) and (engine_class((name,)) or "").startswith("Transformers")
+    }
+    assert backed <= set(servable.TRANSFORMERS_BACKED)
+    remote = {"nanbeige"}  # brings its own code
+    assert set(servable.TRANSFORMERS_BACKED) - remote == backed
+    assert engine_class(("NanbeigeForCausalLM",)) == "TransformersForCausalLM"
+
+
+def test_a_class_is_found_as_vllm_finds_it():
+    assert engine_class(("Qwen3ForCausalLM",)) == "Qwen3ForCausalLM"
+    assert engine_class(("Nonsense", "InternLM3ForCausalLM")) == "LlamaForCausalLM"
+    assert engine_class(("Nonsense",)) is None

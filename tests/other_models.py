@@ -1,0 +1,68 @@
+"""Tiny policies of any model type that transformers and vLLM can both build on a CPU; most of them no test trains."""
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+
+# What a config takes of these, whatever its model type
+_COMMON = dict(
+    **dict(vocab_size=256, hidden_size=256, intermediate_size=256, num_hidden_layers=2, max_position_embeddings=128),
+    **dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    **dict(num_experts=4, num_local_experts=4, n_routed_experts=4, moe_num_experts=4, num_experts_per_tok=2, moe_k=2),
+    **dict(
+        moe_intermediate_size=128, shared_expert_intermediate_size=128, n_shared_experts=1, first_k_dense_replace=1
+    ),
+    **dict(n_group=1, topk_group=1, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64),
+    **dict(v_head_dim=64, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64),
+    **dict(
+        linear_value_head_dim=64,
+        n_embd=256,
+        n_head=4,
+        n_layer=2,
+        n_positions=128,
+        ffn_dim=256,
+        word_embed_proj_dim=256,
+    ),
+)
+_MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
+_SPECIAL = {
+    "bloom": dict(head_dim=None),
+    "falcon": dict(head_dim=None),
+    "gemma3n_text": dict(
+        **dict(vocab_size_per_layer_input=256, hidden_size_per_layer_input=64, num_hidden_layers=4, laurel_rank=64),
+        **dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2),
+        **dict(activation_sparsity_pattern=[0.0] * 4),
+    ),
+    "glm4_moe": dict(head_dim=64, use_qk_norm=True),
+    "gpt2": dict(head_dim=None),
+    "granitemoehybrid": _MAMBA,
+    "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
+    "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
+    "llama4_text": dict(intermediate_size_mlp=256),
+    "nemotron_h": dict(
+        **dict(layers_block_type=["mamba", "attention", "mlp"], mamba_num_heads=8, mamba_head_dim=64, n_groups=1),
+        **dict(ssm_state_size=16, num_hidden_layers=None),
+    ),
+    "phi": dict(intermediate_size=1024, num_key_value_heads=4),
+}
+
+
+def config(model_type: str, **overrides) -> PretrainedConfig:
+    """What its class makes of tiny sizes; `overrides` as they are."""
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    always = ("vocab_size", "hidden_size", "num_hidden_layers")
+    values = {name: value for name, value in _COMMON.items() if hasattr(default, name) or name in always}
+    values |= _SPECIAL.get(model_type, {}) | overrides
+    return config_class(**{name: value for name, value in values.items() if value is not None})
+
+
+def policy(model_type: str) -> PreTrainedModel:
+    """A causal LM with random weights, none of them zero."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.config.architectures = [type(model).__name__]
+    return model

@@ -1,0 +1,118 @@
+"""What a trainer says of a model that no engine can serve, and that TRL alone trains it."""
+
+import json
+
+import other_models
+import pytest
+import tiny_models
+import torch
+from engine import engines
+from transformers import CONFIG_MAPPING, dynamic_module_utils
+from vllm.model_executor.models import registry
+
+from trainer.runs import arguments, training
+from trl_fp8 import servable
+from trl_fp8.engine import generation as fp8_generation
+from trl_fp8.engine.generation import FP8VLLMGeneration
+
+
+@pytest.fixture(autouse=True)
+def look_at_classes_in_this_process(monkeypatch):
+    """vLLM's registry would start another one for each class: seconds."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda fn: fn())
+
+
+@pytest.fixture
+def no_engine(monkeypatch):
+    def start(**kwargs):
+        raise AssertionError("an engine was started")
+
+    monkeypatch.setattr(fp8_generation, "RolloutLLM", start)
+
+
+def saved(model_type, folder) -> str:
+    policy = other_models.policy(model_type).to(torch.bfloat16)
+    policy.save_pretrained(folder)
+    tiny_models.tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+BF16 = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": True}
+
+
+@pytest.mark.parametrize("flags", [{}, {"kv_cache_dtype": "auto"}, BF16], ids=["fp8", "weights", "nothing"])
+def test_the_fallback_of_vllm_is_refused_before_an_engine_starts(flags, tmp_path, no_engine):
+    model = saved("olmo2", tmp_path / "model")
+    with pytest.raises(ValueError, match="type 'olmo2' cannot be served.*transformers backend"):
+        training(model, arguments(tmp_path / "run", **flags)).__enter__()
+
+
+def test_the_remedy_of_a_refused_model_trains_it(tmp_path, no_engine):
+    args = arguments(tmp_path / "run", max_steps=1, **servable.WITHOUT_ENGINE)
+    with training(saved("olmo2", tmp_path / "model"), args) as trainer:
+        before = trainer.model.model.layers[1].mlp.up_proj.weight.detach().clone()
+        trainer.train()
+        assert not torch.equal(before, trainer.model.model.layers[1].mlp.up_proj.weight)
+
+
+OWN_CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class MyConfig(Qwen3Config):
+    model_type = "mine"
+
+
+class MyForCausalLM(Qwen3ForCausalLM):
+    config_class = MyConfig
+"""
+
+
+def test_an_architecture_that_vllm_does_not_know_is_named_alone(tmp_path, monkeypatch, no_engine):
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    model = tiny_models.save_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "own_code.py").write_text(OWN_CODE)
+    changed = json.loads((tmp_path / "model" / "config.json").read_text()) | {"architectures": ["MyForCausalLM"]}
+    mapped = {"AutoConfig": "own_code.MyConfig", "AutoModelForCausalLM": "own_code.MyForCausalLM"}
+    changed |= {"model_type": "mine", "auto_map": mapped}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="type 'mine' .*knows no class for MyForCausalLM") as error:
+        training(model, arguments(tmp_path / "run", trust_remote_code=True)).__enter__()
+    assert "Llama" not in str(error.value)
+
+
+@pytest.mark.engine
+def test_other_names_are_found_in_the_engine_where_no_list_has_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(servable, "_MODEL_TYPES", {})
+    made = []
+
+    class Kept(FP8VLLMGeneration):
+        def __init__(self, **kwargs):
+            made.append(self)
+            super().__init__(**kwargs)
+
+    with pytest.raises(ValueError, match="type 'granitemoe' cannot be served.*block_sparse_moe.gate.weight") as error:
+        engines.start(saved("granitemoe", tmp_path), generation=Kept, kv_cache_dtype="auto")
+    engines.shutdown(made[0].llm)
+    assert "defect" not in str(error.value) and "block_sparse_moe.router.weight" in str(error.value)
+
+
+@pytest.mark.engine
+def test_linear_attention_would_not_pass_the_audit(tmp_path, monkeypatch):
+    """Why hybrid models are refused with kv_cache_dtype='auto' too. If this fails, they may be served."""
+    monkeypatch.setattr(servable, "_GIVEN_AWAY", {})
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})  # where vLLM puts a config class of its own, for good
+    generation = engines.start(saved("qwen3_next", tmp_path), kv_cache_dtype="auto")
+    with pytest.raises(RuntimeError, match="hold other bytes than were sent: .*linear_attn.conv1d.weight"):
+        generation.sync_weights()
+    engines.shutdown(generation.llm)
+
+
+@pytest.mark.engine
+def test_the_remedy_of_attention_that_the_cpu_reference_lacks(tmp_path):
+    """Soft-capped logits: `engine/cpu_attention.py` advises kv_cache_dtype='auto' on CPU."""
+    generation = engines.start(saved("gemma2", tmp_path), kv_cache_dtype="auto")
+    generation.sync_weights()
+    assert generation.last_sync.audited_tensors > 0 and len(engines.log_probs(generation.llm)) == len(engines.PROMPTS)
+    engines.shutdown(generation.llm)

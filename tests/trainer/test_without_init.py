@@ -1,0 +1,35 @@
+"""Methods that `FP8GRPOTrainer` overrides are TRL's on a trainer that was made without `__init__`."""
+
+from types import SimpleNamespace
+
+import pytest
+from trl import GRPOTrainer
+
+from trl_fp8 import FP8GRPOTrainer
+
+
+def bare() -> FP8GRPOTrainer:
+    """A trainer as TRL's tests of its dispatch make it."""
+    trainer = object.__new__(FP8GRPOTrainer)
+    trainer.args, trainer.model = SimpleNamespace(report_to=[]), SimpleNamespace(training=True)
+    trainer._metrics = {"train": {}, "eval": {}}
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "method, arguments",
+    [
+        ("_generate", (["a"],)),
+        ("_generate_single_turn", ([[1]],)),
+        ("_get_per_token_logps_and_entropies", ("model", "ids", "mask", 1)),
+        ("_generate_and_score_completions", ([],)),
+        ("compute_loss", ("model", {})),
+        ("training_step", ("model", {})),
+        ("prediction_step", ("model", {})),
+    ],
+)
+def test_methods_are_trls_on_a_trainer_without_init(method, arguments, monkeypatch):
+    seen = []
+    monkeypatch.setattr(GRPOTrainer, method, lambda self, *given: seen.append(given) or {"from": "TRL"})
+    assert getattr(bare(), method)(*arguments) == {"from": "TRL"}
+    assert seen == [arguments]
