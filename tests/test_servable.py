@@ -137,6 +137,13 @@ def test_remedies_of_flags_lead_to_a_config_that_starts(tmp_path):
     assert "hf_overrides" not in engine_arguments(off, tiny_models.config(), ampere, **sizes)
 
 
+@pytest.mark.parametrize("flags", [{}, {"fp8_weights": False, "kv_cache_dtype": "auto", "router_replay": "rollout"}])
+def test_the_fallback_as_a_flag_is_refused_wherever_the_engine_is_ours(flags, tmp_path):
+    flags = {"use_cpu": True, "use_vllm": True, "vllm_mode": "colocate"} | flags
+    message = refusal(FP8GRPOConfig, str(tmp_path), **flags, vllm_model_impl="transformers")
+    assert FP8GRPOConfig(str(tmp_path), **flags, **flags_in(message.rpartition("Set")[2])).own_engine
+
+
 def test_generation_kwargs_have_vllms_names(tmp_path):
     assert "do_sample" in refusal(FP8GRPOConfig, str(tmp_path), use_cpu=True, generation_kwargs={"do_sample": True})
     both = {"max_new_tokens": 8, "stop_strings": ["x"], "num_beams": 2, "seed": 3}

@@ -208,11 +208,6 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
                 "neither quantizes weights nor carries KV scales. Set vllm_mode='colocate' (vllm_enable_sleep_mode=True "
                 f"frees its memory during the optimizer step), or keep the server in BF16: {off}."
             )
-        if self.vllm_model_impl == "transformers":
-            raise ValueError(
-                "vllm_model_impl='transformers' wraps the model's class for the whole process, and the trainer's own "
-                "model of that class then fails in a colocated engine. Set vllm_model_impl='vllm'."
-            )
         modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         if self.vllm_importance_sampling_mode not in modes:
             raise ValueError(
@@ -276,6 +271,11 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
             )
 
     def _check_engine_kwargs(self) -> None:
+        if self.vllm_model_impl == "transformers":
+            raise ValueError(
+                "vllm_model_impl='transformers' wraps the model's class for the whole process, and the trainer's own "
+                "model of that class then fails in a colocated engine. Set vllm_model_impl='vllm'."
+            )
         reserved = sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS))
         if reserved:
             raise ValueError(

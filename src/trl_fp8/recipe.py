@@ -158,7 +158,8 @@ def recipe_for(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
             "Block-FP8 needs shards that fill whole 128x128 blocks. Use "
-            f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
+            f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False "
+            "(kv_cache_dtype='fp8' works without it)."
         )
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),

@@ -1,4 +1,4 @@
-"""What `trl_fp8.servable` says of a model type is what vLLM's class does with the policy's tensors; no engine starts."""
+"""What `trl_fp8.servable` says of a model type is what vLLM's class does with its tensors; no engine starts."""
 
 import socket
 

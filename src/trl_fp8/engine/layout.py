@@ -174,8 +174,8 @@ def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[
         if len(names) != len(module.output_partition_sizes):
             parts = len(module.output_partition_sizes)
             raise RuntimeError(
-                f"vLLM's {type(model).__name__} fuses {prefix} from {parts} parts, and its packed_modules_mapping names "
-                f"{list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
+                f"vLLM's {type(model).__name__} fuses {prefix} from {parts} parts, and its packed_modules_mapping "
+                f"names {list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
             )
         sizes = [(name, size, module.tp_rank) for name, size in zip(names, module.output_partition_sizes, strict=True)]
     elif isinstance(module, RowParallelLinear):

@@ -12,7 +12,7 @@ from .layout import Layout
 
 
 def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
-    """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has the first few.
+    """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has some of them.
 
     The audit of a sync finds the same names, but a sync later, and cannot tell a model that vLLM holds differently from
     a tensor that got lost.
@@ -24,8 +24,8 @@ def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> N
     empty = [name for name in (*layout.pieces, *layout.unreadable) if name not in filled]
     if unknown or empty:
         reason = (
-            f"vLLM's class has {len(empty)} tensors under names that the policy does not have ({_some(empty)}), and the "
-            f"policy {len(unknown)} that the class does not have ({_some(unknown)})"
+            f"vLLM's class has {len(empty)} tensors under names that the policy does not have ({_some(empty)}), and "
+            f"the policy {len(unknown)} that the class does not have ({_some(unknown)})"
         )
         raise ValueError(unservable(recipe.model_type, reason))
 

@@ -22,8 +22,8 @@ def require_servable(model: nn.Module) -> None:
     if getattr(model, "is_quantized", False):
         raise ValueError(
             "the model was loaded with a quantization_config of its own (QLoRA, for example): its weights cannot be "
-            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or train "
-            f"without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
+            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or "
+            f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
         )
     head = model.get_output_embeddings()
     if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
