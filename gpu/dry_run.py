@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretended_gpu import (
+    GPUS,
     become_a_rank,
     call_layer,
     calls_recorded,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 
 ROOT = Path(__file__).parents[1]
-CAPABILITIES = ("8.9", "9.0", "10.0", "12.0")
 ALIKE = dict(num_attention_heads=32, head_dim=128, vocab_size=151936, max_position_embeddings=40960, rope_theta=1e6)
 SHAPES = {  # as published
     "Qwen3-8B": ALIKE
@@ -410,7 +410,10 @@ def look_in_processes(capabilities: list[str], layers: int | None) -> list[dict]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--capabilities", nargs="+", default=CAPABILITIES, help="compute capabilities to pretend")
+    known = [f"{major}.{minor}" for major, minor in GPUS]
+    parser.add_argument(
+        "--capabilities", nargs="+", choices=known, default=known, help="compute capabilities to pretend"
+    )
     parser.add_argument("--layers", type=int, help="fewer layers than published (at least 2), for a quick look")
     parser.add_argument("--json", type=Path, help="file for everything that was found")
     parser.add_argument("--look", help=argparse.SUPPRESS)

@@ -5,7 +5,7 @@
     tensors   fake ones: dtype, shape and strides, no memory. In `calls_recorded` an operator of vLLM's libraries is
               compared with its schema, and with its fake implementation if it has one that does more than nothing; one
               that vLLM wrote in Python over others is entered; a Triton kernel is compiled to machine code of that
-              capability and not launched
+              capability, has to fit into its shared memory, and is not launched
 
 Nothing executes: values, speed and memory stay unknown, and so do checks inside of CUDA code. It knows nothing of this
 project. Written for vLLM 0.31, torch 2.13 and Triton 3.7, whose private names it uses.
@@ -16,6 +16,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -26,6 +27,29 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+@dataclass(frozen=True)
+class GPU:
+    """By its name vLLM looks for the tiles that its Triton kernels were tuned to.
+
+    Attributes:
+        name: As the driver gives it.
+        memory: GiB.
+        processors: Streaming multiprocessors.
+        shared: KiB of shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities).
+    """
+
+    name: str
+    memory: int
+    processors: int
+    shared: int
+
+
+GPUS = {  # compute capability -> one that has it
+    (8, 9): GPU("NVIDIA L40S", 48, 142, 99),
+    (9, 0): GPU("NVIDIA H100 80GB HBM3", 80, 132, 227),
+    (10, 0): GPU("NVIDIA B200", 180, 148, 227),
+    (12, 0): GPU("NVIDIA RTX PRO 6000 Blackwell Server Edition", 96, 188, 99),
+}
 NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
 # What torch's and vLLM's libraries want to find when they are loaded; the rest they look up when a device is used
 SYMBOLS = (
@@ -52,7 +76,8 @@ def driver_environment(folder: Path) -> dict[str, str]:
 
 
 def pretend(capability: tuple[int, int]) -> None:
-    """From now on this process has one GPU of `capability`. Before vLLM is imported: much of it decides on import."""
+    """From now on this process has one of `GPUS`. Before vLLM is imported: much of it decides on import."""
+    gpu = GPUS[capability]
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM then keeps Triton although no driver is active (triton_utils)
     import torch
     from vllm import platforms
@@ -66,7 +91,7 @@ def pretend(capability: tuple[int, int]) -> None:
 
         @classmethod
         def get_device_name(cls, device_id: int = 0) -> str:
-            return f"pretended GPU {capability[0]}.{capability[1]}"
+            return gpu.name
 
         @classmethod
         def get_device_uuid(cls, device_id: int = 0) -> str:
@@ -74,7 +99,7 @@ def pretend(capability: tuple[int, int]) -> None:
 
         @classmethod
         def get_device_total_memory(cls, device_id: int = 0) -> int:
-            return 80 * 2**30
+            return gpu.memory * 2**30
 
         @classmethod
         def is_fully_connected(cls, device_ids: list[int]) -> bool:
@@ -86,14 +111,16 @@ def pretend(capability: tuple[int, int]) -> None:
 
         @classmethod
         def num_compute_units(cls, device_id: int = 0) -> int:
-            return 132
+            return gpu.processors
 
         @classmethod
         def is_integrated_gpu(cls, device_id: int = 0) -> bool:
             return False
 
     platforms._current_platform = PretendedGPU()
-    properties = SimpleNamespace(multi_processor_count=132, major=capability[0], minor=capability[1], name="pretended")
+    properties = SimpleNamespace(
+        name=gpu.name, major=capability[0], minor=capability[1], multi_processor_count=gpu.processors
+    )
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: device
@@ -253,9 +280,13 @@ def calls_recorded() -> Iterator[list[tuple[str, dict[str, str]]]]:
             return MockTensor(value.dtype, list(value.shape)) if isinstance(value, torch.Tensor) else value
 
         named = {name: mock(value) for name, value in kwargs.items()}
-        assert "cubin" in run(kernel, *map(mock, args), grid=grid, warmup=True, **named).asm
-        name = kernel._fn_name.rpartition(".")[2]
-        calls.append((f"triton::{name}", _described(kernel.arg_names, args, kwargs)))
+        compiled = run(kernel, *map(mock, args), grid=grid, warmup=True, **named)
+        name, shared = kernel._fn_name.rpartition(".")[2], compiled.metadata.shared
+        limit = GPUS[torch.cuda.get_device_capability()].shared * 1024
+        if "cubin" not in compiled.asm or shared > limit:
+            raise RuntimeError(f"{name} needs {shared} bytes of shared memory, and a block may have {limit}")
+        described = _described(kernel.arg_names, args, kwargs)
+        calls.append((f"triton::{name}", described | {"shared memory": f"{shared} bytes"}))
 
     JITFunction.run = compile_only
     try:
