@@ -142,11 +142,11 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from trl_fp8.engine import rounding
+    from trl_fp8.engine.upstream import forget_rotary_embeddings
     from trl_fp8.recipe import recipe_for_model
 
     recipe = recipe_for_model(policy)
@@ -159,7 +159,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         if found.choice == FOLLOWED:
             rounding.CUDA.require(config)
         config.kernel_config.ir_op_priority.set_default()
-        rotary_embedding._ROPE_DICT.clear()  # vLLM keeps them for the process, with the operators of the first engine
+        forget_rotary_embeddings()
         with (
             set_current_vllm_config(config),
             FakeTensorMode(allow_non_fake_inputs=True),
