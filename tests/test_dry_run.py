@@ -4,12 +4,14 @@ import ctypes
 import shutil
 import sys
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "gpu"))
 import dry_run  # noqa: E402
 import pretended_gpu  # noqa: E402
 from dry_run import FOLLOWED, OWN, PINNED, Found  # noqa: E402
@@ -39,6 +41,12 @@ def test_what_vllm_would_choose_stands_with_what_is_said_to_it():
     markdown = dry_run.tables([asdict(own)])
     assert rows(markdown, 0) == []
     assert rows(markdown, 1) == [["a", "12.0", "4 `DeepGemm`", "2 `FlashInferImpl`", "repacks; copies"]]
+
+
+def test_the_page_shows_every_gpu_shape_and_flow():
+    page = (ROOT / "docs" / "gpu_kernels.md").read_text()
+    for (major, minor), model, flow in product(pretended_gpu.GPUS, dry_run.SHAPES, ("off", "on")):
+        assert f"\n| {model} | {major}.{minor} | {flow} | " in page
 
 
 SCALED = {dry_run.QUANTIZE: [{"scale_ue8m0": "False"}]}
