@@ -50,7 +50,18 @@ def test_the_users_settings_win_one_by_one():
     assert arguments(followed=True, user={"compilation_config": 0})["compilation_config"] == 0
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (10, 0), (12, 0), (7, 5)])
+@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
+def test_blackwell_gets_the_kernels_that_can_be_verified_there(capability):
+    experts = FP8Recipe(fp8_modules=("a",), fp8_experts=("b",))
+    made = arguments(experts, Device("cuda", capability))
+    assert (made["linear_backend"], made["moe_backend"], made["attention_backend"]) == (
+        "triton",
+        "triton",
+        "TRITON_ATTN",
+    )
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (11, 0), (13, 0)])
 def test_gpus_that_cannot_be_verified_are_refused(capability):
     with pytest.raises(ValueError, match=rf"compute capability {capability[0]}\.{capability[1]}.*fp8_weights=False"):
         arguments(device=Device("cuda", capability))

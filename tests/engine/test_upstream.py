@@ -9,11 +9,13 @@ import trl.trainer.grpo_trainer as trl_grpo
 from accelerate import Accelerator
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.outputs import CompletionOutput
 from vllm.platforms import PlatformEnum
@@ -24,7 +26,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_fp8.config import RESERVED_ENGINE_KWARGS
 from trl_fp8.engine import cpu_attention, cpu_kernel
-from trl_fp8.engine.upstream import substituted
+from trl_fp8.engine.upstream import forget_rotary_embeddings, substituted
 from trl_fp8.flags.sampling import VLLM_NAMES
 
 
@@ -105,6 +107,20 @@ def test_vllm_reload_internals():
     assert callable(layerwise._place_kernel_tensors) and callable(layerwise.LOADING_LAYERS.clear)
     info = layerwise.LayerReloadingInfo.__dataclass_fields__
     assert "kernel_tensors" in info and callable(layerwise.LayerReloadingInfo.can_load)
+
+
+def test_rotary_embeddings_are_kept_for_the_process_until_they_are_forgotten():
+    def implementation(custom_ops):
+        config = VllmConfig(compilation_config=CompilationConfig(custom_ops=custom_ops))
+        with set_current_vllm_config(config):
+            return get_rope(64, 128)._forward_method.__name__
+
+    forget_rotary_embeddings()
+    first = implementation(["none", "+rotary_embedding"])
+    assert implementation(["none"]) == first != "forward_native"
+    forget_rotary_embeddings()
+    assert implementation(["none"]) == "forward_native"
+    forget_rotary_embeddings()
 
 
 def test_cpu_overrides_are_registered_once_and_scoped():

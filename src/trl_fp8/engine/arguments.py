@@ -15,6 +15,9 @@ from . import rounding
 
 
 CPU_BLOCK = 128  # tokens per KV cache block of vLLM's CPU backend
+# Compute capability's first number -> linears and attention that keep weights as loaded and read KV scales anew each time. On 10
+# and 12 (Blackwell) vLLM itself takes DeepGEMM and FlashInfer, which do not (docs/gpu_kernels.md)
+CUDA_BACKENDS = {9: ("cutlass", "FLASH_ATTN")} | dict.fromkeys((8, 10, 12), ("triton", "TRITON_ATTN"))
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,16 @@ def _routes_arguments(device: Device, tensor_parallel_size: int, user: dict) -> 
 
 
 def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
-    backends = {9: ("cutlass", "FLASH_ATTN"), 8: ("triton", "TRITON_ATTN")}
     major, minor = device.capability
-    if recipe.quantization_config is not None and ((major, minor) < (8, 9) or major not in backends):
+    if recipe.quantization_config is not None and ((major, minor) < (8, 9) or major not in CUDA_BACKENDS):
         given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
         raise ValueError(
-            f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9) and Hopper (9.0). Older "
-            "GPUs have no FP8 units; on newer ones vLLM's FP8 kernels repack weights and cache KV scales, so that "
-            "delivery could not be verified. Switch FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
+            f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and Blackwell "
+            "(10.x, 12.x). Older GPUs have no FP8 units; of others it is not known which of vLLM's FP8 kernels keep weights "
+            "and KV scales as they were sent, so that delivery could not be verified. Switch FP8 off: fp8_weights=False, "
+            "kv_cache_dtype='auto'."
         )
-    linear, attention = backends.get(major, (None, None))
+    linear, attention = CUDA_BACKENDS.get(major, (None, None))
     arguments = {}
     if recipe.fp8_weights:
         arguments["linear_backend"] = linear

@@ -126,6 +126,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             user=self.engine_kwargs,
         )
         require_exact_kernels(self.accelerator.device)
+        upstream.forget_rotary_embeddings()
         if self.return_routes:
             overrides["routes_from"] = "routers" if on_cpu else "vllm"
         with (

@@ -56,7 +56,7 @@ def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
     """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded; None without.
 
     vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
-    use (Hopper, by default), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py).
+    use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py).
     """
     if not fp8_experts(model):
         return None

@@ -109,3 +109,14 @@ def abort_reload(llm: "LLM") -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
+
+
+def forget_rotary_embeddings() -> None:
+    """Before another engine starts in this process: let it make its own rotary embeddings.
+
+    vLLM 0.31 keeps them by their shape (`_ROPE_DICT`), with the implementation that the first engine was told to use: a later
+    one that is told to round elsewhere (`rounding.py`) would not, and its configuration would not show it.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()

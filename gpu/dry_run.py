@@ -1,0 +1,432 @@
+"""What vLLM's CUDA build would run for this project, found out on a machine without a GPU. Nothing executes.
+
+    pip install -e ".[cuda]"                    # Linux, x86-64; needs `cc`
+    python gpu/dry_run.py                       # prints the tables of docs/gpu_kernels.md; minutes, 2 GB of memory
+    python gpu/dry_run.py --capabilities 9.0 --layers 2 --json found.json
+
+For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
+shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, and with the
+kernels left to vLLM; the CUDA model of it on fake tensors; what engine/audit.py and engine/kv_cache.py say to its
+kernels. With the pinned ones also: weights are processed as after a load, names that are held are compared with those
+that a sync sends, and a decoder layer is called with prompts and with single tokens.
+
+The exit status is 1 if, with the pinned kernels, an operator does not answer or the layout is not what is sent.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretended_gpu import (
+    GPUS,
+    become_a_rank,
+    call_layer,
+    calls_recorded,
+    driver_environment,
+    give_caches,
+    pretend,
+    process_weights,
+)
+
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+    from vllm.config import VllmConfig
+    from vllm.model_executor.layers.attention import Attention
+
+
+ROOT = Path(__file__).parents[1]
+ALIKE = dict(num_attention_heads=32, head_dim=128, vocab_size=151936, max_position_embeddings=40960, rope_theta=1e6)
+SHAPES = {  # as published
+    "Qwen3-8B": ALIKE
+    | dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
+    | dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8),
+    "Qwen3-30B-A3B": ALIKE
+    | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
+    | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_key_value_heads=4)
+    | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+}
+PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
+# Over the pins, as a user could ask for it
+OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": None}
+SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
+BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
+# Operators without which a full flow does not round where the trainer does (engine/rounding.py)
+ROUNDING = ("_C::rms_norm", "_C::fused_add_rms_norm", "_C::rotary_embedding")
+SILU, FUSED_SILU, QUANTIZE = "_C::silu_and_mul", "_C::silu_and_mul_per_block_quant", "_C::per_token_group_fp8_quant"
+
+
+@dataclass
+class Found:
+    """One shape on one GPU.
+
+    Attributes:
+        refused: By whom and why; what follows is then what was found before.
+        kernels: Of FP8 linears and experts -> number of layers.
+        scales: Of activations, of linears and of experts: "fp32" or "pow2".
+        unrounded: Whether experts quantize act(gate) * up in one kernel.
+        attention: Implementation and version -> number of layers.
+        compiled, graphs: vLLM's modes.
+        operations: Layer class -> `forward_cuda` (an operator of vLLM's) or `forward_native` (torch, compiled).
+        not_held, never_sent: Names of the weight stream that the engine lacks, and the other way round.
+        reshaped: Parameters that are not stored as they were loaded, and what was computed with them.
+        calls: Operator or Triton kernel -> the arguments that it was called with.
+        problems: What must not be, in a pinned engine.
+    """
+
+    model: str
+    capability: str
+    choice: str
+    refused: list[str] = field(default_factory=list)
+    kernels: dict[str, int] = field(default_factory=dict)
+    scales: list[str] = field(default_factory=list)
+    unrounded: bool = False
+    attention: dict[str, int] = field(default_factory=dict)
+    kv_cache: str = ""
+    compiled: str = ""
+    graphs: str = ""
+    norms: str = ""
+    operations: dict[str, str] = field(default_factory=dict)
+    held: int = 0
+    not_held: list[str] = field(default_factory=list)
+    never_sent: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
+    calls: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def look(capability: str, layers: int | None) -> list[dict]:
+    """Everything about one GPU, in this process."""
+    pretend(_pair(capability))
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        become_a_rank(Path(folder))
+        for model in SHAPES:
+            policy = _policy(Path(folder) / model, model, layers)
+            for choice in (PINNED, FOLLOWED, OWN):
+                found.append(Found(model, capability, choice))
+                _look_at(found[-1], policy)
+    return [asdict(each) for each in found]
+
+
+def _pair(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int(minor)
+
+
+def _policy(folder: Path, model: str, layers: int | None) -> "PreTrainedModel":
+    """A policy without memory, and the folder with the config that vLLM reads."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = SHAPES[model] | ({"num_hidden_layers": layers} if layers else {})
+    config = AutoConfig.for_model(**shape, tie_word_embeddings=False)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    policy.config._name_or_path = str(folder)
+    return policy
+
+
+def _look_at(found: Found, policy: "PreTrainedModel") -> None:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from trl_fp8.engine import rounding
+    from trl_fp8.engine.upstream import forget_rotary_embeddings
+    from trl_fp8.recipe import recipe_for_model
+
+    recipe = recipe_for_model(policy)
+    try:
+        config = _configured(found, policy, recipe)
+    except ValueError as refusal:
+        found.refused.append(f"engine arguments: {refusal}")
+        return
+    try:
+        if found.choice == FOLLOWED:
+            rounding.CUDA.require(config)
+        config.kernel_config.ir_op_priority.set_default()
+        forget_rotary_embeddings()
+        with (
+            set_current_vllm_config(config),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            set_default_torch_dtype(torch.bfloat16),
+            torch.device("cuda"),
+        ):
+            engine = initialize_model(vllm_config=config, model_config=config.model_config)
+            _note_kernels(found, config, engine)
+            if found.choice != OWN:
+                found.reshaped = process_weights(engine)
+                _note_layout(found, engine, recipe, policy)
+                _call_a_layer(found, config, engine)
+    except Exception as error:  # a report of whatever happens
+        found.problems.append(f"{type(error).__name__}: {error}")
+
+
+def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig":
+    """vLLM's configuration as TRL and this project make it."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from trl_fp8.engine.arguments import Device, engine_arguments
+
+    ours = engine_arguments(
+        recipe,
+        policy.config,
+        Device("cuda", _pair(found.capability)),
+        max_num_seqs=SEQUENCES,
+        max_model_len=LENGTH,
+        followed=found.choice == FOLLOWED,
+        user=OWN_CHOICE if found.choice == OWN else None,
+    )
+    trls = dict(
+        model=policy.config._name_or_path,
+        skip_tokenizer_init=True,
+        gpu_memory_utilization=0.3,
+        max_model_len=LENGTH,
+        max_num_seqs=SEQUENCES,
+        max_num_batched_tokens=4096,
+        enable_sleep_mode=True,
+        distributed_executor_backend="external_launcher",
+        logprobs_mode="processed_logprobs",
+    )
+    return EngineArgs(**(trls | ours)).create_engine_config()
+
+
+def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
+    from trl_fp8.engine.audit import require_auditable
+    from trl_fp8.engine.kv_cache import attention_layers, fp8_attention_layers, quantizes_query
+    from trl_fp8.engine.linear_kernels import activation_scaling, expert_scaling, fp8_kernels
+
+    compilation = config.compilation_config
+    found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
+    found.norms = config.kernel_config.ir_op_priority.rms_norm[0]
+    found.operations = {
+        type(module).__name__: module._forward_method.__name__
+        for module in engine.modules()
+        if hasattr(module, "_forward_method")
+    }
+    found.kernels = dict(fp8_kernels(engine))
+    found.attention = dict(Counter(_attention_name(layer) for layer in attention_layers(engine).values()))
+    found.kv_cache = config.cache_config.cache_dtype + (", q too" if quantizes_query(engine) else "")
+    for check in (lambda: require_auditable(found.kernels), lambda: fp8_attention_layers(engine)):
+        try:
+            check()
+        except RuntimeError as refusal:
+            found.refused.append(str(refusal))
+    if not found.refused:
+        scaling, experts = activation_scaling(engine), expert_scaling(engine)
+        found.scales = [each.scale_format for each in (scaling, experts and experts[0]) if each]
+        found.unrounded = bool(experts and experts[1])
+
+
+def _attention_name(layer: "Attention") -> str:
+    number = getattr(layer.impl, "vllm_flash_attn_version", None)
+    return type(layer.impl).__name__ + (f" {number}" if number else "")
+
+
+def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedModel") -> None:
+    from trl_fp8.engine.layout import engine_layout
+
+    layout = engine_layout(engine)
+    sent = {recipe.engine_name(name) for name, _ in policy.named_parameters()}
+    sent |= {recipe.engine_name(f"{name}_scale_inv") for name in recipe.fp8_tensors}
+    found.held = len(layout.pieces)
+    found.not_held = sorted(name for name in sent - set(layout.pieces) if not layout.unreadable_name(name))
+    found.never_sent = sorted(set(layout.pieces) - sent)
+    found.problems += [f"sent, not held: {name}" for name in found.not_held]
+    found.problems += [f"held, never sent: {name}" for name in found.never_sent]
+    found.problems += [f"cannot be read back: {name}" for name in layout.unreadable]
+    found.problems += [f"not as it was loaded: {name}" for name in found.reshaped]
+    found.problems += found.refused
+
+
+def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
+    """The second decoder layer, which adds a residual, too, uncompiled; and this project's kernels."""
+    from vllm import ir
+
+    give_caches(config, engine)
+    layer = engine.model.layers[1]
+    steps = {name: partial(call_layer, layer, config, *batch) for name, batch in BATCHES.items()}
+    steps["kernels of the sync"] = _call_own_kernels
+    for step, call in steps.items():
+        with calls_recorded() as calls, ir.enable_torch_wrap(False):
+            try:
+                call()
+            except Exception as error:  # a report of whatever happens
+                last = f", after {calls[-1][0]}" if calls else ""
+                found.problems.append(f"{step}{last}: {type(error).__name__}: {error}")
+        for name, arguments in calls:
+            seen = found.calls.setdefault(name, [])
+            if arguments not in seen:
+                seen.append(arguments)
+    found.problems += _contradictions(found)
+
+
+def _call_own_kernels() -> None:
+    """What a sync launches."""
+    import torch
+
+    from trl_fp8.numerics.blockwise import dequantize_weight, quantize_activation, quantize_weight
+    from trl_fp8.numerics.digest import digest
+    from trl_fp8.numerics.formats import SCALE_FORMATS
+
+    tensor = torch.empty(160, 320, dtype=torch.bfloat16)
+    digest(tensor)
+    for scale_format in SCALE_FORMATS:
+        dequantize_weight(quantize_weight(tensor, scale_format, check_finite=False))
+        dequantize_weight(quantize_activation(tensor, scale_format))
+
+
+def _contradictions(found: Found) -> list[str]:
+    """Where the operators that were called are not what the project believes that its trainer follows."""
+    wrong = []
+    scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
+    if scaled != {str(scale == "pow2") for scale in found.scales}:
+        wrong.append(
+            f"activations are quantized with scale_ue8m0={sorted(scaled)}, linear_kernels.py says {found.scales}"
+        )
+    if (FUSED_SILU in found.calls) != found.unrounded:
+        wrong.append(
+            f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, linear_kernels.py says {found.unrounded}"
+        )
+    if found.choice == FOLLOWED:
+        wrong += [f"{name} was not called" for name in ROUNDING if name not in found.calls]
+        if SILU not in found.calls and FUSED_SILU not in found.calls:
+            wrong.append(f"{SILU} was not called")
+    return wrong
+
+
+def tables(found: list[dict]) -> str:
+    """The page's Markdown."""
+    pinned = [each for each in found if each["choice"] != OWN]
+    own = [each for each in found if each["choice"] == OWN]
+    chosen = "model|GPU|full flow|linears, experts|scales|attention|KV cache|compiled, graphs|norms|custom operations"
+    parts = (
+        _table(f"{chosen}|found", [(*_asked(each), *_chosen(each), _verdict(each)) for each in pinned]),
+        _table("model|GPU|linears, experts|attention|refused", [_left_to_vllm(each) for each in own]),
+        _table("operator|GPU|tensors of one call", _operators(pinned)),
+    )
+    return "\n\n".join(parts)
+
+
+def _table(head: str, rows: list[tuple[str, ...]]) -> str:
+    names = head.split("|")
+    lines = [names, ["---"] * len(names), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _counted(numbers: dict[str, int]) -> str:
+    return ", ".join(f"{number} `{name}`" for name, number in numbers.items())
+
+
+def _asked(each: dict) -> tuple[str, ...]:
+    return each["model"], each["capability"], "on" if each["choice"] == FOLLOWED else "off"
+
+
+def _chosen(each: dict) -> tuple[str, ...]:
+    if not each["kernels"]:
+        return ("",) * 7
+    custom = sorted(name for name, method in each["operations"].items() if method == "forward_cuda")
+    return (
+        _counted(each["kernels"]),
+        ", ".join(each["scales"]),
+        _counted(each["attention"]),
+        each["kv_cache"],
+        f"{each['compiled']}, {each['graphs']}",
+        each["norms"],
+        ", ".join(custom),
+    )
+
+
+def _left_to_vllm(each: dict) -> tuple[str, ...]:
+    refused = _first(each["problems"]) if each["problems"] else "; ".join(map(_sentence, each["refused"])) or "no"
+    return each["model"], each["capability"], _counted(each["kernels"]), _counted(each["attention"]), refused
+
+
+def _verdict(each: dict) -> str:
+    if each["problems"] or each["refused"]:
+        return _first(each["problems"]) if each["problems"] else f"refused: {_sentence(each['refused'][0])}"
+    triton = sum(name.startswith("triton::") for name in each["calls"])
+    answered = f"{len(each['calls']) - triton} operators answer"
+    compiled = f", {triton} Triton kernels compile" if triton else ""
+    return f"auditable; {each['held']} tensors sent and held; {answered}{compiled}"
+
+
+def _first(problems: list[str]) -> str:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"**{_sentence(problems[0])}**{more}"
+
+
+def _sentence(text: str) -> str:
+    """Up to the first full stop or, of a list, its first line."""
+    return " ".join(" ".join(text.split("\n")[:2]).split(". ")[0].split())
+
+
+def _operators(pinned: list[dict]) -> list[tuple[str, str, str]]:
+    capabilities, arguments = {}, {}
+    for each in pinned:
+        for name, calls in each["calls"].items():
+            capabilities.setdefault(name, {})[each["capability"]] = None
+            arguments.setdefault(name, ", ".join(f"{key} {value}" for key, value in calls[-1].items() if "[" in value))
+    return [(f"`{name}`", ", ".join(capabilities[name]), arguments[name]) for name in sorted(arguments)]
+
+
+def versions() -> str:
+    names = ("vllm", "torch", "triton", "transformers")
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    return ", ".join(f"{name} {version(name)}" for name in names) + (f", commit {commit}" if commit else "")
+
+
+def look_in_processes(capabilities: list[str], layers: int | None) -> list[dict]:
+    """One process for each GPU: what vLLM finds out about it on import stays for good."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONWARNINGS": "ignore"}
+        environment["VLLM_LOGGING_LEVEL"] = os.environ.get("VLLM_LOGGING_LEVEL", "ERROR")
+        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+        environment |= driver_environment(Path(folder))
+        for capability in capabilities:
+            path = Path(folder) / f"{capability}.json"
+            command = [sys.executable, __file__, "--look", capability, "--json", str(path)]
+            subprocess.run(command + (["--layers", str(layers)] if layers else []), env=environment, check=True)
+            found += json.loads(path.read_text())
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    known = [f"{major}.{minor}" for major, minor in GPUS]
+    parser.add_argument(
+        "--capabilities", nargs="+", choices=known, default=known, help="compute capabilities to pretend"
+    )
+    parser.add_argument("--layers", type=int, help="fewer layers than published (at least 2), for a quick look")
+    parser.add_argument("--json", type=Path, help="file for everything that was found")
+    parser.add_argument("--look", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.look:
+        found = look(arguments.look, arguments.layers)
+    else:
+        found = look_in_processes(arguments.capabilities, arguments.layers)
+        print(f"{versions()}\n\n{tables(found)}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    return int(not arguments.look and any(each["problems"] for each in found if each["choice"] != OWN))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
