@@ -1,10 +1,13 @@
 """What is installed from a wheel or an sdist, and what it says of itself."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
@@ -57,6 +60,25 @@ def test_the_wheel_holds_every_module_and_what_they_read(built, tmp_path):
         text=True,
     )
     assert done.stdout.startswith(str(tmp_path)) and "84.8% of parameters fp8" in done.stdout, done.stderr
+
+
+def test_what_is_imported_is_declared():
+    """By the dependencies; by an extra: an engine, pictures; peft and triton, where somebody has installed them to be used."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["cuda"],
+        *project["optional-dependencies"]["report"],
+    ]
+    declared = {re.match(r"[\w-]+", line)[0] for line in lines} - {"pyyaml"} | {"yaml"}
+    imported = set()
+    for module in MODULES:
+        for node in ast.walk(ast.parse((ROOT / "src" / module).read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            imported |= {name.partition(".")[0] for name in names}
+    assert imported - sys.stdlib_module_names - declared == {"peft", "triton"}
+    assert declared <= imported
 
 
 def test_the_sdist_can_be_built_from(built):

@@ -111,7 +111,11 @@ def test_linear_attention_would_not_pass_the_audit(tmp_path, monkeypatch):
 
 @pytest.mark.engine
 def test_the_remedy_of_attention_that_the_cpu_reference_lacks(tmp_path):
-    """Soft-capped logits: `engine/cpu_attention.py` advises kv_cache_dtype='auto' on CPU."""
+    """Soft-capped logits: refused before the engine starts, and served with what the error advises."""
+    with pytest.raises(
+        ValueError, match=r"attn_logit_softcapping=50.0 .*\(gemma2\).* Set kv_cache_dtype='auto' on CPU"
+    ):
+        engines.start(saved("gemma2", tmp_path), engines.some_scales(2, 1))
     generation = engines.start(saved("gemma2", tmp_path), kv_cache_dtype="auto")
     generation.sync_weights()
     assert generation.last_sync.audited_tensors > 0

@@ -127,6 +127,12 @@ def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
 
 
 def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None) -> dict:
+    if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"kv_cache_dtype={recipe.kv_cache_dtype!r} with attn_logit_softcapping={config.attn_logit_softcapping} in the model's "
+            f"config ({config.model_type}): the CPU engine's reference attention does not cap logits. Set kv_cache_dtype='auto' on "
+            "CPU, or run on a GPU."
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = max_model_len or config.max_position_embeddings
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
