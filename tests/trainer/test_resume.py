@@ -39,7 +39,9 @@ def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, chec
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trajectory(trainer) == whole
         assert all(torch.equal(p, weights[name]) for name, p in trainer.model.named_parameters())
-    assert len({row["loss"] for row in whole}) == 5
+    assert (
+        len({row["grad_norm"] for row in whole}) == 5
+    )  # losses of a policy that is its rollouts' are 0, but for rounding
 
 
 def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path):
