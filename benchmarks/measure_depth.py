@@ -11,7 +11,7 @@ to 40 tokens, so that the batch shrinks to one row. Rows, each a mean |log-prob 
     bf16_prefill_decode    BF16 engine, the same tokens as a prompt      - as it decoded them
     fp8_linears_kv         ordinary trainer                              - FP8 engine
     full_flow              fp8_forward="full" and simulated cache        - FP8 engine
-    full_flow_reordered    the same, its GEMMs adding in another order   - FP8 engine
+    full_flow_reordered    the same, its GEMMs in FP32, another order    - FP8 engine
     full_flow_prefill      fp8_forward="full" and simulated cache        - FP8 engine, the same tokens as a prompt
     fp8_prefill_decode     FP8 engine, the same tokens as a prompt       - as it decoded them
 

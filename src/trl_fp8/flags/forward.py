@@ -16,8 +16,9 @@ class ForwardFlags:
             "help": "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute with "
             "the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's kernel "
             "does, and everything between in the engine's BF16, whose roundings the engine then keeps when it is compiled). "
-            "Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than any part; how "
-            "far depends on depth and kernels (docs/unified_flow.md). Master weights and checkpoints stay as they are."
+            "Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than any part: on CPU to "
+            "nothing in the models that were measured, on a GPU nothing has been measured (docs/unified_flow.md). Master "
+            "weights and checkpoints stay as they are."
         },
     )
     fp8_backward: str = field(

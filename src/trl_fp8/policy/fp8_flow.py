@@ -1,8 +1,8 @@
 """`FP8Flow`: what a linear layer of the trained model computes in FP8, decided once for all layers.
 
     forward    "weights"  y = x @ Q(W).T             a rollout whose kernel quantizes weights only (W8A16)
-               "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute, but for the order in
-                                                     which they add
+               "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute; on a GPU but for the
+                                                     order in which they add, which FP64 hides on CPU
     backward   "bf16"     dX = dY @ W, dW = dY.T @ X                 straight through, unquantized operands
                "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8, Jet-RL (arXiv 2601.14243)
 
