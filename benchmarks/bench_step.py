@@ -10,7 +10,8 @@ Steps are those of the trainer: sync, generation, old log-probs, rewards, backwa
 completion has the full length, rewards are random. After two steps each measured one is taken apart by the methods that
 the trainer calls: "sync", "generate" (without a sync) and the rest, which is training. Seconds are between idle devices.
 `fp8_linears_kv` says what share of a step calibration takes (`fp8/calibration_seconds`; what observation adds to the
-old-log-prob pass is in bench_calibration.py).
+old-log-prob pass is in bench_calibration.py), and the comparison of the engine's weights with the last sync's before each
+generation ("verify", a part of "generate").
 
 A policy of 8 B with its gradients and Adam's moments does not fit on one GPU of 80 GB beside an engine, in FP32 (122
 GiB) or in BF16 (61 GiB, in which it is trained; others are in FP32). There it takes `--lora RANK`: adapters are
@@ -80,6 +81,8 @@ class Meter(TrainerCallback):
         last = getattr(self.trainer.vllm_generation, "last_sync", None)
         if last is not None and last.kv_scales is not None:
             row["calibration"] = last.calibration_seconds
+        if "verify" in self.watch.seconds:
+            row["verify"] = self.watch.seconds["verify"]
         if state.global_step > WARM_UP:
             harness.emit(row)
         if self.run.left < 1.5 * seconds and state.global_step < args.max_steps:
@@ -151,6 +154,8 @@ def measure(options: argparse.Namespace) -> None:
         meter.trainer = trainer
         watch.time(trainer.vllm_generation, "sync_weights", "sync")
         watch.time(trainer.vllm_generation, "generate", "generate")
+        if trainer.recipe is not None:
+            watch.time(trainer.vllm_generation, "_verify_engine", "verify")
         trainer.train()
 
 
@@ -159,8 +164,9 @@ def summarize(rows: dict[str, list[dict]]) -> dict:
     found = {}
     for name, steps in rows.items():
         found[name] = {part: record.spread([step[part] for step in steps]) for part in steps[0]}
-        if "calibration" in steps[0]:
-            found[name]["calibration_share_of_step"] = record.spread([s["calibration"] / s["step"] for s in steps])
+        for part in ("calibration", "verify"):
+            if part in steps[0]:
+                found[name][f"{part}_share_of_step"] = record.spread([step[part] / step["step"] for step in steps])
         if name != "bf16" and "bf16" in rows:
             pairs = list(zip(rows["bf16"], steps, strict=False))
             found[name]["speedup_over_bf16"] = {

@@ -143,7 +143,7 @@ def recipe_for(
     reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
     reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name in linears:
-        reasons[name] = reasons.get(name) or _why_not_fp8(outline, name, tensor_parallel_size)
+        reasons[name] = reasons.get(name) or _why_kept(outline, name, tensor_parallel_size)
     for name in experts:
         blocked = None if expert_kernels else "vLLM has no kernel for FP8 experts on CPU"
         reasons[name] = reasons.get(name) or why_not_fp8(outline, name, tensor_parallel_size) or blocked
@@ -179,7 +179,7 @@ def is_vision(name: str) -> bool:
     return _VISION.search(name) is not None
 
 
-def _why_not_fp8(outline: Outline, name: str, tp_size: int) -> str | None:
+def _why_kept(outline: Outline, name: str, tp_size: int) -> str | None:
     match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
         return "output head"

@@ -229,6 +229,12 @@ class FP8VLLMGeneration(VLLMGeneration):
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
         """TRL enters `profiler` after waking the KV cache and right before sampling."""
+        self._verify_engine()
+        with profiler:
+            yield
+
+    def _verify_engine(self) -> None:
+        """Compare the engine's weights and KV scales with what the last sync was audited to have brought."""
         try:
             self._seal.require_unbroken()
             self._verify_kv_scales(self.last_sync.kv_scales)
@@ -236,8 +242,6 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.audit_failures += 1
             self._engine_is_whole = False
             raise
-        with profiler:
-            yield
 
     def _verify_kv_scales(self, kv_scales: KVScales | None) -> None:
         if kv_scales is not None:
