@@ -99,6 +99,9 @@ def test_other_names_are_found_in_the_engine_where_no_list_has_them(tmp_path, mo
 
 
 @pytest.mark.engine
+@pytest.mark.skipif(
+    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM packs convolutions for BF16 instructions only"
+)
 def test_linear_attention_would_not_pass_the_audit(tmp_path, monkeypatch):
     """Why hybrid models are refused with kv_cache_dtype='auto' too. If this fails, they may be served."""
     monkeypatch.setattr(servable, "_GIVEN_AWAY", {})
