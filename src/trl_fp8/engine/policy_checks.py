@@ -36,7 +36,7 @@ def require_servable(model: nn.Module) -> None:
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming the parameters and persistent buffers of `model` that hold values which are not finite in the engine's BF16.
+    """Raise `ValueError` naming what of `model`, parameters and persistent buffers, is not finite in the engine's BF16.
 
     Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
     once and waits for the device once.
