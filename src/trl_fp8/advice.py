@@ -26,16 +26,17 @@ def risks(plan: Plan, outline: Outline) -> list[Risk]:
         found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
     if recipe.has_experts:
         text = (
-            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, 'rollout' "
-            "removes it."
+            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
+            "'rollout' removes it."
         )
         found.append(Risk(text, {"router_replay": "monitor"}))
     not_aligned = [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]
     if not_aligned:
         split = recipe.tensor_parallel_size > 1
         text = (
-            f"{len(not_aligned)} modules stay in BF16 because their shards do not fill 128x128 blocks: {not_aligned[0]}, "
-            f"... {'A smaller vllm_tensor_parallel_size may help.' if split else 'No flag helps: it is their shape.'}"
+            f"{len(not_aligned)} modules stay in BF16 because their shards do not fill 128x128 blocks: "
+            f"{not_aligned[0]}, ... "
+            f"{'A smaller vllm_tensor_parallel_size may help.' if split else 'No flag helps: it is their shape.'}"
         )
         found.append(Risk(text))
     return found

@@ -1,7 +1,8 @@
 """`trl-fp8`: the console script.
 
 trl-fp8 plan MODEL              what of MODEL would be FP8, and what fits into a GPU then, from its config alone
-trl-fp8 train --config x.yaml   GRPO with FP8 rollouts: the arguments of `trl grpo` and the FP8 flags, through accelerate
+trl-fp8 train --config x.yaml   GRPO with FP8 rollouts: the arguments of `trl grpo` and the FP8 flags,
+                                through accelerate
 trl-fp8 report RUN [RUN ...]    pictures and an HTML page of finished or running runs
 trl-fp8 export MODEL FOLDER     MODEL as an FP8 checkpoint, without KV cache scales (those come from a training run)
 trl-fp8 verify FOLDER           whether an exported checkpoint still is what was written

@@ -74,16 +74,17 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
     vllm_engine_kwargs: dict | str | None = field(
         default=None,
         metadata={
-            "help": "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. '{\"enforce_eager\": true}'. "
-            "What the trainer sets itself (quantization, KV cache type, parallelism, seed, ...) is refused; dictionaries "
-            "within are merged with the trainer's, setting by setting."
+            "help": "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. "
+            "'{\"enforce_eager\": true}'. What the trainer sets itself (quantization, KV cache type, parallelism, "
+            "seed, ...) is refused; dictionaries within are merged with the trainer's, setting by setting."
         },
     )
     fp8_run_log: bool = field(
         default=True,
         metadata={
-            "help": "Whether output_dir/fp8_run.jsonl is written, from which `trl-fp8 report` draws: facts of the run, its "
-            "logs, and of each generation a histogram of log-ratios, some pairs of log-probs and the KV scales (a few KiB)."
+            "help": "Whether output_dir/fp8_run.jsonl is written, from which `trl-fp8 report` draws: facts of the "
+            "run, its logs, and of each generation a histogram of log-ratios, some pairs of log-probs and the KV "
+            "scales (a few KiB)."
         },
     )
 
@@ -91,7 +92,8 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
     use_vllm: bool | None = field(
         default=None,
         metadata={
-            "help": "Whether to generate completions with vLLM. Not set: True if anything is FP8, else False, as in TRL."
+            "help": "Whether to generate completions with vLLM. Not set: True if anything is FP8, else "
+            "False, as in TRL."
         },
     )
     vllm_importance_sampling_mode: str | None = field(
@@ -147,7 +149,8 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
         return RolloutCorrection.from_trl_mode(self.vllm_importance_sampling_mode, *bounds)
 
     def recipe_for(self, model: nn.Module, kv_cache_skip_layers: tuple[int, ...] = ()) -> FP8Recipe:
-        """Which tensors of `model` are FP8 under these flags, on this machine; `kv_cache_skip_layers` with 'auto' resolved."""
+        """Which tensors of `model` are FP8 under these flags, on this machine; `kv_cache_skip_layers` with 'auto'
+        resolved."""
         return recipe_for_model(
             model,
             fp8_weights=self.fp8_weights,
@@ -203,10 +206,11 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
             )
         if self.vllm_mode != "colocate":
             raise ValueError(
-                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer reads every FP8 weight and KV scale back from "
-                "the engine after each sync, which it can do in its own process only, and TRL's transfer to a server "
-                "neither quantizes weights nor carries KV scales. Set vllm_mode='colocate' (vllm_enable_sleep_mode=True "
-                f"frees its memory during the optimizer step), or keep the server in BF16: {off}."
+                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer reads every FP8 weight and KV scale back "
+                "from the engine after each sync, which it can do in its own process only, and TRL's transfer to a "
+                "server neither quantizes weights nor carries KV scales. Set vllm_mode='colocate' "
+                "(vllm_enable_sleep_mode=True frees its memory during the optimizer step), or keep the "
+                f"server in BF16: {off}."
             )
         modes = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
         if self.vllm_importance_sampling_mode not in modes:
@@ -256,8 +260,8 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
         if self.rollout_correction is not None and not (self.use_vllm and self.vllm_importance_sampling_correction):
             raise ValueError(
                 f"{given} with use_vllm={self.use_vllm}, vllm_importance_sampling_correction="
-                f"{self.vllm_importance_sampling_correction}: there is nothing to correct. Set both to True, or remove "
-                "rollout_correction (its preset 'monitor' only measures)."
+                f"{self.vllm_importance_sampling_correction}: there is nothing to correct. Set both to True, or "
+                "remove rollout_correction (its preset 'monitor' only measures)."
             )
         try:
             correction = self.correction
@@ -279,11 +283,11 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
         reserved = sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS))
         if reserved:
             raise ValueError(
-                f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's own "
-                "flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
+                f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
+                "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
             )
         if (self.vllm_engine_kwargs or {}).get("enable_expert_parallel"):
             raise ValueError(
-                "vllm_engine_kwargs sets enable_expert_parallel=True: ranks would hold different experts, and the audit knows "
-                "parts of every expert only. Remove it; vllm_tensor_parallel_size splits each expert."
+                "vllm_engine_kwargs sets enable_expert_parallel=True: ranks would hold different experts, and the "
+                "audit knows parts of every expert only. Remove it; vllm_tensor_parallel_size splits each expert."
             )

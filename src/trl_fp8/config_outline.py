@@ -23,8 +23,8 @@ _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
-    """Outline of a checkpoint called `name`; None if its config.json leaves something to defaults that only transformers
-    knows, or if its architecture is not one of `CLASSES`.
+    """Outline of a checkpoint called `name`; None if its config.json leaves something to defaults that only
+    transformers knows, or if its architecture is not one of `CLASSES`.
     """
     kind = config.get("model_type")
     wanted = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"}

@@ -61,10 +61,10 @@ def apply_correction(
     sums = tally.gathered(accelerator.gather).read()
     if sums["tokens"] and sums["missing"] == sums["tokens"]:
         raise RuntimeError(
-            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes NaN, and "
-            "what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), and resume from the "
-            "last good checkpoint; if it happens at the first step, run with fp8_weights=False or kv_cache_dtype='auto' to see "
-            "which of the two does it."
+            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "
+            "NaN, and what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), "
+            "and resume from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
+            "kv_cache_dtype='auto' to see which of the two does it."
         )
     return summarize_mismatch(sums) | correction_metrics(sums)
 

@@ -1,17 +1,18 @@
 """FP8 checkpoints: what the engine was sent, as files that vLLM and transformers load.
 
     folder/
-      model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too), the rest in BF16
+      model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too),
+                                         the rest in BF16
       model.safetensors.index.json       name -> file
       config.json                        with `quantization_config`: 128x128 blocks, exact names of what is not FP8
       checksums.json                     file -> SHA-256, for `verify_export`
       generation_config.json, tokenizer files, README.md
 
-Tensors are quantized one after another and written shard by shard, so that at most one shard is in memory. Everything goes to
-a temporary folder beside the target, which is renamed at the end: a folder that exists is complete.
+Tensors are quantized one after another and written shard by shard, so that at most one shard is in memory. Everything
+goes to a temporary folder beside the target, which is renamed at the end: a folder that exists is complete.
 
-Saved here because transformers cannot do it: a model loaded from an FP8 checkpoint on CPU is saved by `save_pretrained` with
-embeddings and output head quantized too, and without `quantization_config` (transformers 5.17).
+Saved here because transformers cannot do it: a model loaded from an FP8 checkpoint on CPU is saved by
+`save_pretrained` with embeddings and output head quantized too, and without `quantization_config` (transformers 5.17).
 """
 
 import hashlib
@@ -68,13 +69,14 @@ def export_fp8(
     """Write `model` as an FP8 checkpoint.
 
     Args:
-        model: A transformers causal LM, any floating point dtype; its config and generation config are written with it.
+        model: A transformers causal LM, any floating point dtype; its config and generation config are
+            written with it.
         tokenizer: Saved beside it.
         folder: Must not exist, or be empty.
         kv_scales: Scales of an FP8 KV cache; vLLM then needs no calibration. None: none are written.
         recipe: What is FP8; None: all that can be.
-        parameters: `(checkpoint name, full tensor)` where the model does not hold them itself (sharded, with adapters);
-            None: the model's own.
+        parameters: `(checkpoint name, full tensor)` where the model does not hold them itself (sharded, with
+            adapters); None: the model's own.
         card: Model card of the policy, which the export's own continues.
         shard_bytes: Size at which a shard is closed.
 
@@ -82,8 +84,8 @@ def export_fp8(
         `folder`.
 
     Raises:
-        ValueError: `folder` holds files, the policy has nothing to quantize or is a PEFT model without `parameters`, or
-            a weight is not finite.
+        ValueError: `folder` holds files, the policy has nothing to quantize or is a PEFT model without `parameters`,
+            or a weight is not finite.
         OSError: It could not be written. Nothing is left then.
     """
     folder = Path(folder)
@@ -94,8 +96,8 @@ def export_fp8(
     if parameters is None:
         if any(".lora_" in name for name, _ in model.named_parameters()):
             raise ValueError(
-                "model has adapters, which a checkpoint of the base model cannot hold. Export model.merge_and_unload(), or "
-                "call trainer.save_fp8_model(folder)."
+                "model has adapters, which a checkpoint of the base model cannot hold. Export "
+                "model.merge_and_unload(), or call trainer.save_fp8_model(folder)."
             )
         parameters = ((checkpoint_name(name), parameter) for name, parameter in model.named_parameters())
         require_finite(model)
@@ -124,7 +126,8 @@ def push_export(
     revision: str | None = None,
     message: str = "Upload FP8 checkpoint",
 ) -> str:
-    """Upload an export, whole or not at all: files first, then one commit that also removes weights of earlier exports.
+    """Upload an export, whole or not at all: files first, then one commit that also removes weights of
+    earlier exports.
 
     Repeat it after an interruption: files that had arrived are recognized by their hash and not sent again.
 
@@ -165,8 +168,8 @@ def verify_export(folder: str | Path) -> int:
     """Compare every file of an export with its checksum; returns their number.
 
     Raises:
-        ValueError: Files are missing or differ, or there are others beside them (hidden ones do not count); the message names
-            them. Or the folder is no export.
+        ValueError: Files are missing or differ, or there are others beside them (hidden ones do not count); the
+            message names them. Or the folder is no export.
     """
     folder = Path(folder)
     if not (folder / CHECKSUMS).exists():
@@ -183,8 +186,8 @@ def verify_export(folder: str | Path) -> int:
     visible = {str(path) for path in there if not any(part.startswith(".") for part in path.parts)}
     if added := sorted(visible - expected.keys() - {CHECKSUMS}):
         raise ValueError(
-            f"folder={str(folder)!r} holds files that were not exported: {', '.join(added)}. A loader may take them for the "
-            "model's. Remove them, or export again."
+            f"folder={str(folder)!r} holds files that were not exported: {', '.join(added)}. A loader may take them "
+            "for the model's. Remove them, or export again."
         )
     broken = [
         name for name, digest in expected.items() if not (folder / name).exists() or _sha256(folder / name) != digest

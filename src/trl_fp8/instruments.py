@@ -42,8 +42,9 @@ def follow_attention(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap:
     if trainer.args.simulate_attention_weights:
         if generation.attention_weight_offset is None:
             raise ValueError(
-                "simulate_attention_weights=True, but the engine's attention does not round its weights to e4m3 (vLLM's GPU "
-                "kernels over an FP8 KV cache do, the CPU reference does not). Set simulate_attention_weights=False."
+                "simulate_attention_weights=True, but the engine's attention does not round its weights to e4m3 "
+                "(vLLM's GPU kernels over an FP8 KV cache do, the CPU reference does not). Set "
+                "simulate_attention_weights=False."
             )
         tap.round_weights(generation.attention_weight_offset)
 

@@ -26,9 +26,9 @@ def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> Non
         )
     if accelerator.num_processes % tensor_parallel_size:
         raise ValueError(
-            f"vllm_tensor_parallel_size={tensor_parallel_size} with {accelerator.num_processes} processes: each engine "
-            f"runs on that many training processes. Launch a multiple of {tensor_parallel_size} (accelerate launch "
-            f"--num_processes {tensor_parallel_size}), or set vllm_tensor_parallel_size=1."
+            f"vllm_tensor_parallel_size={tensor_parallel_size} with {accelerator.num_processes} processes: each "
+            f"engine runs on that many training processes. Launch a multiple of {tensor_parallel_size} (accelerate "
+            f"launch --num_processes {tensor_parallel_size}), or set vllm_tensor_parallel_size=1."
         )
     if DistributedBackend(accelerator).fsdp_version == 1:
         raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))

@@ -1,4 +1,5 @@
-"""What a model card says about FP8: how the run generated, how far engine and trainer disagreed, how to load an export."""
+"""What a model card says about FP8: how the run generated, how far engine and trainer disagreed, how to load
+an export."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -45,8 +46,8 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the policy's weights at "
-        f"every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
+        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the policy's "
+        f"weights at every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
     )
 
 
@@ -64,7 +65,8 @@ def export_card(card: str, plan: str, has_kv_scales: bool, base_model: str | Non
         "## FP8 checkpoint\n\nWeights are e4m3 in 128x128 blocks with `weight_scale_inv`; "
         + ("KV cache scales are included. " if has_kv_scales else "there are no KV cache scales. ")
         + f"vLLM reads it as it is, transformers dequantizes or runs it.\n\n```python\nfrom vllm import LLM\n\nllm = "
-        f'LLM("THIS_REPOSITORY"{options})\n```\n\nFiles can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n'
+        f'LLM("THIS_REPOSITORY"{options})\n```\n\n'
+        "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
     )
     if not card:
         section += f"\n{_plan(plan)}"
@@ -75,7 +77,10 @@ def export_card(card: str, plan: str, has_kv_scales: bool, base_model: str | Non
 
 def _plan(table: str) -> str:
     """The plan behind a click, without its title, which may hold a path of the machine."""
-    return f"<details><summary>What is FP8</summary>\n\n```\n{table.partition(chr(10))[2].strip(chr(10))}\n```\n\n</details>\n"
+    return (
+        "<details><summary>What is FP8</summary>\n\n"
+        f"```\n{table.partition(chr(10))[2].strip(chr(10))}\n```\n\n</details>\n"
+    )
 
 
 def _weights(facts: Mapping[str, Any]) -> str:
@@ -83,8 +88,8 @@ def _weights(facts: Mapping[str, Any]) -> str:
         return "none"
     experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
     return (
-        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: e4m3 in 128x128 blocks, "
-        f"{facts['scale_format']} scales, quantized at every sync"
+        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: e4m3 in 128x128 "
+        f"blocks, {facts['scale_format']} scales, quantized at every sync"
     )
 
 

@@ -42,8 +42,9 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that checkpoints hold, by checkpoint name: the routers' `e_score_correction_bias` of DeepSeek-V3 and GLM-4 MoE,
-    for example. They follow the model's updates like parameters, but no gradient, and keep their dtype in an engine.
+    """Buffers that checkpoints hold, by checkpoint name: the routers' `e_score_correction_bias` of DeepSeek-V3 and
+    GLM-4 MoE, for example. They follow the model's updates like parameters, but no gradient, and keep their dtype
+    in an engine.
     """
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -20,7 +20,8 @@ class Outline:
         layers, kv_heads, head_dim: Of the language model; the last two are 0 where layers differ in them or have none.
         parameters: Name -> shape of every parameter, and of buffers that a checkpoint holds.
         linears: Name -> (out-features N, in-features K) of every linear layer.
-        experts: Name -> whether the layout is gate_up_proj [E, 2I, K], down_proj [E, K, I], of every module of experts.
+        experts: Name -> whether the layout is gate_up_proj [E, 2I, K], down_proj [E, K, I], of every
+            module of experts.
     """
 
     name: str

@@ -99,8 +99,8 @@ class Plan:
         if not self.recipe.fp8_kv_cache:
             return f"KV cache: the model's dtype, {format_bytes(before)} per token"
         return (
-            f"KV cache: e4m3, q/k/v scales recalibrated at every sync, {format_bytes(before)} -> {format_bytes(after)} "
-            f"per token ({before / after:.1f}x the tokens)"
+            f"KV cache: e4m3, q/k/v scales recalibrated at every sync, {format_bytes(before)} -> "
+            f"{format_bytes(after)} per token ({before / after:.1f}x the tokens)"
             + (f"; layers {list(skipped)} stay in BF16" if (skipped := self.recipe.kv_cache_skip_layers) else "")
         )
 

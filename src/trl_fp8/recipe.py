@@ -5,9 +5,9 @@ matches exact names only and drops what does not match without a word, so nothin
 is either in `fp8_modules` or in `kept_modules` with the reason why.
 
 A linear layer is FP8 if it is one of a decoder layer's projections (or of its shared expert's) and each of its shards
-at the engine's tensor parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up) stand
-or fall together. The experts of a layer are FP8 under the same condition, all together, where the engine has kernels
-for them. Output head, embeddings, norms, routers and gates of shared experts stay in high precision.
+at the engine's tensor parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up)
+stand or fall together. The experts of a layer are FP8 under the same condition, all together, where the engine has
+kernels for them. Output head, embeddings, norms, routers and gates of shared experts stay in high precision.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Rollouts that a checkpoint falls into the middle of.
 
-TRL 1.16 generates once for `steps_per_generation * num_iterations` micro-steps and keeps the rollouts in memory only. A
-checkpoint taken in between forgets them: the resumed run generates again for a prompt batch that is partly used, counts
-its micro-steps from zero and skips the prompts that come next. Here the unused rollouts travel with the checkpoint, a
-file a rank, with everything that belongs to them (log-probs, weights of the correction, KV scales in force).
+TRL 1.16 generates once for `steps_per_generation * num_iterations` micro-steps and keeps the rollouts in memory
+only. A checkpoint taken in between forgets them: the resumed run generates again for a prompt batch that is partly
+used, counts its micro-steps from zero and skips the prompts that come next. Here the unused rollouts travel with
+the checkpoint, a file a rank, with everything that belongs to them (log-probs, weights of the correction, KV
+scales in force).
 """
 
 from pathlib import Path
@@ -33,7 +34,7 @@ def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, li
     if state["ranks"] != accelerator.num_processes:
         raise ValueError(
             f"resume_from_checkpoint={str(folder)!r} falls into a generation of {state['ranks']} processes, whose "
-            f"rollouts cannot be divided among {accelerator.num_processes}. Launch {state['ranks']} processes, or resume "
-            "from a checkpoint without rollouts_*.pt (after which a generation was due)."
+            f"rollouts cannot be divided among {accelerator.num_processes}. Launch {state['ranks']} processes, or "
+            "resume from a checkpoint without rollouts_*.pt (after which a generation was due)."
         )
     return state["step"], send_to_device(state["batches"], accelerator.device)

@@ -22,8 +22,8 @@ class Run:
         name: Of its folder.
         facts: `run_facts`.
         logs: What TRL logged, by step, as in `trainer.state.log_history`.
-        rollouts: One entry a generation: step, log_ratio_counts, log_ratio_limit, log_probs, kv_scales [L][3], kv_saturation [L][2], as
-            far as the run had them.
+        rollouts: One entry a generation: step, log_ratio_counts, log_ratio_limit, log_probs, kv_scales [L][3],
+            kv_saturation [L][2], as far as the run had them.
     """
 
     name: str

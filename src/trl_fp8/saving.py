@@ -20,11 +20,11 @@ class Saving:
     """Methods of `FP8GRPOTrainer`; to be inherited before `GRPOTrainer`."""
 
     def save_fp8_model(self, folder: str | Path) -> None:
-        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one; see
-        `trl_fp8.hub.export_fp8`.
+        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one;
+        see `trl_fp8.hub.export_fp8`.
 
-        A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered one
-        at a time; adapters are merged while it lasts.
+        A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
+        one at a time; adapters are merged while it lasts.
 
         Raises:
             ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
@@ -67,8 +67,8 @@ class Saving:
         A collective. Can be repeated after an interruption: what had arrived is not sent again.
 
         Args:
-            repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it does
-                not exist, private with `hub_private_repo`.
+            repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it
+                does not exist, private with `hub_private_repo`.
             folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves
                 alone. An earlier export is replaced.
             commit_message: Of the one commit.

@@ -4,8 +4,8 @@ What it adds to a step, all of it around TRL's own code:
 
     rollouts due   -> remember the prompts -> [sync: KV scales, stream, audit] -> generate (FP8)
     old log-probs  -> q, k, v observed for the next scales -> importance ratios -> TRL's loss and optimizer step
-    both forwards  -> optionally with k and v as the KV cache held them, under the scales of those rollouts, and with the
-                      experts that the rollouts used
+    both forwards  -> optionally with k and v as the KV cache held them, under the scales of those rollouts, and with
+                      the experts that the rollouts used
     metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
 """
 
@@ -86,7 +86,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     _tag_names = ["trl", "grpo", "fp8"]
     _name = "GRPO with FP8 rollouts"
 
-    # Of the class, so that overridden methods are TRL's on a trainer whose __init__ has not run, as TRL's own tests make them
+    # Of the class, so that overridden methods are TRL's on a trainer whose __init__ has not run, as TRL's own
+    # tests make them
     recipe: FP8Recipe | None = None
     plan: Plan | None = None
     correction: RolloutCorrection | None = None

@@ -1,8 +1,8 @@
 """Checkpoints that were written to their end, told from those whose writing was cut short.
 
-A checkpoint is a folder of several files, written one after another; a process that dies in between leaves a folder that
-looks like a checkpoint and lacks, for example, what the KV cache calibration needs to continue. While one is written, a
-marker lies beside it.
+A checkpoint is a folder of several files, written one after another; a process that dies in between leaves a folder
+that looks like a checkpoint and lacks, for example, what the KV cache calibration needs to continue. While one is
+written, a marker lies beside it.
 """
 
 from pathlib import Path
@@ -34,8 +34,8 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> st
     if asked is not True:
         if marker(asked).exists():
             raise ValueError(
-                f"resume_from_checkpoint={str(asked)!r} was not written to its end: the run was killed while it was saved. "
-                f"Use {instead}."
+                f"resume_from_checkpoint={str(asked)!r} was not written to its end: the run was killed while it was "
+                f"saved. Use {instead}."
             )
         return asked
     if skipped := [checkpoint.name for checkpoint in found if checkpoint not in whole]:

@@ -87,8 +87,8 @@ def _outline_by_transformers(model: str, config: dict) -> Outline:
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(
             f"MODEL={model!r}: models of type {config.get('model_type')!r} bring their own code (auto_map), which a "
-            "plan does not run. FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM "
-            "can serve the model."
+            "plan does not run. FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether "
+            "vLLM can serve the model."
         )
     with torch.device("meta"):
         return outline_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))

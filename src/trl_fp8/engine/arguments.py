@@ -15,8 +15,8 @@ from . import rounding
 
 
 CPU_BLOCK = 128  # tokens per KV cache block of vLLM's CPU backend
-# Compute capability's first number -> linears and attention that keep weights as loaded and read KV scales anew each time. On 10
-# and 12 (Blackwell) vLLM itself takes DeepGEMM and FlashInfer, which do not (docs/gpu_kernels.md)
+# Compute capability's first number -> linears and attention that keep weights as loaded and read KV scales anew each
+# time. On 10 and 12 (Blackwell) vLLM itself takes DeepGEMM and FlashInfer, which do not (docs/gpu_kernels.md)
 CUDA_BACKENDS = {9: ("cutlass", "FLASH_ATTN")} | dict.fromkeys((8, 10, 12), ("triton", "TRITON_ATTN"))
 
 
@@ -110,10 +110,10 @@ def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
     if recipe.quantization_config is not None and ((major, minor) < (8, 9) or major not in CUDA_BACKENDS):
         given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
         raise ValueError(
-            f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and Blackwell "
-            "(10.x, 12.x). Older GPUs have no FP8 units; of others it is not known which of vLLM's FP8 kernels keep weights "
-            "and KV scales as they were sent, so that delivery could not be verified. Switch FP8 off: fp8_weights=False, "
-            "kv_cache_dtype='auto'."
+            f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and "
+            "Blackwell (10.x, 12.x). Older GPUs have no FP8 units; of others it is not known which of vLLM's FP8 "
+            "kernels keep weights and KV scales as they were sent, so that delivery could not be verified. Switch FP8 "
+            "off: fp8_weights=False, kv_cache_dtype='auto'."
         )
     linear, attention = CUDA_BACKENDS.get(major, (None, None))
     arguments = {}
@@ -129,9 +129,9 @@ def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
 def _cpu_arguments(recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None) -> dict:
     if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
         raise ValueError(
-            f"kv_cache_dtype={recipe.kv_cache_dtype!r} with attn_logit_softcapping={config.attn_logit_softcapping} in the model's "
-            f"config ({config.model_type}): the CPU engine's reference attention does not cap logits. Set kv_cache_dtype='auto' on "
-            "CPU, or run on a GPU."
+            f"kv_cache_dtype={recipe.kv_cache_dtype!r} with attn_logit_softcapping={config.attn_logit_softcapping} in "
+            f"the model's config ({config.model_type}): the CPU engine's reference attention does not cap logits. Set "
+            "kv_cache_dtype='auto' on CPU, or run on a GPU."
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     length = max_model_len or config.max_position_embeddings

@@ -55,7 +55,8 @@ class Ledger:
     seal: "Seal | None" = None
 
     def record(self, stream: Iterable[Named]) -> Iterator[Named]:
-        """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it will be held."""
+        """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it
+        will be held."""
         for name, tensor in stream:
             if (piece := self.layout.pieces.get(name)) is not None:
                 self.digests[name] = digest(piece.of_sent(tensor), piece.dtype)
@@ -95,7 +96,8 @@ class Ledger:
             cause = (
                 "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
                 if engine_differs or missing or self.unknown
-                else "The ranks have come to hold different policies: look for what changes weights on some of them only."
+                else "The ranks have come to hold different policies: look for what changes weights on "
+                "some of them only."
             )
             raise RuntimeError(
                 f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained "
@@ -142,15 +144,16 @@ class Seal:
     values: tuple[int, ...]
 
     def require_unbroken(self) -> None:
-        """Raise `RuntimeError` naming the tensors that changed since. Reads every weight and waits for the device once."""
+        """Raise `RuntimeError` naming the tensors that changed since. Reads every weight and waits for the
+        device once."""
         now = _held(self.layout).tolist() if self.values else []
         changed = [name for name, a, b in zip(self.layout.pieces, self.values, now, strict=True) if a != b]
         if changed:
             raise RuntimeError(
                 f"{len(changed)} tensors of the engine have changed since the last sync: {', '.join(changed[:12])}"
-                f"{', ...' if len(changed) > 12 else ''}. Something other than the sync wrote to them (a callback, a hook, memory "
-                "that was handed out twice), so that the engine would sample from another policy. Nothing was sampled; the next "
-                "sync repairs it."
+                f"{', ...' if len(changed) > 12 else ''}. Something other than the sync wrote to them (a callback, a "
+                "hook, memory that was handed out twice), so that the engine would sample from another policy. "
+                "Nothing was sampled; the next sync repairs it."
             )
 
 
@@ -170,6 +173,6 @@ def require_auditable(kernels: dict[str, int]) -> None:
         raise RuntimeError(
             f"vLLM chose FP8 kernels that repack or requantize weights: {refused}. What they hold cannot be "
             f"compared with what was sent. Auditable kernels: {list(AUDITABLE_KERNELS)}; choose one with "
-            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for experts "
-            "{'moe_backend': 'triton'}."
+            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for "
+            "experts {'moe_backend': 'triton'}."
         )

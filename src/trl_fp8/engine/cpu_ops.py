@@ -4,7 +4,8 @@ vLLM 0.31's own CPU code rounds elsewhere, and every BF16 step of difference is 
 it, so that a trainer could not follow it. A CPU engine here computes:
 
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
-    rotary embedding      each product and sum is rounded to nearest; vLLM's C++ kernel for AVX2 rounds the result to zero
+    rotary embedding      each product and sum is rounded to nearest; vLLM's C++ kernel for AVX2 rounds the
+                          result to zero
     gate weights          the softmax over a router's BF16 logits is FP32; vLLM's CPU router computes it in BF16
 
 transformers is the same, operation for operation (but it rounds the gate weights afterwards). vLLM's CUDA kernels are

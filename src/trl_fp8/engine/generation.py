@@ -3,7 +3,8 @@
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   arguments.engine_arguments
 sync:     policy finite? -> calibrate KV scales -> reload [weight_stream -> ledger] -> audit -> verify KV scales
           -> reset prefix cache                     any failure: abort, and refuse to generate until a whole sync
-generate: TRL's own, behind that refusal; weights and KV scales are compared with the last sync's when the engine is awake
+generate: TRL's own, behind that refusal; weights and KV scales are compared with the last sync's when the
+          engine is awake
 """
 
 import time
@@ -215,7 +216,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         num_generations: int,
         profiler: AbstractContextManager | None = None,
     ) -> tuple:
-        """As TRL's, but only from an engine that holds what its last sync was audited to have brought, KV scales included."""
+        """As TRL's, but only from an engine that holds what its last sync was audited to have brought, KV scales
+        included."""
         if self.enable_sleep_mode and self.llm.weights_kept:
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         will_sync = self.enable_sleep_mode and self._llm_weights_sleeping

@@ -15,13 +15,14 @@ from ..numerics.kv_scales import QKV, KVScales
 from ..servable import REMEDY
 
 
-# Attention implementations (vLLM 0.31) that read the scales anew in each forward, from the device tensors (FlashAttention
-# 3, Triton) or from the host floats (the CPU reference)
+# Attention implementations (vLLM 0.31) that read the scales anew in each forward, from the device tensors
+# (FlashAttention 3, Triton) or from the host floats (the CPU reference)
 READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
 
 
-# Factor on attention weights before vLLM 0.31's kernels round them to e4m3, which they do where q is e4m3: Max_offset = 8 in
-# FlashAttention 3 (hopper/flash_fwd_kernel_sm90.h), none in v1/attention/ops/triton_unified_attention.py
+# Factor on attention weights before vLLM 0.31's kernels round them to e4m3, which they do where q is e4m3:
+# Max_offset = 8 in FlashAttention 3 (hopper/flash_fwd_kernel_sm90.h), none in
+# v1/attention/ops/triton_unified_attention.py
 WEIGHT_OFFSETS = {"FlashAttentionImpl": 2.0**8, "TritonAttentionImpl": 1.0}
 
 
@@ -70,13 +71,15 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
             f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  "
             + "\n  ".join(wrong[:8])
             + "\n"
-            f"Remove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are {READ_EACH_TIME}."
+            "Remove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
+            f"{READ_EACH_TIME}."
         )
     return fp8
 
 
 def quantizes_query(model: nn.Module) -> bool:
-    """Whether the engine's attention rounds q to e4m3 as well (FlashAttention 3 and Triton do, the CPU reference not)."""
+    """Whether the engine's attention rounds q to e4m3 as well (FlashAttention 3 and Triton do, the CPU
+    reference not)."""
     return any(module.query_quant is not None for module in attention_layers(model).values())
 
 

@@ -46,7 +46,8 @@ class Piece:
         dtype: Its dtype.
         sent: For each dim, which part of the checkpoint tensor this rank holds (None: all of it).
         held: For each dim, where in the engine parameter it is (None: everywhere).
-        halved: Whether dim 1 is two halves, the gate's rows and the up projection's, each with a dim of its own in `sent`.
+        halved: Whether dim 1 is two halves, the gate's rows and the up projection's, each with a dim of its
+            own in `sent`.
     """
 
     name: str
@@ -160,7 +161,8 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
 
 
 def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
-    """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) for each part of `module`."""
+    """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) for each part of
+    `module`."""
     parent, _, leaf = prefix.rpartition(".")
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas

@@ -1,4 +1,5 @@
-"""Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has to follow."""
+"""Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has
+to follow."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -53,10 +54,12 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 
 def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
-    """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded; None without.
+    """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded;
+    None without.
 
-    vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
-    use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py).
+    vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is
+    in use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization
+    (experts/triton_moe.py).
     """
     if not fp8_experts(model):
         return None

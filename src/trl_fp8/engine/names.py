@@ -14,8 +14,8 @@ from .layout import Layout
 def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
     """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has some of them.
 
-    The audit of a sync finds the same names, but a sync later, and cannot tell a model that vLLM holds differently from
-    a tensor that got lost.
+    The audit of a sync finds the same names, but a sync later, and cannot tell a model that vLLM holds differently
+    from a tensor that got lost.
     """
     sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
     sent |= {recipe.engine_name(f"{name}_scale_inv") for name in recipe.fp8_tensors}

@@ -36,7 +36,8 @@ def require_servable(model: nn.Module) -> None:
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming what of `model`, parameters and persistent buffers, is not finite in the engine's BF16.
+    """Raise `ValueError` naming what of `model`, parameters and persistent buffers, is not finite in the
+    engine's BF16.
 
     Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
     once and waits for the device once.
@@ -59,9 +60,9 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     if names:
         listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ValueError(
-            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: {listed}. Nothing was "
-            "sent; the engine still serves the previous weights. Look at the last optimizer step (learning_rate, "
-            "max_grad_norm, loss), and resume from the last good checkpoint."
+            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: {listed}. "
+            "Nothing was sent; the engine still serves the previous weights. Look at the last optimizer step "
+            "(learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
         )
 
 

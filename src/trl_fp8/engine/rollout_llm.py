@@ -1,10 +1,10 @@
 """vLLM's engine with a lighter sleep where the next generation needs the same weights, a memory of its routers, and
 samples that depend on nobody else's random numbers.
 
-TRL 1.16 puts the engine to sleep at level 2 after each generation: memory is freed and the weights are discarded, so the
-next generation begins with a sync. In a training step that is right, the weights will have changed. Between the batches
-of an evaluation and the turns of a conversation they have not: there level 1 moves them to host memory (half as much in
-FP8) and back.
+TRL 1.16 puts the engine to sleep at level 2 after each generation: memory is freed and the weights are discarded, so
+the next generation begins with a sync. In a training step that is right, the weights will have changed. Between the
+batches of an evaluation and the turns of a conversation they have not: there level 1 moves them to host memory (half
+as much in FP8) and back.
 
 vLLM 0.31's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
 engine have to draw the same ones, or they sample different tokens and wait for each other for ever; but reward
@@ -67,8 +67,8 @@ class RolloutLLM(LLM):
         except ValueError as error:
             if routes_from == "vllm" and (reason := re.search(r"AuxOutput[^\[\n]*", str(error))):
                 raise ValueError(
-                    f"router_replay: vLLM cannot return the experts that it chooses here: {reason[0].strip()} Otherwise set "
-                    "router_replay='off'."
+                    f"router_replay: vLLM cannot return the experts that it chooses here: {reason[0].strip()} "
+                    "Otherwise set router_replay='off'."
                 ) from error
             raise
         if routes_from is not None:

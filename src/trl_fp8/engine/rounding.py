@@ -3,13 +3,13 @@
 vLLM 0.31 leaves it to the compiler. On CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
 product, or a rotary embedding in FP32 and rounds once, where transformers' BF16 arithmetic rounds after each operation
 (vllm/ir/ops/layernorm.py, vllm/compilation/passes). The separate CUDA kernels do so for residual sums and SiLU; norm
-times weight and rotary embeddings they round once, too (disassembled from the wheel; nothing was run on a GPU).
-e4m3 magnifies every BF16 step of difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
+times weight and rotary embeddings they round once, too (disassembled from the wheel; nothing was run on a GPU). e4m3
+magnifies every BF16 step of difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
 
-A custom operation is opaque to the compiler, so the separate kernels run, compiled or not, with CUDA graphs or without; in what
-Inductor still fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then computes what an eager
-one does, bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are the price. On CPU, cpu_ops.py has
-the operations that round in the same way.
+A custom operation is opaque to the compiler, so the separate kernels run, compiled or not, with CUDA graphs or
+without; in what Inductor still fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then
+computes what an eager one does, bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are
+the price. On CPU, cpu_ops.py has the operations that round in the same way.
 """
 
 from dataclasses import dataclass
@@ -80,9 +80,9 @@ class RoundingPoints:
                 found.append("compilation_config inductor_compile_config without emulate_precision_casts")
         if found:
             raise ValueError(
-                "fp8_forward='full' computes what the engine computes, rounding for rounding, but vllm_engine_kwargs lets the "
-                f"engine round elsewhere: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove these from "
-                "vllm_engine_kwargs, or set fp8_forward='off'."
+                "fp8_forward='full' computes what the engine computes, rounding for rounding, but vllm_engine_kwargs "
+                f"lets the engine round elsewhere: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove "
+                "these from vllm_engine_kwargs, or set fp8_forward='off'."
             )
 
 

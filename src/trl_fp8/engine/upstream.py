@@ -65,8 +65,8 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
     """(request, position of its first token, first row, end row) for each request of the forward that is running.
 
-    vLLM 0.31, first model runner (`v1/worker/gpu_model_runner.py`); called from a hook in the model. vLLM appends a suffix
-    of its own to the id under which `LLM.generate` returns a request.
+    vLLM 0.31, first model runner (`v1/worker/gpu_model_runner.py`); called from a hook in the model. vLLM appends a
+    suffix of its own to the id under which `LLM.generate` returns a request.
     """
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     batch = runner.input_batch
@@ -114,8 +114,8 @@ def abort_reload(llm: "LLM") -> None:
 def forget_rotary_embeddings() -> None:
     """Before another engine starts in this process: let it make its own rotary embeddings.
 
-    vLLM 0.31 keeps them by their shape (`_ROPE_DICT`), with the implementation that the first engine was told to use: a later
-    one that is told to round elsewhere (`rounding.py`) would not, and its configuration would not show it.
+    vLLM 0.31 keeps them by their shape (`_ROPE_DICT`), with the implementation that the first engine was told to use:
+    a later one that is told to round elsewhere (`rounding.py`) would not, and its configuration would not show it.
     """
     from vllm.model_executor.layers import rotary_embedding
 

@@ -36,8 +36,8 @@ class StreamReport:
     Attributes:
         fp8_weights: Number of weights that went out in FP8.
         bytes_sent: Bytes of all weights as the engine holds them, scales included (not the KV cache scales).
-        error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight (of each expert of
-            it), on the device.
+        error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight (of each expert
+            of it), on the device.
         dead: Name of each FP8 weight -> number of its blocks that are zero or as good as zero, on the device; see
             `numerics.blockwise.dead_blocks`.
     """
@@ -48,8 +48,8 @@ class StreamReport:
     dead: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def read(self) -> tuple[float, dict[str, int]]:
-        """Root of the sampled squared quantization error over the squared weight, and the weights that have dead blocks
-        with their number. Waits for the device once.
+        """Root of the sampled squared quantization error over the squared weight, and the weights that have dead
+        blocks with their number. Waits for the device once.
         """
         if self.error_sums is None:
             return 0.0, {}
@@ -79,8 +79,8 @@ def weight_stream(
         report: Filled on the way.
         dtype: The engine's high-precision dtype; FP8 weights are quantized from values rounded to it.
         copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
-        round_here: Whether what is not FP8 is brought to `dtype`. A loader in the same process does that by itself, and
-            an embedding is not held twice.
+        round_here: Whether what is not FP8 is brought to `dtype`. A loader in the same process does that by itself,
+            and an embedding is not held twice.
         share: Called with the name of each FP8 weight and Q(W), for whoever computes with it too.
         buffers: `(checkpoint name, tensor)` of the policy's persistent buffers, which keep their dtype in the engine.
 

@@ -13,27 +13,28 @@ class ForwardFlags:
     fp8_forward: str = field(
         default="off",
         metadata={
-            "help": "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute with "
-            "the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's kernel "
-            "does, and everything between in the engine's BF16, whose roundings the engine then keeps when it is compiled). "
-            "Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than any part: on CPU to "
-            "nothing in the models that were measured, on a GPU nothing has been measured (docs/unified_flow.md). Master "
-            "weights and checkpoints stay as they are."
+            "help": "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute "
+            "with the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's "
+            "kernel does, and everything between in the engine's BF16, whose roundings the engine then keeps when it "
+            "is compiled). Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than "
+            "any part: on CPU to nothing in the models that were measured, on a GPU nothing has been measured "
+            "(docs/unified_flow.md). Master weights and checkpoints stay as they are."
         },
     )
     fp8_backward: str = field(
         default="bf16",
         metadata={
-            "help": "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer, in "
-            "the trainer's dtype) or 'fp8' (both GEMMs with quantized operands, as in Jet-RL). Only with fp8_forward."
+            "help": "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer, "
+            "in the trainer's dtype) or 'fp8' (both GEMMs with quantized operands, as in Jet-RL). Only "
+            "with fp8_forward."
         },
     )
     fp8_gemm_backend: str = field(
         default="fake_quant",
         metadata={
-            "help": "How FP8 GEMMs of the trainer are computed: 'fake_quant' (dequantized operands in the trainer's dtype, "
-            "any device), 'scaled_mm' (cuBLASLt block scaling, Hopper) or 'torchao' (its prototype of FP8 training, "
-            "Hopper, fp32 scales, with fp8_backward='fp8')."
+            "help": "How FP8 GEMMs of the trainer are computed: 'fake_quant' (dequantized operands in the trainer's "
+            "dtype, any device), 'scaled_mm' (cuBLASLt block scaling, Hopper) or 'torchao' (its prototype of FP8 "
+            "training, Hopper, fp32 scales, with fp8_backward='fp8')."
         },
     )
 
@@ -59,8 +60,8 @@ class ForwardFlags:
             )
         if self.fp8_forward == "full" and fp16:
             raise ValueError(
-                "fp8_forward='full' with fp16=True: a full FP8 forward shares the engine's activations, which are BF16. Set "
-                "bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
+                "fp8_forward='full' with fp16=True: a full FP8 forward shares the engine's activations, which are "
+                "BF16. Set bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
         given = {
             "fp8_backward": (self.fp8_backward, "bf16"),
@@ -69,6 +70,6 @@ class ForwardFlags:
         for flag, (value, default) in given.items():
             if value != default and not self.fp8_flow_on:
                 raise ValueError(
-                    f"{flag}={value!r} with fp8_forward='off': there are no FP8 linear layers that it would concern. Set "
-                    f"fp8_forward='full', or remove {flag}."
+                    f"{flag}={value!r} with fp8_forward='off': there are no FP8 linear layers that it would concern. "
+                    f"Set fp8_forward='full', or remove {flag}."
                 )

@@ -21,26 +21,27 @@ class KVCacheFlags:
     kv_cache_skip_layers: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k has "
-            "outliers on the first prompts of the dataset, as in models with a bias on k and no normalization (Qwen2)."
+            "help": "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k "
+            "has outliers on the first prompts of the dataset, as in models with a bias on k and no "
+            "normalization (Qwen2)."
         },
     )
     kv_calibration: str | None = field(
         default=None,
         metadata={
-            "help": "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the latest "
-            "rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming prompts and "
-            "latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', or 'policy' "
-            "where that pass does not see every token: with vllm_importance_sampling_correction=False TRL leaves it "
-            "out, with mask_truncated_completions=True it hides truncated completions from it."
+            "help": "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the "
+            "latest rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming "
+            "prompts and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
+            "or 'policy' where that pass does not see every token: with vllm_importance_sampling_correction=False TRL "
+            "leaves it out, with mask_truncated_completions=True it hides truncated completions from it."
         },
     )
     kv_scale_margin: float = field(
         default=1.05,
         metadata={
             "help": "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
-            "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, and "
-            "whenever rollouts saturate. The scale is then rounded up to a power of two."
+            "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, "
+            "and whenever rollouts saturate. The scale is then rounded up to a power of two."
         },
     )
     kv_calibration_tokens: int = field(
@@ -54,18 +55,19 @@ class KVCacheFlags:
         default=None,
         metadata={
             "help": "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
-            "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight through. "
-            "Lowers the mismatch where nothing larger hides it, and is on there if not set: with fp8_forward='full' or "
-            "fp8_weights=False."
+            "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
+            "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
+            "fp8_forward='full' or fp8_weights=False."
         },
     )
 
     simulate_attention_weights: bool = field(
         default=False,
         metadata={
-            "help": "Whether the trainer's attention, with simulate_kv_cache, also rounds its weights to e4m3, as FlashAttention 3 "
-            "and vLLM's Triton kernel do over an FP8 KV cache. It is then computed in plain torch, which takes time and memory "
-            "for the scores of 256 queries at a time. For completions that are not long; not run on a GPU yet."
+            "help": "Whether the trainer's attention, with simulate_kv_cache, also rounds its weights to e4m3, as "
+            "FlashAttention 3 and vLLM's Triton kernel do over an FP8 KV cache. It is then computed in plain torch, "
+            "which takes time and memory for the scores of 256 queries at a time. For completions that are not long; "
+            "not run on a GPU yet."
         },
     )
 
@@ -123,11 +125,13 @@ class KVCacheFlags:
         self._check_needs_fp8()
 
     def check_attention_weights(self) -> None:
-        """Raise `ValueError` unless what `simulate_attention_weights` builds on is there. Defaults have to be resolved."""
+        """Raise `ValueError` unless what `simulate_attention_weights` builds on is there. Defaults have to be
+        resolved."""
         if self.simulate_attention_weights and not self.simulate_kv_cache:
             raise ValueError(
-                f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside attention would "
-                "be followed, and what it reads would not. Set simulate_kv_cache=True and fp8_forward='full', or remove it."
+                f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside "
+                "attention would be followed, and what it reads would not. Set simulate_kv_cache=True and "
+                "fp8_forward='full', or remove it."
             )
 
     def _check_skip_layers(self) -> None:

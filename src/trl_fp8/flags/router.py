@@ -13,10 +13,10 @@ class RouterFlags:
     router_replay: str = field(
         default="off",
         metadata={
-            "help": "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (so they do, and metrics say "
-            "how often the engine chose otherwise), 'rollout' (every forward uses the experts that the engine chose when it "
-            "sampled, with the trainer's own gate weights) or 'policy' (the training forwards use those of the "
-            "old-log-prob pass). All but 'off' have the engine return its choices."
+            "help": "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (so they do, and "
+            "metrics say how often the engine chose otherwise), 'rollout' (every forward uses the experts that the "
+            "engine chose when it sampled, with the trainer's own gate weights) or 'policy' (the training forwards "
+            "use those of the old-log-prob pass). All but 'off' have the engine return its choices."
         },
     )
 
@@ -33,8 +33,8 @@ class RouterFlags:
             return
         if not use_vllm or vllm_mode != "colocate":
             raise ValueError(
-                f"{flag} with use_vllm={use_vllm}, vllm_mode={vllm_mode!r}: only a colocated vLLM engine returns the experts "
-                "that it chose. Set use_vllm=True and vllm_mode='colocate', or router_replay='off'."
+                f"{flag} with use_vllm={use_vllm}, vllm_mode={vllm_mode!r}: only a colocated vLLM engine returns the "
+                "experts that it chose. Set use_vllm=True and vllm_mode='colocate', or router_replay='off'."
             )
         if self.router_replay != "rollout" and blind_pass is not None:
             raise ValueError(

@@ -7,7 +7,8 @@ linears, DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, secti
 Why torchao's own `Float8Tensor.from_hp` is not called: it takes the scale in the input's dtype (a BF16 weight gets
 BF16-rounded scales), turns an all-zero block into NaN, refuses ragged shapes, has no power-of-two scales, and needs
 8.5 times the weight in temporary memory. On aligned weights with fp32 scales the bytes here equal
-`Float8Tensor.from_hp(w.float(), granularity=PerBlock([128, 128]), hp_value_lb=1e-12)`: tests/numerics/test_blockwise.py.
+`Float8Tensor.from_hp(w.float(), granularity=PerBlock([128, 128]), hp_value_lb=1e-12)`:
+tests/numerics/test_blockwise.py.
 
 Shape letters: N out-features, K in-features, `...` any leading dims (experts).
 """
@@ -22,11 +23,12 @@ from .formats import BLOCK, ScaleFormat
 # vLLM's activation kernels floor amax here (csrc/quantization/w8a8/fp8/per_token_group_quant.cu); it is far below any
 # activation that matters and only keeps an all-zero group from dividing by zero.
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (input_quant_fp8.py, QuantFP8.forward_native)
-# and by its kernel that fuses an activation function with the quantization (silu_and_mul_per_block_quant)
+# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (input_quant_fp8.py,
+# QuantFP8.forward_native) and by its kernel that fuses an activation function with the quantization
+# (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
-# Smallest amax of a weight's block. Kernels multiply the scales of weight and activation, and some make NaN of very small
-# ones (flashinfer#2595: blocks of dead experts). A block that is below it is lost in any sum with another.
+# Smallest amax of a weight's block. Kernels multiply the scales of weight and activation, and some make NaN of very
+# small ones (flashinfer#2595: blocks of dead experts). A block that is below it is lost in any sum with another.
 WEIGHT_AMAX_FLOOR = 1e-12
 
 
@@ -71,8 +73,8 @@ def quantize_activation(
     Args:
         activation: `[..., K]`, floating point; a last group that K does not fill is quantized as if padded with zeros.
         scale_format: `"pow2"` (DeepGEMM) or `"fp32"` (CUTLASS, Triton): what the engine's kernel uses.
-        amax_floor: Smallest amax a group is given: `ACTIVATION_AMAX_FLOOR` of vLLM's CUDA kernels, `FLOORED_SCALE_AMAX` of those
-            that floor the scale.
+        amax_floor: Smallest amax a group is given: `ACTIVATION_AMAX_FLOOR` of vLLM's CUDA kernels,
+            `FLOORED_SCALE_AMAX` of those that floor the scale.
 
     Returns:
         A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., ceil(K/128)]`. NaN stays NaN in its group.
@@ -98,8 +100,8 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
 def dead_blocks(scale: torch.Tensor, scale_format: ScaleFormat) -> torch.Tensor:
     """Which blocks of `quantize_weight`'s result are as good as zero: no element is above 1e-12 (pow2: 1.6e-12).
 
-    Their scale is held at the floor, so elements below about 1e-15 become zero: such a block computes no NaN, but it does
-    not come back to life in the engine either before its weights have grown.
+    Their scale is held at the floor, so elements below about 1e-15 become zero: such a block computes no NaN, but it
+    does not come back to life in the engine either before its weights have grown.
 
     Args:
         scale: fp32 `[..., ceil(N/128), ceil(K/128)]`.

@@ -1,9 +1,10 @@
 """Blockwise quantization on a GPU, there and back: Triton kernels that read a tensor once and write the result.
 
-torch's operations would read and write an fp32 copy of the tensor half a dozen times, which takes as long as the GEMM that
-the codes are for. The results are the same, byte for byte, as those of blockwise.py on CPU; for that the first kernel
-divides with `div_rn` (Triton's `/` may be off by two units in the last place; torch's CUDA division by a Python number
-multiplies by the reciprocal), and compares magnitudes as integers, so that NaN, the largest of them, is not skipped.
+torch's operations would read and write an fp32 copy of the tensor half a dozen times, which takes as long as the GEMM
+that the codes are for. The results are the same, byte for byte, as those of blockwise.py on CPU; for that the first
+kernel divides with `div_rn` (Triton's `/` may be off by two units in the last place; torch's CUDA division by a
+Python number multiplies by the reciprocal), and compares magnitudes as integers, so that NaN, the largest of them, is
+not skipped.
 """
 
 import torch
@@ -66,8 +67,8 @@ def quantize_blocks(
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
-    """`codes` times the scales of their blocks, in fp32, rounded once to `dtype`; shapes as `quantize_blocks` returns them,
-    any strides. The result is contiguous.
+    """`codes` times the scales of their blocks, in fp32, rounded once to `dtype`; shapes as `quantize_blocks` returns
+    them, any strides. The result is contiguous.
     """
     matrices, scales = _matrices(codes, square), _matrices(scale, square)
     count, rows, columns = matrices.shape
@@ -90,7 +91,8 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
 
 
 def _matrices(tensor: torch.Tensor, square: bool) -> torch.Tensor:
-    """`[matrices, rows, columns]`: leading dims are further matrices, or where blocks are groups in a row, further rows."""
+    """`[matrices, rows, columns]`: leading dims are further matrices, or where blocks are groups in a row,
+    further rows."""
     return tensor.reshape(-1, *tensor.shape[-2:]) if square else tensor.reshape(1, -1, tensor.shape[-1])
 
 

@@ -5,8 +5,8 @@ all products are summed modulo 2**64. Since the key of each position is odd, cha
 sum; since keys differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of
 2**-32 or rarer. It is no protection against an adversary, only against mistakes.
 
-Keys factor into rows and columns, so the work is two integer sums over the bytes. Large tensors are taken in parts, so that
-a cast, and the copy in 64 bits that integer sums make on CPU, stay small.
+Keys factor into rows and columns, so the work is two integer sums over the bytes. Large tensors are taken in parts, so
+that a cast, and the copy in 64 bits that integer sums make on CPU, stay small.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """`digest` on a GPU: one Triton kernel that reads each word once, where torch's operations take a dozen launches.
 
-A sync takes two checksums of each of a model's hundreds of tensors, so that the launches are what they cost. Integer sums
-modulo 2**64 do not depend on the order in which programs add to them: the result is that of digest.py on CPU.
+A sync takes two checksums of each of a model's hundreds of tensors, so that the launches are what they cost. Integer
+sums modulo 2**64 do not depend on the order in which programs add to them: the result is that of digest.py on CPU.
 """
 
 import torch

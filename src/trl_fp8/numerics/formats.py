@@ -1,4 +1,5 @@
-"""What the formats are called and how large their blocks are: all that a plan needs to know, without importing torch."""
+"""What the formats are called and how large their blocks are: all that a plan needs to know, without
+importing torch."""
 
 from typing import Literal
 

@@ -39,9 +39,9 @@ def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection)
     if leaves(error, high=MAX_TOKEN_MULT_PROB_ERROR):
         warnings[error] = (
             f"{error} = {metrics[error]:.3f} > {MAX_TOKEN_MULT_PROB_ERROR}: engine and trainer disagree about the "
-            "sampled tokens. Single batches of a small or barely trained model reach this with FP8 rollouts; if it stays or "
-            "grows, look at mismatch/k3_kl by position, compare with kv_cache_dtype='auto', or keep outlier layers in "
-            "high precision (fp8_ignored_modules)."
+            "sampled tokens. Single batches of a small or barely trained model reach this with FP8 rollouts; if it "
+            "stays or grows, look at mismatch/k3_kl by position, compare with kv_cache_dtype='auto', or keep outlier "
+            "layers in high precision (fp8_ignored_modules)."
         )
     masked = "correction/fraction_masked_sequences"
     if leaves("correction/all_rejected", high=0.5):

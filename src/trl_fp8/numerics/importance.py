@@ -8,11 +8,12 @@ Three decisions are kept apart because mixing them hides what was lost:
 - rejection: which tokens or sequences are not trained on (`rejection.py`), decided on raw ratios only;
 - the denominator: whether rejected tokens still count in the loss average (`keep`) or not (`shrink`).
 
-Levels `"token"` and `"sequence"` with a bound are TRL's four `vllm_importance_sampling_mode`s and equal TRL's ratios bit
-for bit while no log-ratio reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
+Levels `"token"` and `"sequence"` with a bound are TRL's four `vllm_importance_sampling_mode`s and equal TRL's ratios
+bit for bit while no log-ratio reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
 
     padding, prompt, tool output       exactly 1       VESPO sums log(weight) over all T, unmasked
-    token without a rollout log-prob   1 at level "token"; the sequence's weight at the other levels, to which it adds 0
+    token without a rollout log-prob   1 at level "token"; the sequence's weight at the other levels,
+                                       to which it adds 0
     both sides agree                   exactly 1
 
 Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens.
@@ -50,8 +51,8 @@ class RolloutCorrection:
             What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
             `None` leaves all weights at 1, e.g. to reject without weighting.
         bound (`str`, *optional*, defaults to `"truncate"`):
-            What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the weight
-            to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
+            What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
+            weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
         bound_min (`float`, *optional*):
             Lower bound of r = pi_trainer / pi_rollout, at most 1.
         bound_max (`float`, *optional*, defaults to `2.0`):
@@ -166,7 +167,8 @@ def correct_rollout(
         mask_BT: Nonzero at the tokens that are trained on.
         correction: What to do.
         all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
-            `correction.needs_all_reduce`, so every rank calls it or none does. `None` normalizes and centres over this batch alone.
+            `correction.needs_all_reduce`, so every rank calls it or none does. `None` normalizes and centres over this
+            batch alone.
         measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
             takes this batch's median over sequences.
     """

@@ -1,7 +1,8 @@
-"""Are the GPU kernels what they were tested to be? Asked on the user's device, Triton and driver before they are relied on.
+"""Are the GPU kernels what they were tested to be? Asked on the user's device, Triton and driver before they
+are relied on.
 
-The audit compares checksums of both sides of a sync, made by the same kernel: one that gave the same number for everything
-would prove nothing, without a word.
+The audit compares checksums of both sides of a sync, made by the same kernel: one that gave the same number for
+everything would prove nothing, without a word.
 """
 
 from importlib.metadata import version
@@ -16,7 +17,8 @@ from .formats import SCALE_FORMATS
 def require_exact_kernels(device: torch.device) -> None:
     """Raise `RuntimeError` unless `device` sums up a small tensor, and quantizes it, to the bytes that CPU gives.
 
-    On CPU there is nothing to ask. Compiles the kernels for the dtype of weights, which a first sync would do otherwise.
+    On CPU there is nothing to ask. Compiles the kernels for the dtype of weights, which a first sync would
+    do otherwise.
     """
     if device.type == "cpu":
         return
@@ -26,9 +28,9 @@ def require_exact_kernels(device: torch.device) -> None:
     wrong = [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
     if wrong:
         raise RuntimeError(
-            f"on {device}, Triton {version('triton')} gives other bytes than torch on CPU for: {', '.join(wrong)}. Weights "
-            "would reach the engine changed, or unproven. Unset TRITON_* variables, and install the Triton that torch "
-            f"{torch.__version__} asks for (pip show torch)."
+            f"on {device}, Triton {version('triton')} gives other bytes than torch on CPU for: {', '.join(wrong)}. "
+            "Weights would reach the engine changed, or unproven. Unset TRITON_* variables, and install the Triton "
+            f"that torch {torch.__version__} asks for (pip show torch)."
         )
 
 

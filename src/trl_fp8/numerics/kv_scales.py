@@ -20,8 +20,8 @@ QKV = ("q", "k", "v")
 # Root mean square of e4m3's relative rounding error: a step of 1/8 of the binade, uniform error, log-uniform mantissa
 E4M3_RELATIVE_ERROR = (1 / 8) / 12**0.5 * (3 / 8 / log(2)) ** 0.5
 # Attention logits that are off by this much (root mean square) change softmax weights by as many percent. An ordinary
-# layer is at 0.02 - 0.05; a K bias of 100 on two of 128 channels brings a tiny Qwen2 to 0.3 and its mismatch to five times
-# (benchmarks/results/kv_cache_cpu.json, "k_bias").
+# layer is at 0.02 - 0.05; a K bias of 100 on two of 128 channels brings a tiny Qwen2 to 0.3 and its mismatch to five
+# times (benchmarks/results/kv_cache_cpu.json, "k_bias").
 LOGIT_ERROR_LIMIT = 0.15
 
 
@@ -73,8 +73,8 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
     """Expected error of a layer's attention logits when k is rounded to e4m3, root mean square, of its worst head.
 
     Each element of k is off by `E4M3_RELATIVE_ERROR` of itself, independently, and is multiplied by q's:
-    `scaling * E4M3_RELATIVE_ERROR * sqrt(sum_d E[q_d^2] E[k_d^2])`. The largest over the root mean square of k says less:
-    one outlier channel of D brings it to sqrt(D), however large the outlier is.
+    `scaling * E4M3_RELATIVE_ERROR * sqrt(sum_d E[q_d^2] E[k_d^2])`. The largest over the root mean square of k says
+    less: one outlier channel of D brings it to sqrt(D), however large the outlier is.
 
     Args:
         q_squares_HD: Mean squares of q per head and channel, over tokens; H is a multiple of G.

@@ -53,8 +53,8 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
     shapes = [tuple(x.shape) for x in (trainer_logps_BT, rollout_logps_BT, mask_BT)]
     if len(shapes[0]) != 2 or len(set(shapes)) != 1:
         raise ValueError(
-            f"trainer_logps, rollout_logps and mask have shapes {shapes[0]}, {shapes[1]} and {shapes[2]}: a ratio needs "
-            "one log-prob from each side for every token. Pass three tensors of the same shape [B, T]."
+            f"trainer_logps, rollout_logps and mask have shapes {shapes[0]}, {shapes[1]} and {shapes[2]}: a ratio "
+            "needs one log-prob from each side for every token. Pass three tensors of the same shape [B, T]."
         )
     dtype = torch.promote_types(torch.promote_types(trainer_logps_BT.dtype, rollout_logps_BT.dtype), torch.float32)
     trainer, rollout = trainer_logps_BT.detach().to(dtype), rollout_logps_BT.detach().to(dtype)

@@ -5,7 +5,8 @@ same metrics fall to zero exactly when correction throws the evidence away.
 
 With log r = log pi_trainer - log pi_rollout on tokens sampled by the engine:
 
-    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer); k3 is never negative
+    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer);
+                                                            k3 is never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
     chi2_sequence = mean_i (prod_t r)^2 - 1                 the same of whole sequences; log ratios clamped at +-20
     ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence

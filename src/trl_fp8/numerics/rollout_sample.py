@@ -21,8 +21,8 @@ class RolloutSample:
     packed: torch.Tensor
 
     def read(self) -> dict[str, list]:
-        """`log_ratio_counts` (BINS inside +-`log_ratio_limit`, an open one on either side) and `log_probs` (pairs of trainer
-        and rollout). Waits for the device.
+        """`log_ratio_counts` (BINS inside +-`log_ratio_limit`, an open one on either side) and `log_probs` (pairs of
+        trainer and rollout). Waits for the device.
         """
         values = self.packed.tolist()
         counts, rest = values[: BINS + 2], values[BINS + 2 :]

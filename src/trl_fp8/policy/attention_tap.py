@@ -45,7 +45,8 @@ class QKVObservation:
         amax_L3: fp32 `[L, 3]`, largest magnitude; 0 where a layer was not run.
         saturated_L3: fp64 `[L, 3]`, number of elements beyond 448 * scale.
         elements_L3: fp64 `[L, 3]`, number of elements of real tokens.
-        logit_error_L: fp32 `[L]`, see `numerics.kv_scales.logit_error`, the largest over forwards; None without moments.
+        logit_error_L: fp32 `[L]`, see `numerics.kv_scales.logit_error`, the largest over forwards; None
+            without moments.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class AttentionTap:
             Has to stay as it was until the backward pass is through, because gradient checkpointing runs the forward
             again.
         quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
-        attend_in_fp64: Whether attention computes in FP64 and returns the dtype of q, as the engine's CPU reference does.
+        attend_in_fp64: Whether attention computes in FP64 and returns the dtype of q, as the engine's CPU
+            reference does.
         weight_offset: Under scales, attention is `rounded_attention` with this offset; None: the model's own.
     """
 
@@ -111,8 +113,8 @@ class AttentionTap:
         self.weight_offset: float | None = None
         self._mask_BT: torch.Tensor | None = None
         decoder = self.base.get_decoder()
-        # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A layer
-        # that calls no registered function is not tapped, and calibration then raises for it by number.
+        # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
+        # layer that calls no registered function is not tapped, and calibration then raises for it by number.
         self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self._implementation = self.base.config.get_text_config()._attn_implementation
         if self._implementation == "eager":
@@ -131,8 +133,9 @@ class AttentionTap:
         """
         if self._implementation not in ("sdpa", "eager"):
             raise ValueError(
-                f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation needs the "
-                "masks of 'sdpa' or 'eager'. Load the model with one of them (model_init_kwargs={'attn_implementation': 'sdpa'})."
+                f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation "
+                "needs the masks of 'sdpa' or 'eager'. Load the model with one of them "
+                "(model_init_kwargs={'attn_implementation': 'sdpa'})."
             )
         self.weight_offset = offset
 
@@ -189,8 +192,8 @@ class AttentionTap:
         beyond += ["dropout"] if kwargs.get("dropout") else []
         if beyond:
             raise ValueError(
-                f"simulate_attention_weights=True, but this model's attention has {', '.join(beyond)}, which the simulation does not. Set "
-                "simulate_attention_weights=False."
+                f"simulate_attention_weights=True, but this model's attention has {', '.join(beyond)}, which the "
+                "simulation does not. Set simulate_attention_weights=False."
             )
         return rounded_attention(*states, attention_mask, scaling or states[0].shape[-1] ** -0.5, self.weight_offset)
 

@@ -5,8 +5,8 @@ rounding boundary (steps of 1/8) often enough that the error behind the next lin
 itself: in a policy of 2 layers a full FP8 forward with FP32 activations leaves nine tenths of the mismatch on CPU, one
 with the engine's BF16 nothing (benchmarks/results/mismatch_ladder_cpu.json). These modules round where transformers
 does. So does the CPU engine (engine/cpu_ops.py); vLLM's CUDA kernels for norms and rotary embedding round less often.
-Nor is rounding all: where sums are FP32 the order in which GEMMs and attention add counts, too, the more the deeper the
-policy (mismatch_depth_fp32_sums_cpu.json, there). On CPU both sides add in FP64, where it does not show.
+Nor is rounding all: where sums are FP32 the order in which GEMMs and attention add counts, too, the more the deeper
+the policy (mismatch_depth_fp32_sums_cpu.json, there). On CPU both sides add in FP64, where it does not show.
 
 Modules with parameters of their own compute with BF16 copies of them, on BF16 inputs; what has none (residual adds,
 activation functions, rotary embedding) follows its inputs. Master weights stay what they are and get their gradients
@@ -67,7 +67,8 @@ class _BF16Output:
 
 
 class _BF16ScaledOutput(_BF16Output):
-    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 times BF16, as in the engine."""
+    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 times BF16, as in
+    the engine."""
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs) * self.embed_scale.to(torch.bfloat16)
@@ -125,8 +126,8 @@ def _embedding_mixin(module: nn.Embedding) -> type:
     if type(module).__name__.endswith("ScaledWordEmbedding"):
         return _BF16ScaledOutput
     raise ValueError(
-        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an engine rounds. Set "
-        "fp8_forward='off'."
+        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an "
+        "engine rounds. Set fp8_forward='off'."
     )
 
 

@@ -1,8 +1,8 @@
 """A policy that starts from an FP8 checkpoint such as Qwen3-8B-FP8: trained, and saved, in high precision.
 
-transformers 5.17 would keep FP8 linears that cannot be trained on a GPU, and dequantizes on CPU. Either way it remembers
-how the weights were converted and undoes that in `save_pretrained`: it quantizes every matrix, embeddings and output head
-included, and drops `quantization_config`, so that the saved model loads as noise.
+transformers 5.17 would keep FP8 linears that cannot be trained on a GPU, and dequantizes on CPU. Either way it
+remembers how the weights were converted and undoes that in `save_pretrained`: it quantizes every matrix, embeddings
+and output head included, and drops `quantization_config`, so that the saved model loads as noise.
 """
 
 from torch import nn
@@ -31,8 +31,8 @@ def save_in_high_precision(model: nn.Module) -> None:
     """
     if names := [name for name, parameter in model.named_parameters() if parameter.dtype == E4M3]:
         raise ValueError(
-            f"model was loaded in FP8 ({names[0]}, ... are float8_e4m3fn), which cannot be trained. Pass its name to the "
-            "trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
+            f"model was loaded in FP8 ({names[0]}, ... are float8_e4m3fn), which cannot be trained. Pass its name to "
+            "the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
         )
     base = transformers_model(model)
     if conversions := getattr(base, "_weight_conversions", None):

@@ -1,10 +1,11 @@
 """The trained model's experts, computing what the engine's FP8 experts compute: `FP8ExpertModules.install(...)`.
 
     pairs of token and expert, sorted by expert
-        -> Q(x) @ Q(W13)^T  -> BF16 -> act(gate) * up -> Q(.) @ Q(W2)^T -> times the gate weight -> sum over a token's experts
+        -> Q(x) @ Q(W13)^T  -> BF16 -> act(gate) * up -> Q(.) @ Q(W2)^T -> times the gate weight
+        -> sum over a token's experts
 
-as FP8 linears do (fp8_flow.py), with all experts of a layer in one grouped GEMM, and one quantization of each 3-D weight
-per optimizer step, which the sync shares. A module stays the object it was and only changes its class.
+as FP8 linears do (fp8_flow.py), with all experts of a layer in one grouped GEMM, and one quantization of each 3-D
+weight per optimizer step, which the sync shares. A module stays the object it was and only changes its class.
 
 Shape letters: N tokens, K experts per token, P = N * K pairs, E experts, I intermediate size, H hidden size.
 """

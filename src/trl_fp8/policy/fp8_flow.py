@@ -3,11 +3,12 @@
     forward    "weights"  y = x @ Q(W).T             a rollout whose kernel quantizes weights only (W8A16)
                "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute; on a GPU but for the
                                                      order in which they add, which FP64 hides on CPU
-    backward   "bf16"     dX = dY @ W, dW = dY.T @ X                 straight through, unquantized operands
-               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8, Jet-RL (arXiv 2601.14243)
+    backward   "bf16"     dX = dY @ W, dW = dY.T @ X                      straight through, unquantized operands
+               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8,
+                                                                          Jet-RL (arXiv 2601.14243)
 
-Q rounds to e4m3: weights in 128x128 blocks, everything else in groups of 128 along the dim that the GEMM contracts. The
-fields carry the values of the flags fp8_forward, fp8_backward and fp8_gemm_backend; "off" is no flow at all.
+Q rounds to e4m3: weights in 128x128 blocks, everything else in groups of 128 along the dim that the GEMM contracts.
+The fields carry the values of the flags fp8_forward, fp8_backward and fp8_gemm_backend; "off" is no flow at all.
 """
 
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from ..numerics.e4m3 import ScaleFormat, check_scale_format
 FORWARDS = ("weights", "full")
 BACKWARDS = ("bf16", "fp8")
 BACKENDS = ("fake_quant", "scaled_mm", "torchao")
-# Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the scale
-# of an all-zero group a normal fp32 number.
+# Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the
+# scale of an all-zero group a normal fp32 number.
 GRADIENT_AMAX_FLOOR = 1e-30
 
 
@@ -97,18 +98,18 @@ class FP8Flow:
         flag = f"fp8_gemm_backend={self.backend!r}"
         if self.backend != "fake_quant" and self.forward != "full":
             raise ValueError(
-                f"{flag} with fp8_forward={self.forward!r}: without quantized activations no GEMM has two FP8 operands. "
-                "Set fp8_forward='full' or fp8_gemm_backend='fake_quant'."
+                f"{flag} with fp8_forward={self.forward!r}: without quantized activations no GEMM has two FP8 "
+                "operands. Set fp8_forward='full' or fp8_gemm_backend='fake_quant'."
             )
         if self.backend == "torchao" and self.backward != "fp8":
             raise ValueError(
-                f"{flag} with fp8_backward={self.backward!r}: torchao's block-FP8 GEMM brings its own FP8 backward. Set "
-                "fp8_backward='fp8', or another backend."
+                f"{flag} with fp8_backward={self.backward!r}: torchao's block-FP8 GEMM brings its own FP8 backward. "
+                "Set fp8_backward='fp8', or another backend."
             )
         formats = self.weight_format, self.activation_format
         if self.backend == "torchao" and formats != ("fp32", "fp32"):
             raise ValueError(
-                f"{flag} with weight scales {formats[0]!r} and activation scales {formats[1]!r}: torchao quantizes with "
-                "fp32 scales only. Set fp8_scale_format='fp32' and an engine kernel with fp32 activation scales "
+                f"{flag} with weight scales {formats[0]!r} and activation scales {formats[1]!r}: torchao quantizes "
+                "with fp32 scales only. Set fp8_scale_format='fp32' and an engine kernel with fp32 activation scales "
                 "(CUTLASS, Triton), or another backend."
             )

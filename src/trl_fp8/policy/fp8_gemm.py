@@ -1,14 +1,16 @@
 """How the product of two quantized operands is computed: one function per backend, one signature.
 
-    gemm(a, b, dtype)   a: codes [M, K] with 1x128 scales; b: codes [N, K] with 128x128 or 1x128 scales  ->  a @ b.T  [M, N]
+    gemm(a, b, dtype)   a: codes [M, K] with 1x128 scales; b: codes [N, K] with 128x128 or 1x128 scales
+                        ->  a @ b.T  [M, N]
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
   the result is that of an FP8 GEMM up to the order of accumulation. With fp32 scales a BF16 GEMM rounds both operands
-  again (about 0.3 % error of the output, half of its BF16 values move by a step); on CPU the operands are therefore FP32 and
-  their sums FP64, as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
+  again (about 0.3 % error of the output, half of its BF16 values move by a step); on CPU the operands are therefore
+  FP32 and their sums FP64, as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
 - `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`: forward, and with fp8_backward="fp8"
   both gradients. Hopper (compute capability 9.0) with CUDA 12.9 or later. Results are BF16.
-- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: a `torchao_linear`, no `gemm`.
+- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: a
+  `torchao_linear`, no `gemm`.
 
 A backend that cannot run is refused by `require_backend`; none is ever replaced by another.
 """
@@ -55,8 +57,8 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torc
     """`a @ b.T` of the codes in cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
 
     Layouts (cuBLASLt's, as torch 2.13 checks them): codes `a` row-major and `b.T` column-major; 1x128 scales
-    `[rows, K/128]` with stride `[1, rows]`; 128x128 scales `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128 rounded
-    up to a multiple of 4; rows of `a` a multiple of 4.
+    `[rows, K/128]` with stride `[1, rows]`; 128x128 scales `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128
+    rounded up to a multiple of 4; rows of `a` a multiple of 4.
     """
     M, N = a.qdata.shape[0], b.qdata.shape[0]
     square = b.block_size[0] == BLOCK
@@ -112,8 +114,8 @@ def require_backend(backend: str, device_capability: tuple[int, int] | None) -> 
         )
     if torch.version.cuda is None or _release(torch.version.cuda) < (12, 9):
         raise ValueError(
-            f"{flag} with torch {torch.__version__} for CUDA {torch.version.cuda}: block scaling needs cuBLASLt of CUDA "
-            f"12.9 or later. Install such a build of torch. {remedy}"
+            f"{flag} with torch {torch.__version__} for CUDA {torch.version.cuda}: block scaling needs cuBLASLt of "
+            f"CUDA 12.9 or later. Install such a build of torch. {remedy}"
         )
     if backend == "torchao" and not (3,) <= _release(_installed("triton")) < (3, 9):
         raise ValueError(

@@ -1,11 +1,11 @@
 """The trained model's linear layers, computing what the engine computes: `FP8Linears.install(model, modules, flow)`.
 
-A layer stays the object it was and only changes its class to `FP8Linear`, so parameters, names, state dict, hooks, PEFT
-wrappers and sharding stay as they are. Under LoRA the frozen base layer is FP8 and the adapters stay in high precision;
-the engine, which holds the merged weight, quantizes the sum.
+A layer stays the object it was and only changes its class to `FP8Linear`, so parameters, names, state dict, hooks,
+PEFT wrappers and sharding stay as they are. Under LoRA the frozen base layer is FP8 and the adapters stay in high
+precision; the engine, which holds the merged weight, quantizes the sum.
 
-The quantized weight is made once per optimizer step, by the sync or by the forward that comes first; whoever changes weights calls
-`FP8Linears.invalidate()` (quantized_weight.py says why).
+The quantized weight is made once per optimizer step, by the sync or by the forward that comes first; whoever changes
+weights calls `FP8Linears.invalidate()` (quantized_weight.py says why).
 """
 
 from collections import defaultdict

@@ -38,9 +38,9 @@ def fp8_linear(
         input_codes: Q(x), `[T, K]`, where another layer needed it too; None: made here, if the flow needs it.
 
     Returns:
-        `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is rounded
-        to BF16 before the bias is added and again after, as the engine does (vLLM 0.31, BlockScaledMMLinearKernel.py);
-        with `"weights"` it is the plain linear of x and the round-tripped weight.
+        `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is
+        rounded to BF16 before the bias is added and again after, as the engine does (vLLM 0.31,
+        BlockScaledMMLinearKernel.py); with `"weights"` it is the plain linear of x and the round-tripped weight.
     """
     tokens, compute = x.reshape(-1, x.shape[-1]), compute_dtype(x)
     y = _FP8Matmul.apply(tokens, weight, bias, weight_codes, flow, partial_sums, compute, input_codes)

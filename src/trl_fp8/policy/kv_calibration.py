@@ -2,8 +2,8 @@
 
 vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibration`:
 
-    rollout   the old-log-prob pass over the latest rollouts, which TRL runs anyway: no forward is added, every token is
-              seen, but with the weights of one optimizer step ago
+    rollout   the old-log-prob pass over the latest rollouts, which TRL runs anyway: no forward is added, every token
+              is seen, but with the weights of one optimizer step ago
     policy    a forward of the new weights over a bounded number of tokens: the coming prompts and the latest rollouts
 
 Before the first rollouts there are only prompts, with either. The same old-log-prob pass shows how many elements the
@@ -26,11 +26,11 @@ from .attention_tap import AttentionTap, QKVObservation
 
 logger = logging.getLogger(__name__)
 
-# Before the first rollouts only prompts can be observed, and completions reach further: 1.26 times the prompts' largest
-# |q| on the addition demo. One more power of two costs a floating point format nothing.
+# Before the first rollouts only prompts can be observed, and completions reach further: 1.26 times the prompts'
+# largest |q| on the addition demo. One more power of two costs a floating point format nothing.
 PROMPTS_ONLY_MARGIN = 2.0
-# Share of a layer's k or v elements beyond 448 * scale from which on the margin is doubled. A few clipped elements in a
-# million do no harm; e4m3 has 15 powers of two to spare below them.
+# Share of a layer's k or v elements beyond 448 * scale from which on the margin is doubled. A few clipped elements in
+# a million do no harm; e4m3 has 15 powers of two to spare below them.
 SATURATION_LIMIT = 1e-5
 WIDEST_MARGIN_FACTOR = 16.0
 
@@ -191,10 +191,11 @@ class KVCalibrator:
         self.margin_factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR)
         now = self.margin * self.margin_factor
         logger.warning(
-            f"KV cache scales were too small for the rollouts: share of saturated elements in {', '.join(beyond[:6])}. "
+            "KV cache scales were too small for the rollouts: share of saturated elements in "
+            f"{', '.join(beyond[:6])}. "
             + (
-                f"The margin is at its limit of {now:g} already: the policy changes faster than it is calibrated. Lower "
-                "learning_rate, or set kv_calibration='policy'."
+                f"The margin is at its limit of {now:g} already: the policy changes faster than it is calibrated. "
+                "Lower learning_rate, or set kv_calibration='policy'."
                 if widest
                 else f"The margin is widened to {now:g} from the next sync on."
             )
@@ -229,10 +230,10 @@ def outlier_message(errors: dict[int, float]) -> str:
     """What a user should know and do about layers with outliers in k; `errors` as from `outlier_layers`."""
     listed = ", ".join(f"{layer} ({error:.2g})" for layer, error in errors.items())
     return (
-        f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {listed}. Rollouts will "
-        f"drift from the policy beyond {LOGIT_ERROR_LIMIT:g}; models with a bias on k and no normalization, such as "
-        f"Qwen2, are known for it. Keep the KV cache of these layers in BF16: kv_cache_skip_layers={list(errors)}, or "
-        "'auto'."
+        f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {listed}. Rollouts "
+        f"will drift from the policy beyond {LOGIT_ERROR_LIMIT:g}; models with a bias on k and no normalization, such "
+        f"as Qwen2, are known for it. Keep the KV cache of these layers in BF16: kv_cache_skip_layers={list(errors)}, "
+        "or 'auto'."
     )
 
 

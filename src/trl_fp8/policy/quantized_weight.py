@@ -1,8 +1,9 @@
 """Q(W), and the state of W that it was made from.
 
-A trainer has it from the latest sync, or makes it when a forward comes first. It is kept until the weight changes, as far as that can be seen: its identity, version counter and storage. Fused
-optimizers and in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights drops
-what is kept. Each sync quantizes anew, so that the engine has the current policy in any case, and the trainer from then on.
+A trainer has it from the latest sync, or makes it when a forward comes first. It is kept until the weight changes, as
+far as that can be seen: its identity, version counter and storage. Fused optimizers and in-place writes to `.data`
+(PEFT's merge and unmerge) move none of them, so whoever changes weights drops what is kept. Each sync quantizes anew,
+so that the engine has the current policy in any case, and the trainer from then on.
 """
 
 import weakref

@@ -3,9 +3,9 @@
     s = scaling * q k^T          w = exp(s - largest s of the query)          sum(w) in FP32
     output = e4m3(offset * w) / offset @ v / sum(w)                           rounding is passed straight through
 
-A kernel takes the keys in tiles and rounds relative to the largest score so far; which tiles, depends on kernel, length and
-batch. Here it is the largest of all, which is the same weight wherever that comes in the first tile (docs/numerics.md says how
-much of the mismatch the difference leaves).
+A kernel takes the keys in tiles and rounds relative to the largest score so far; which tiles, depends on kernel,
+length and batch. Here it is the largest of all, which is the same weight wherever that comes in the first tile
+(docs/numerics.md says how much of the mismatch the difference leaves).
 
 Scores are held for a chunk of queries at a time, and made again in the backward.
 
@@ -45,10 +45,11 @@ def rounded_attention(
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, G, S, D]`, with H a multiple of G.
-        mask: `[B or 1, 1, T, S]`, as transformers makes it: true where a key is seen, or added to the scores. None: causal,
-            with T = S.
+        mask: `[B or 1, 1, T, S]`, as transformers makes it: true where a key is seen, or added to the scores. None:
+            causal, with T = S.
         scaling: Factor on the scores.
-        offset: Factor on the weights, at most 1, before they are rounded: 256 in FlashAttention 3, 1 in vLLM's Triton kernel.
+        offset: Factor on the weights, at most 1, before they are rounded: 256 in FlashAttention 3, 1 in vLLM's
+            Triton kernel.
         chunk: Queries at a time; of no effect on the result.
 
     Returns:
@@ -59,7 +60,8 @@ def rounded_attention(
     """
     if mask is None and query.shape[2] != key.shape[2]:
         raise ValueError(
-            f"{query.shape[2]} queries over {key.shape[2]} keys without a mask: which keys a query sees is not known. Pass a mask."
+            f"{query.shape[2]} queries over {key.shape[2]} keys without a mask: which keys a query sees is not "
+            "known. Pass a mask."
         )
     outputs = []
     with torch.autocast(query.device.type, enabled=False):

@@ -1,9 +1,9 @@
 """Router replay: the trainer's routers use experts that were chosen elsewhere, with gate weights of their own.
 
 Near a tie, a rounding error makes engine and trainer send a token to different experts, and its log-prob jumps: the
-largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370, about one router in ten differs). Replay takes the
-choice from the rollout and everything else from the policy: logits, softmax and normalization are the model's own, so
-gradients reach router and experts as ever; only `topk` returns other indices, and their values.
+largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370, about one router in ten differs). Replay takes
+the choice from the rollout and everything else from the policy: logits, softmax and normalization are the model's own,
+so gradients reach router and experts as ever; only `topk` returns other indices, and their values.
 
     forward  ->  [N, K] of this layer and these rows  ->  router: softmax, topk -> the given experts, normalize
 
@@ -25,7 +25,8 @@ from .attention_tap import transformers_model
 
 
 class RouteTally:
-    """Counts of (token, layer) routes, on the device: known ones, and of these the ones equal to the rollout's as sets.
+    """Counts of (token, layer) routes, on the device: known ones, and of these the ones equal to the
+    rollout's as sets.
 
     Attributes:
         counts: fp64 `[3]`: known, used as the rollout did, own choice as the rollout's.
@@ -140,8 +141,8 @@ class RouterReplay:
             output = forward(*args, **kwargs)
         if len(topk.own) != 1:
             raise RuntimeError(
-                f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times; replay knows routers that "
-                "choose experts by one. Set router_replay='off'."
+                f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times; replay knows routers "
+                "that choose experts by one. Set router_replay='off'."
             )
         own_NK, used_NK = topk.own[0], output[-1]
         if self._recording:
@@ -187,8 +188,8 @@ def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
     found = [router_name(name) for name, _ in expert_modules(base)]
     if not found:
         raise ValueError(
-            f"{flag}: {type(base).__name__} has no routers that transformers keeps beside experts, so there is nothing to "
-            "replay. Set router_replay='off'."
+            f"{flag}: {type(base).__name__} has no routers that transformers keeps beside experts, so there is "
+            "nothing to replay. Set router_replay='off'."
         )
     for name in found:
         router = modules.get(name)

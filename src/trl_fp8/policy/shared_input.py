@@ -8,7 +8,8 @@ from torchao.quantization import Float8Tensor
 
 
 class SharedInput:
-    """Makes Q(x) for the first of several layers that get the same tensor one after another, and forgets it with the last.
+    """Makes Q(x) for the first of several layers that get the same tensor one after another, and forgets it
+    with the last.
 
     Args:
         readers: Number of layers.

@@ -31,7 +31,10 @@ def _delivered(run: Run) -> Check | None:
     if not (audited := _logged(run, "fp8/audited_tensors")):
         return None
     fewest = int(min(audited))
-    answer = f"{len(audited)} logged syncs, each read back from the engine ({fewest:,} tensors); a difference would have stopped the run"
+    answer = (
+        f"{len(audited)} logged syncs, each read back from the engine ({fewest:,} tensors); a difference would have "
+        "stopped the run"
+    )
     return Check(fewest > 0, "Did the engine get the weights?", answer)
 
 

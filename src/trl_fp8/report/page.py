@@ -114,8 +114,8 @@ def _facts(facts: Mapping) -> str:
         "model": model.name
         if model.is_absolute()
         else model,  # a page is shown around, a path of a machine need not be
-        "FP8": f"{facts['fp8_linears']} linear layers, {facts['fp8_experts']} layers of experts, {facts['fp8_share']:.1%} "
-        f"of parameters; KV cache {facts['kv_cache_dtype']}",
+        "FP8": f"{facts['fp8_linears']} linear layers, {facts['fp8_experts']} layers of experts, "
+        f"{facts['fp8_share']:.1%} of parameters; KV cache {facts['kv_cache_dtype']}",
         "kernels": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items()) or "high precision",
         "correction": ", ".join(f"{key}={value}" for key, value in correction.items() if value) or "none",
         "hardware": f"{facts['processes']} x {facts['hardware']}",
