@@ -150,7 +150,8 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
 
     def recipe_for(self, model: nn.Module, kv_cache_skip_layers: tuple[int, ...] = ()) -> FP8Recipe:
         """Which tensors of `model` are FP8 under these flags, on this machine; `kv_cache_skip_layers` with 'auto'
-        resolved."""
+        resolved.
+        """
         return recipe_for_model(
             model,
             fp8_weights=self.fp8_weights,

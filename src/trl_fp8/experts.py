@@ -41,7 +41,8 @@ def router_name(experts: str) -> str:
 
 def is_router(module: "nn.Module") -> bool:
     """Whether a module is a router that chooses experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral
-    and OLMoE."""
+    and OLMoE.
+    """
     return type(module).__name__.endswith("TopKRouter")
 
 

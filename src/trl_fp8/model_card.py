@@ -1,5 +1,6 @@
 """What a model card says about FP8: how the run generated, how far engine and trainer disagreed, how to load
-an export."""
+an export.
+"""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean

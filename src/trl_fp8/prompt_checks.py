@@ -5,7 +5,8 @@ from collections.abc import Sequence, Sized
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:
     """Raise `ValueError` for prompts without tokens, or with more than the engine's context holds (None: not
-    known here)."""
+    known here).
+    """
     if empty := sum(not prompt for prompt in prompt_ids):
         raise ValueError(
             f"{empty} of {len(prompt_ids)} prompts are empty: there is no token to continue from. Filter them out of "
@@ -21,6 +22,7 @@ def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int |
 
 def require_rows(dataset: object) -> None:
     """Raise `ValueError` for a dataset (or None) of known length without rows: training would end at once,
-    without a word."""
+    without a word.
+    """
     if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")

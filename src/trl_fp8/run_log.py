@@ -36,7 +36,8 @@ class RunLog(TrainerCallback):
 
     def sample(self, batch: Mapping[str, torch.Tensor]) -> RolloutSample | None:
         """Of a generation batch as TRL lays it out, before a correction changes its log-probs; nothing is
-        waited for."""
+        waited for.
+        """
         if not self.writes or not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
             return None
         mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
@@ -46,7 +47,8 @@ class RunLog(TrainerCallback):
         self, step: int, sample: RolloutSample | None, scales: KVScales | None, saturation_L2: torch.Tensor | None
     ) -> None:
         """Write what one generation of rollouts was like; `saturation_L2` is the share of k and v beyond
-        their scale."""
+        their scale.
+        """
         if not self.writes:
             return
         row = {"step": step} | (sample.read() if sample else {})

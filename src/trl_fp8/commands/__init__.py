@@ -1,2 +1,3 @@
 """What each word of the console script does. A command imports only what it needs: torch and transformers
-take seconds."""
+take seconds.
+"""

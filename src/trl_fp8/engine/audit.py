@@ -56,7 +56,8 @@ class Ledger:
 
     def record(self, stream: Iterable[Named]) -> Iterator[Named]:
         """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it
-        will be held."""
+        will be held.
+        """
         for name, tensor in stream:
             if (piece := self.layout.pieces.get(name)) is not None:
                 self.digests[name] = digest(piece.of_sent(tensor), piece.dtype)
@@ -145,7 +146,8 @@ class Seal:
 
     def require_unbroken(self) -> None:
         """Raise `RuntimeError` naming the tensors that changed since. Reads every weight and waits for the
-        device once."""
+        device once.
+        """
         now = _held(self.layout).tolist() if self.values else []
         changed = [name for name, a, b in zip(self.layout.pieces, self.values, now, strict=True) if a != b]
         if changed:

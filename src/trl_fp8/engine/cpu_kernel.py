@@ -21,7 +21,8 @@ from vllm.platforms import PlatformEnum, current_platform
 
 class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
     """`y = dequantize(x) @ dequantize(w).T`, summed in fp64; vLLM's base class quantizes `x` in groups of
-    1x128 first."""
+    1x128 first.
+    """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:

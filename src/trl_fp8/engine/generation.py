@@ -217,7 +217,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         profiler: AbstractContextManager | None = None,
     ) -> tuple:
         """As TRL's, but only from an engine that holds what its last sync was audited to have brought, KV scales
-        included."""
+        included.
+        """
         if self.enable_sleep_mode and self.llm.weights_kept:
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         will_sync = self.enable_sleep_mode and self._llm_weights_sleeping

@@ -79,7 +79,8 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
 
 def quantizes_query(model: nn.Module) -> bool:
     """Whether the engine's attention rounds q to e4m3 as well (FlashAttention 3 and Triton do, the CPU
-    reference not)."""
+    reference not).
+    """
     return any(module.query_quant is not None for module in attention_layers(model).values())
 
 

@@ -162,7 +162,8 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
 
 def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
     """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) for each part of
-    `module`."""
+    `module`.
+    """
     parent, _, leaf = prefix.rpartition(".")
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas

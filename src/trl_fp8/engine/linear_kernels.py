@@ -1,5 +1,6 @@
 """Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has
-to follow."""
+to follow.
+"""
 
 from collections import Counter
 from typing import NamedTuple

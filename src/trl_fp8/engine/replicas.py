@@ -30,7 +30,8 @@ class Replicas:
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
         """Largest and smallest of each of the int64 `values` `[n]` over this rank's replicas: `[2, n]`. A
-        collective."""
+        collective.
+        """
         slots = values.new_full((2, self.tensor_parallel_size, len(values)), _ABSENT)
         slot = self.rank % self.tensor_parallel_size
         slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow

@@ -126,7 +126,8 @@ class KVCacheFlags:
 
     def check_attention_weights(self) -> None:
         """Raise `ValueError` unless what `simulate_attention_weights` builds on is there. Defaults have to be
-        resolved."""
+        resolved.
+        """
         if self.simulate_attention_weights and not self.simulate_kv_cache:
             raise ValueError(
                 f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside "

@@ -92,7 +92,8 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
 
 def _matrices(tensor: torch.Tensor, square: bool) -> torch.Tensor:
     """`[matrices, rows, columns]`: leading dims are further matrices, or where blocks are groups in a row,
-    further rows."""
+    further rows.
+    """
     return tensor.reshape(-1, *tensor.shape[-2:]) if square else tensor.reshape(1, -1, tensor.shape[-1])
 
 

@@ -29,7 +29,8 @@ def check_scale_format(scale_format: str) -> None:
 
 def casts_in_hardware(device: torch.device) -> bool:
     """Whether `device` is an NVIDIA GPU with e4m3 instructions: Ada (8.9) or later. What is written in Triton
-    needs them."""
+    needs them.
+    """
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

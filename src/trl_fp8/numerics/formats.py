@@ -1,5 +1,6 @@
 """What the formats are called and how large their blocks are: all that a plan needs to know, without
-importing torch."""
+importing torch.
+"""
 
 from typing import Literal
 

@@ -113,7 +113,8 @@ class Rejection:
     @classmethod
     def parse(cls, text: str) -> Rejection:
         """Read `"statistic:minimum:maximum[:centre]"`, e.g. `"geometric_ratio:0.98:1.02:measured"`,
-        `"token_k3::0.1"`."""
+        `"token_k3::0.1"`.
+        """
         statistic, *rest = (part.strip() for part in text.split(":"))
         if len(rest) not in (2, 3):
             raise ValueError(

@@ -68,7 +68,8 @@ class _BF16Output:
 
 class _BF16ScaledOutput(_BF16Output):
     """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 times BF16, as in
-    the engine."""
+    the engine.
+    """
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs) * self.embed_scale.to(torch.bfloat16)

@@ -1,5 +1,6 @@
 """The policy in the engine's precision: FP8 linears and experts, and with a full FP8 forward the engine's
-BF16 between."""
+BF16 between.
+"""
 
 import torch
 from torch import nn
@@ -56,7 +57,8 @@ class PrecisionFlow(TrainerCallback):
 
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
         """Compute with `codes`, an FP8 weight by checkpoint name as a sync has just quantized it, until the
-        weight changes."""
+        weight changes.
+        """
         if (linear := self._linears.modules.get(name.removesuffix(".weight"))) is not None:
             linear.keep(codes)
         else:

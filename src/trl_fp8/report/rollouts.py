@@ -16,7 +16,8 @@ POINTS = 4000  # of the scatter
 
 def ratio_figure(run: Run) -> "Figure | None":
     """Histogram of pi_trainer / pi_rollout over all recorded tokens, and of the last quarter; None if none was
-    recorded."""
+    recorded.
+    """
     rows = [row for row in run.rollouts if "log_ratio_counts" in row]
     if not rows:
         return None
@@ -48,7 +49,8 @@ def ratio_figure(run: Run) -> "Figure | None":
 
 def log_prob_figure(run: Run) -> "Figure | None":
     """Log-prob of a token under the trainer against that under the engine, latest rollouts; None if none was
-    recorded."""
+    recorded.
+    """
     pairs: list[list[float]] = []
     for row in reversed(run.rollouts):
         pairs += row.get("log_probs", [])
