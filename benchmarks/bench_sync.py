@@ -47,7 +47,8 @@ ENGINES = {"fp8": (SHAPE["vocab_size"], {}), "bf16": (SHAPE["vocab_size"], BF16)
 
 def measure(folder: str, rounds: int, syncs: int) -> dict[str, dict[str, list[float]]]:
     """Seconds and peak memory of `syncs` syncs after a first one, in alternating rounds;
-    engine -> figure -> values."""
+    engine -> figure -> values.
+    """
     import tiny_models
     from engine import engines
 
@@ -122,7 +123,8 @@ def start(name: str, folder: str, options: argparse.Namespace):
 
 def measure_part(options: argparse.Namespace) -> None:
     """Start one engine, sync `options.syncs` times after a first one, and emit a row for each;
-    then one of the parts."""
+    then one of the parts.
+    """
     run = harness.Run("sync", options)
     with tempfile.TemporaryDirectory() as folder:
         generation = start(options.part, shapes.write_folder(options.size, folder), options)

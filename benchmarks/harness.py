@@ -27,7 +27,8 @@ SCRATCH = Path(__file__).parents[1] / "outputs" / "benchmarks"
 
 def parser(description: str, budget: int, engine: bool = True) -> argparse.ArgumentParser:
     """The options that all benchmarks of a size share;
-    without `engine` there are no parts and nothing to tell vLLM."""
+    without `engine` there are no parts and nothing to tell vLLM.
+    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--size", choices=shapes.SIZES, default="qwen3_8b" if shapes.DEVICE == "cuda" else "tiny")
     made.add_argument("--budget", type=float, default=budget, help="seconds after which nothing new is begun")
@@ -56,7 +57,8 @@ def skip(what: str, why: str = "did not fit into the budget") -> None:
 
 def _end(process: subprocess.Popen) -> None:
     """End what is left of a part: itself, or what it has started
-    (compile workers, which could hold its output open)."""
+    (compile workers, which could hold its output open).
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

@@ -1,5 +1,6 @@
 """The example configurations: what accelerate and TRL make of them, that the models they name are FP8 throughout at
-those sizes, and that they fit the GPUs in their names."""
+those sizes, and that they fit the GPUs in their names.
+"""
 
 import importlib.util
 import json

@@ -1,5 +1,6 @@
 """The Triton kernels without a GPU: their results in Triton's interpreter,
-and the instructions that Hopper would run."""
+and the instructions that Hopper would run.
+"""
 
 import json
 import os
@@ -134,7 +135,8 @@ def test_results_on_a_gpu_are_those_on_cpu():
 @pytest.fixture
 def ptx(tmp_path, monkeypatch):
     """`ptx(kernel, types, constants, warps)` -> its PTX for Hopper;
-    pointers and types "... 16" are multiples of 16."""
+    pointers and types "... 16" are multiples of 16.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def compile_(kernel, types, constants, warps):

@@ -168,7 +168,8 @@ def attention_of(model, change: Callable | None = None):
 
 def cached(x: torch.Tensor, scale: float) -> torch.Tensor:
     """The round trip as torch's cast makes it;
-    tests/numerics/test_fake_quant.py has the bytes from first principles."""
+    tests/numerics/test_fake_quant.py has the bytes from first principles.
+    """
     return ((x.bfloat16().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
@@ -569,7 +570,8 @@ def backward(model, inputs) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gradients_are_straight_through(implementation):
     """Against x + (round trip - x), in float64: 2**-53 per operation,
-    and 2**-24 where transformers computes in fp32."""
+    and 2**-24 where transformers computes in fp32.
+    """
     model = build(implementation=implementation).double().train()
     scales = some_scales(model) / 4  # the largest elements saturate
     inputs = {"input_ids": torch.tensor(SEQUENCES[:1])}

@@ -1,5 +1,6 @@
 """From observed magnitudes to the next scales: which tokens, whose weights, how wide a margin,
-and what survives a resume."""
+and what survives a resume.
+"""
 
 import json
 import logging
