@@ -2,8 +2,9 @@
 
     python benchmarks/bench_calibration.py [--size qwen3_8b] [--sequences 32] [--length 2048]
 
-"step" is the old-log-prob pass and the training passes (forward and backward, with gradient checkpointing) over the same
-sequences, on TRL's fused output head. Generation and the optimizer are left out, so that the shares are upper bounds.
+"step" is the old-log-prob pass and the training passes (forward and backward, with gradient
+checkpointing) over the same sequences, on TRL's fused output head. Generation and the optimizer are left
+out, so that the shares are upper bounds.
 
 rollout   kv_calibration="rollout": what observing q, k, v adds to the old-log-prob pass, and the scales made of it
 policy    kv_calibration="policy": a forward over `--calibration-tokens` tokens of the same sequences, and the scales

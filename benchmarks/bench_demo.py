@@ -1,11 +1,12 @@
-"""The addition demo in every precision, over seeds: does FP8 learn as well, at what mismatch, and what does each part do?
+"""The addition demo in every precision, over seeds: does FP8 learn as well,
+at what mismatch, and what does each part do?
 
     python benchmarks/bench_demo.py [--seeds 5] [--other-seeds 3] [--jobs 1] [--reuse]
 
-Runs examples/grpo_addition.py once per seed and precision, each in its own process, and records held-out accuracy before
-and after, the reward of each step, mismatch, calibration and sync. The three precisions that are compared for learning
-run `--seeds` seeds, the others `--other-seeds`; ratios are of runs with the same seed. Wall times of two precisions say
-nothing about GPUs: on CPU both FP8 kernels are references.
+Runs examples/grpo_addition.py once per seed and precision, each in its own process, and records held-out accuracy
+before and after, the reward of each step, mismatch, calibration and sync. The three precisions that are compared for
+learning run `--seeds` seeds, the others `--other-seeds`; ratios are of runs with the same seed. Wall times of two
+precisions say nothing about GPUs: on CPU both FP8 kernels are references.
 """
 
 import argparse

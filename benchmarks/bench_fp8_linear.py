@@ -2,13 +2,13 @@
 
     python benchmarks/bench_fp8_linear.py [--size qwen3_8b] [--tokens 8192] [--backends fake_quant scaled_mm]
 
-Times of the linear layers of one decoder layer, as `FP8Linear` calls them: the input is quantized in each forward, but not
-again for k_proj, v_proj and up_proj, which read what the layer before them read; the quantized weight is cached. dgrad and
-wgrad are the backward with one gradient wanted, under fp8_backward="fp8" as named and "straight_through" for
-fp8_backward="bf16". torchao's own backward computes both gradients whatever is wanted, so its dgrad and wgrad are each the
-whole backward, and it quantizes weights in each forward, and the input for every layer. BF16 and FP8 alternate, and ratios
-are of neighbours. "decoder_layer" adds up the seven layers; "quantize_weights" is what an optimizer step costs beside it,
-once for all micro-batches.
+Times of the linear layers of one decoder layer, as `FP8Linear` calls them: the input is quantized in each forward, but
+not again for k_proj, v_proj and up_proj, which read what the layer before them read; the quantized weight is cached.
+dgrad and wgrad are the backward with one gradient wanted, under fp8_backward="fp8" as named and "straight_through" for
+fp8_backward="bf16". torchao's own backward computes both gradients whatever is wanted, so its dgrad and wgrad are each
+the whole backward, and it quantizes weights in each forward, and the input for every layer. BF16 and FP8 alternate,
+and ratios are of neighbours. "decoder_layer" adds up the seven layers; "quantize_weights" is what an optimizer step
+costs beside it, once for all micro-batches.
 
 Shape letters: T tokens, N out-features, K in-features.
 """

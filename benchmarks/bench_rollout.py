@@ -1,4 +1,5 @@
-"""Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too, as many sequences as the cache holds.
+"""Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too,
+as many sequences as the cache holds.
 
 "fp8_linears_kv_followed" is the last of them with its roundings kept for a trainer that follows (fp8_forward="full").
 "fp8_linears_kv_deep_gemm" and "fp8_linears_kv_triton" are the same engine with other GEMM kernels than the CUTLASS
@@ -7,16 +8,16 @@ could not read back: "auditable" says whether a trainer would take them.
 
     python benchmarks/bench_rollout.py [--size qwen3_8b] [--lengths 16384 4096 1024] [--precisions bf16 fp8_linears_kv]
 
-A long rollout that is limited by its KV cache has sequences at every position of their responses at once. Each row is a
-slice of that state: as many sequences as the cache holds, their positions evenly spread over the response, SLICE tokens
-sampled for each. The tokens before are random ids, prefilled by one call and then read from the prefix cache, so that
-the time is that of decoding, as `LLM.generate` takes it in training (temperature 1, log-probs of the sampled tokens).
-What a slice leaves out: prefill of prompts, a few percent of a long rollout, and the idle end of a batch.
+A long rollout that is limited by its KV cache has sequences at every position of their responses at once. Each row is
+a slice of that state: as many sequences as the cache holds, their positions evenly spread over the response, SLICE
+tokens sampled for each. The tokens before are random ids, prefilled by one call and then read from the prefix cache,
+so that the time is that of decoding, as `LLM.generate` takes it in training (temperature 1, log-probs of the sampled
+tokens). What a slice leaves out: prefill of prompts, a few percent of a long rollout, and the idle end of a batch.
 
-Weights are random, of a trained model's magnitude, and not vLLM's dummy ones, most of which round to zero in e4m3: zeros
-draw less power, and the GPU clocks higher. Each precision is an engine in a process of its own; ratios are over repeats in
-the same order. `weight_bytes` are the plan's; `parameter_bytes` those of the engine's parameters (on CPU packed ones are
-missing).
+Weights are random, of a trained model's magnitude, and not vLLM's dummy ones, most of which round to zero in e4m3:
+zeros draw less power, and the GPU clocks higher. Each precision is an engine in a process of its own; ratios are
+over repeats in the same order. `weight_bytes` are the plan's; `parameter_bytes` those of the engine's parameters
+(on CPU packed ones are missing).
 """
 
 import argparse
@@ -188,8 +189,9 @@ def rollout(llm, options: argparse.Namespace, response: int) -> dict:
         missed = [len(o.prompt_token_ids) - (o.num_cached_tokens or 0) for o in outputs]
         if max(missed) > 2 * cache.block_size:
             raise RuntimeError(
-                f"{max(missed)} tokens of a prompt were not in the prefix cache, so that the time would hold a prefill: "
-                f"the KV cache of {cache.num_gpu_blocks} blocks does not hold {len(spread)} sequences after all."
+                f"{max(missed)} tokens of a prompt were not in the prefix cache, so that the time would hold a "
+                f"prefill: the KV cache of {cache.num_gpu_blocks} blocks does not hold "
+                f"{len(spread)} sequences after all."
             )
         rates.append(sum(len(o.outputs[0].token_ids) for o in outputs) / seconds)
     return {

@@ -3,9 +3,9 @@
     python benchmarks/bench_router_replay.py [--seeds 3] [--prompts 128] [--reuse]
 
 `same_rollouts` samples once from each seed's pretrained policy and scores the very same tokens with the trainer's own
-routes and with those of the engine: a paired difference, so that sampling noise cancels. Engines: BF16; FP8 linears and KV
-cache with BF16 experts, which is what vLLM runs on CPU; and FP8 experts too, on the tests' reference kernel. `flow`: the
-trainer's forward in the engine's FP8.
+routes and with those of the engine: a paired difference, so that sampling noise cancels. Engines: BF16; FP8 linears
+and KV cache with BF16 experts, which is what vLLM runs on CPU; and FP8 experts too, on the tests' reference kernel.
+`flow`: the trainer's forward in the engine's FP8.
 
 `training` runs examples/grpo_addition.py with router_replay=monitor, rollout and policy, once per seed.
 """

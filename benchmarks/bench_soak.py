@@ -2,8 +2,8 @@
 
     python benchmarks/bench_soak.py [--steps 1000]
 
-The demo's policy, rewards and flags, in one process. Resident memory is read after every step; its slope is fitted over the
-steps after a warm-up of 100, in MiB per 100 steps.
+The demo's policy, rewards and flags, in one process. Resident memory is read after every step;
+its slope is fitted over the steps after a warm-up of 100, in MiB per 100 steps.
 """
 
 import argparse

@@ -1,17 +1,18 @@
 """A whole GRPO step with TRL's trainer and ours: BF16 rollouts, FP8 rollouts, and FP8 rollouts with an FP8 forward.
 
-    python benchmarks/bench_step.py [--size qwen3_8b] [--completions 32] [--length 1024] [--precisions bf16 fp8_linears_kv]
+    python benchmarks/bench_step.py [--size qwen3_8b] [--completions 32] [--length 1024]
+                                    [--precisions bf16 fp8_linears_kv]
 
 bf16             every FP8 flag off, which on a GPU is TRL's own engine and sync
 fp8_linears_kv   FP8 linears and FP8 KV cache, the defaults
 fp8_flow         the same, and the trainer's forward in the same flow (GPU: scaled_mm)
 
-Steps are those of the trainer: sync, generation, old log-probs, rewards, backward, optimizer. Prompts are random, every
-completion has the full length, rewards are random. After two steps each measured one is taken apart by the methods that
-the trainer calls: "sync", "generate" (without a sync) and the rest, which is training. Seconds are between idle devices.
-`fp8_linears_kv` says what share of a step calibration takes (`fp8/calibration_seconds`; what observation adds to the
-old-log-prob pass is in bench_calibration.py), and the comparison of the engine's weights with the last sync's before each
-generation ("verify", a part of "generate").
+Steps are those of the trainer: sync, generation, old log-probs, rewards, backward, optimizer. Prompts are random,
+every completion has the full length, rewards are random. After two steps each measured one is taken apart by the
+methods that the trainer calls: "sync", "generate" (without a sync) and the rest, which is training. Seconds are
+between idle devices. `fp8_linears_kv` says what share of a step calibration takes (`fp8/calibration_seconds`; what
+observation adds to the old-log-prob pass is in bench_calibration.py), and the comparison of the engine's weights with
+the last sync's before each generation ("verify", a part of "generate").
 
 A policy of 8 B with its gradients and Adam's moments does not fit on one GPU of 80 GB beside an engine, in FP32 (122
 GiB) or in BF16 (61 GiB, in which it is trained; others are in FP32). There it takes `--lora RANK`: adapters are

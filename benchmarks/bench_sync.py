@@ -5,13 +5,13 @@
 
 Both go through the same reload. Rounds alternate between the two engines, and the first sync of each is not counted.
 Memory is the process's peak during a sync over what it had before, in BF16 decoder layers of the model. vLLM reloads
-module by module, so embeddings, which are larger than a layer, set the peak; "fp8_small_vocabulary" is without them. It is
-measured in a process of its own, whose allocator returns freed memory at once, which costs time.
+module by module, so embeddings, which are larger than a layer, set the peak; "fp8_small_vocabulary" is without them.
+It is measured in a process of its own, whose allocator returns freed memory at once, which costs time.
 
-With `--size` the model is made on the device and each engine has a process of its own, in alternating rounds. "seconds" are
-of a whole sync, between two waits for the device; "parts" of one more, with a wait around each part, "quantize" of the
-stream alone, without an engine. "trl_bf16" is TRL's own sync of the same policy into a BF16 engine. Rates are bytes that the
-engine holds per second, beside those of a copy on the device (bytes read, once).
+With `--size` the model is made on the device and each engine has a process of its own, in alternating rounds.
+"seconds" are of a whole sync, between two waits for the device; "parts" of one more, with a wait around each part,
+"quantize" of the stream alone, without an engine. "trl_bf16" is TRL's own sync of the same policy into a BF16 engine.
+Rates are bytes that the engine holds per second, beside those of a copy on the device (bytes read, once).
 """
 
 import argparse
@@ -46,7 +46,9 @@ ENGINES = {"fp8": (SHAPE["vocab_size"], {}), "bf16": (SHAPE["vocab_size"], BF16)
 
 
 def measure(folder: str, rounds: int, syncs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds and peak memory of `syncs` syncs after a first one, in alternating rounds; engine -> figure -> values."""
+    """Seconds and peak memory of `syncs` syncs after a first one, in alternating rounds;
+    engine -> figure -> values.
+    """
     import tiny_models
     from engine import engines
 
@@ -120,7 +122,9 @@ def start(name: str, folder: str, options: argparse.Namespace):
 
 
 def measure_part(options: argparse.Namespace) -> None:
-    """Start one engine, sync `options.syncs` times after a first one, and emit a row for each; then one of the parts."""
+    """Start one engine, sync `options.syncs` times after a first one, and emit a row for each;
+    then one of the parts.
+    """
     run = harness.Run("sync", options)
     with tempfile.TemporaryDirectory() as folder:
         generation = start(options.part, shapes.write_folder(options.size, folder), options)

@@ -1,7 +1,8 @@
-"""How a benchmark of one size runs: its options, its time limit, a process for each part, a result file after each row.
+"""How a benchmark of one size runs: its options, its time limit, a process for each part,
+a result file after each row.
 
-A part (an engine, mostly) runs as `python bench_NAME.py ... --part PART` in a process of its own and prints its rows; the
-parent keeps every row that arrived, whatever becomes of the process.
+A part (an engine, mostly) runs as `python bench_NAME.py ... --part PART` in a process of its own and prints its rows;
+the parent keeps every row that arrived, whatever becomes of the process.
 """
 
 import argparse
@@ -25,7 +26,9 @@ SCRATCH = Path(__file__).parents[1] / "outputs" / "benchmarks"
 
 
 def parser(description: str, budget: int, engine: bool = True) -> argparse.ArgumentParser:
-    """The options that all benchmarks of a size share; without `engine` there are no parts and nothing to tell vLLM."""
+    """The options that all benchmarks of a size share;
+    without `engine` there are no parts and nothing to tell vLLM.
+    """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--size", choices=shapes.SIZES, default="qwen3_8b" if shapes.DEVICE == "cuda" else "tiny")
     made.add_argument("--budget", type=float, default=budget, help="seconds after which nothing new is begun")
@@ -53,7 +56,9 @@ def skip(what: str, why: str = "did not fit into the budget") -> None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End what is left of a part: itself, or what it has started (compile workers, which could hold its output open)."""
+    """End what is left of a part: itself, or what it has started
+    (compile workers, which could hold its output open).
+    """
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
@@ -90,7 +95,8 @@ class Run:
             self.results["not_measured"][part] = "did not fit into the budget"
             return
         seconds = self.left / parts_left
-        # Of two --budget the last one counts. A part stops by itself in time, if its engine starts; it may be late by this
+        # Of two --budget the last one counts. A part stops by itself in time, if its engine starts;
+        # it may be late by this
         limit = max(1.25 * seconds, min(seconds + 60, self.left))
         command = [sys.executable, *sys.argv, "--part", part, "--budget", str(seconds)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)

@@ -1,13 +1,15 @@
-"""The mismatch ladder: how far trainer and rollout log-probs are apart, and what each part of one precision flow removes.
+"""The mismatch ladder: how far trainer and rollout log-probs are apart,
+and what each part of one precision flow removes.
 
     python benchmarks/measure_mismatch.py [--prompts 256] [--results DIR]
 
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
-trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines are
-eager. The other rows are of the whole flow: with two compiled engines, one of which keeps its roundings; and, on CPU, with
-engines that round the weights of their attention as GPU kernels do (tests/engine/played_attention.py), which the trainer does
-not, or does in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over completion tokens, its interval a bootstrap over
-sequences. On CPU the trainer computes in FP32 where a row says nothing else, on GPU under BF16 autocast.
+trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines
+are eager. The other rows are of the whole flow: with two compiled engines, one of which keeps its roundings; and, on
+CPU, with engines that round the weights of their attention as GPU kernels do (tests/engine/played_attention.py),
+which the trainer does not, or does in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over
+completion tokens, its interval a bootstrap over sequences. On CPU the trainer computes in FP32 where a row says
+nothing else, on GPU under BF16 autocast.
 
 `layers` compares the hidden states behind each decoder layer on one sequence: norm of the difference over norm. The
 file is written again after each engine.

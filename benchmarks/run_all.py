@@ -2,9 +2,9 @@
 
     python benchmarks/run_all.py [--only rollout sync] [--size qwen3_8b qwen3_1_7b] [--results DIR]
 
-Each is a process of its own with its own budget of seconds (about 45 minutes in all on an H200), keeps what it measured up
-to then, and is followed by the next one also if it fails. Without a GPU: size "tiny", results in outputs/benchmarks,
-which shows that everything starts and says nothing about speed.
+Each is a process of its own with its own budget of seconds (about 45 minutes in all on an H200), keeps what it
+measured up to then, and is followed by the next one also if it fails. Without a GPU: size "tiny", results in
+outputs/benchmarks, which shows that everything starts and says nothing about speed.
 """
 
 import argparse
@@ -56,9 +56,9 @@ def main() -> None:
     chosen, failed = commands(options), []
     if not chosen:
         raise SystemExit(
-            f"--only {' '.join(options.only)} --size {options.size} on {shapes.DEVICE} chooses no benchmark: published sizes "
-            "and the mismatch ladder need a GPU, the ladder has a folder of its own (no --results), and sizes are "
-            f"{BENCHMARKS}."
+            f"--only {' '.join(options.only)} --size {options.size} on {shapes.DEVICE} chooses no benchmark: "
+            "published sizes and the mismatch ladder need a GPU, the ladder has a folder of its own "
+            f"(no --results), and sizes are {BENCHMARKS}."
         )
     for command in chosen:
         words = " ".join(command[1:])

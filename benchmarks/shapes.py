@@ -1,4 +1,6 @@
-"""The models that benchmarks run: shapes of published models, with random weights made in place. Nothing is downloaded."""
+"""The models that benchmarks run: shapes of published models,
+with random weights made in place. Nothing is downloaded.
+"""
 
 import argparse
 import json
@@ -157,7 +159,9 @@ class PeakMemory:
 
 
 def copy_rate(repeats: int = 5) -> float:
-    """Gigabytes per second that the device copies from its memory into its memory (each byte read and written once)."""
+    """Gigabytes per second that the device copies from its memory into its memory
+    (each byte read and written once).
+    """
     source = torch.ones(2**30 if DEVICE == "cuda" else 2**26, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     target.copy_(source)

@@ -2,7 +2,8 @@
 
     python benchmarks/table.py [--results benchmarks/results]
 
-Prints Markdown: the goals beside what was measured, then a table per benchmark, each with its file, hardware and commit.
+Prints Markdown: the goals beside what was measured, then a table per benchmark,
+each with its file, hardware and commit.
 """
 
 import argparse

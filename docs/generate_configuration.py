@@ -22,12 +22,12 @@ ones below. All of them work from Python, from the command line (`--kv_cache_dty
 
 | flag | type | default | what it does |
 |---|---|---|---|
-"""
+"""  # noqa: E501
 TAIL = """
 A wrong value, or one that does not go with another, raises a `ValueError` that names the flag, its value, the reason and
 what to set instead. With `fp8_weights=False` and `kv_cache_dtype="auto"` the trainer is TRL's `GRPOTrainer`, bit for bit
 (`tests/trainer/test_trainer.py`), and nothing of TRL's is refused.
-"""
+"""  # noqa: E501
 
 
 def page() -> str:

@@ -364,8 +364,8 @@ def _rows(tokenizer: PreTrainedTokenizerFast, answers: Sequence[str]) -> _Rows:
 
 
 def _loss(model: PreTrainedModel, batch: Sequence[_Rows]) -> torch.Tensor:
-    """Mean over all answer characters of all parts, and what experts add. One forward per style: padding direct rows to
-    the length of written-out ones would double the work.
+    """Mean over all answer characters of all parts, and what experts add. One forward per style:
+    padding direct rows to the length of written-out ones would double the work.
     """
     total, characters, imbalance = torch.zeros(()), 0, torch.zeros(())
     balance_weight = getattr(model.config, "router_aux_loss_coef", 0.0)

@@ -25,8 +25,9 @@ import tiny_models  # noqa: E402
 def settled_heap():
     """Take what is there before a module of tests, all of it imported code, out of the garbage collector's sight.
 
-    vLLM looks through the whole heap twice for each engine that starts and three times for each that ends: 2 of 3 seconds of
-    an engine's life. It also freezes the heap while an engine is alive and unfreezes it then, which would undo this.
+    vLLM looks through the whole heap twice for each engine that starts and three times for each that
+    ends: 2 of 3 seconds of an engine's life. It also freezes the heap while an engine is alive and
+    unfreezes it then, which would undo this.
     """
     freeze, unfreeze = gc.freeze, gc.unfreeze
     gc.collect()

@@ -12,7 +12,8 @@ def _mode(file: dict) -> str:
 
 
 class HubStandIn:
-    """`with HubStandIn() as hub: ...` serves at `hub.endpoint`; `hub.repos[id][path]` are the bytes that were committed.
+    """`with HubStandIn() as hub: ...` serves at `hub.endpoint`;
+    `hub.repos[id][path]` are the bytes that were committed.
 
     Weights go through Git LFS, as on the Hub, everything else into the commit.
 

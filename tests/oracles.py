@@ -31,7 +31,9 @@ def bounded(r, bound, low, high):
 
 
 def importance_weights(trainer, rollout, mask, level, bound, low, high, normalize=False):
-    """Weights [B, T], and how close the nearest raw ratio is to a bound (relative), where `mask` could go either way."""
+    """Weights [B, T], and how close the nearest raw ratio is to a bound (relative),
+    where `mask` could go either way.
+    """
     weights = np.ones(np.shape(mask))
     units, margin = [], math.inf
     for i, scored in enumerate(scored_log_ratios(trainer, rollout, mask)):

@@ -6,7 +6,9 @@ from browser import chromium, look_at
 
 BROKEN = {
     "<section><div style='width:9999px'>wide</div></section>": "scrollWidth",
-    "<section><div style='width:50px;overflow:hidden;white-space:nowrap'>a label that is cut</div></section>": "CLIPPED",
+    (
+        "<section><div style='width:50px;overflow:hidden;white-space:nowrap'>a label that is cut</div></section>"
+    ): "CLIPPED",
     "<section><img src='missing.png' alt='gone'></section>": "errors == ",
     "<section><script>throw new Error('boom')</script></section>": "errors == ",
 }

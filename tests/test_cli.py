@@ -20,8 +20,8 @@ def test_plan_of_an_8b_model_from_its_config_alone(tmp_path, capsys):
 
 
 def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
-    """NeMo-RL's PR 1212, Qwen3-8B on one H100: 249,952 tokens in BF16, 299,344 with FP8 linears, 598,672 with FP8 KV cache too.
-    What its engine had is not stated; 0.66 of 80 GiB is what the first figure needs, the others follow.
+    """NeMo-RL's PR 1212, Qwen3-8B on one H100: 249,952 tokens in BF16, 299,344 with FP8 linears, 598,672 with FP8 KV
+    cache too. What its engine had is not stated; 0.66 of 80 GiB is what the first figure needs, the others follow.
     """
     tiny_models.qwen3_8b().save_pretrained(tmp_path)
     words = ["plan", str(tmp_path), "--gpu-memory", "80", "--gpu-memory-utilization", "0.66"]

@@ -1,5 +1,6 @@
 """The example configurations: what accelerate and TRL make of them, that the models they name are FP8 throughout at
-those sizes, and that they fit the GPUs in their names."""
+those sizes, and that they fit the GPUs in their names.
+"""
 
 import importlib.util
 import json
@@ -314,10 +315,9 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
 def test_the_recipe_fits_its_gpus(name, monkeypatch):
     """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
-    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter, or 4 where only
-    adapters are trained. Checkpointing
-    keeps each layer's input, in BF16 under FSDP2's mixed precision and in FP32 under autocast, which also copies the
-    weights to BF16.
+    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter, or 4 where
+    only adapters are trained. Checkpointing keeps each layer's input, in BF16 under FSDP2's mixed precision and in
+    FP32 under autocast, which also copies the weights to BF16.
     """
     _, made, model_arguments = parse(recipe(name))
     model = meta_model(model_arguments.model_name_or_path)

@@ -63,7 +63,9 @@ def test_the_wheel_holds_every_module_and_what_they_read(built, tmp_path):
 
 
 def test_what_is_imported_is_declared():
-    """By the dependencies; by an extra: an engine, pictures; peft and triton, where somebody has installed them to be used."""
+    """By the dependencies; by an extra: an engine, pictures; peft and triton,
+    where somebody has installed them to be used.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     lines = [
         *project["dependencies"],

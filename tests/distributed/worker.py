@@ -109,7 +109,9 @@ def _with_experts(folder: Path, checkpoint: str) -> dict:
 
 
 def exported(trainer: FP8GRPOTrainer, folder: Path) -> list[str] | None:
-    """Names of tensors that an FP8 export holds otherwise than a sync would send them; None on ranks that do not look."""
+    """Names of tensors that an FP8 export holds otherwise than a sync would send them;
+    None on ranks that do not look.
+    """
     trainer.save_fp8_model(folder)
     generation = trainer.vllm_generation
     stream = weight_stream(

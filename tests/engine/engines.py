@@ -127,8 +127,8 @@ def log_probs(llm: LLM) -> list[tuple]:
 
 
 def shutdown(llm: LLM) -> None:
-    """End an in-process engine, so that the next one can start. On several ranks it stays beside the next one, of the same
-    tensor parallel size: its end would be that of the trainer's process groups.
+    """End an in-process engine, so that the next one can start. On several ranks it stays beside the next one,
+    of the same tensor parallel size: its end would be that of the trainer's process groups.
     """
     if PartialState().num_processes > 1:
         return

@@ -1,8 +1,9 @@
-"""Attention whose weights are rounded before they multiply the values, as kernels for tensor cores do it; in plain torch.
+"""Attention whose weights are rounded before they multiply the values,
+as kernels for tensor cores do it; in plain torch.
 
-A flash attention kernel goes through the keys tile by tile. The weights of a tile are exp(score - largest score so far), in
-BF16 (Triton) or e4m3 (FlashAttention 3 with an FP8 cache) for the product, in FP32 for their sum. Which tiles it takes depends
-on kernel, length and batch; a trainer that rounds, too, takes other ones.
+A flash attention kernel goes through the keys tile by tile. The weights of a tile are exp(score - largest score so
+far), in BF16 (Triton) or e4m3 (FlashAttention 3 with an FP8 cache) for the product, in FP32 for their sum. Which tiles
+it takes depends on kernel, length and batch; a trainer that rounds, too, takes other ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +17,9 @@ from trl_fp8.engine import cpu_attention
 
 
 def played_attention(dtype: torch.dtype, tile: int | None = None, offset: float = 256.0) -> Callable:
-    """A `scaled_dot_product_attention` with weights in `dtype`, relative to the largest score up to the end of each tile of
-    `tile` keys; None: one tile. `offset` multiplies them before they are rounded (FlashAttention 3's; of no effect in BF16).
+    """A `scaled_dot_product_attention` with weights in `dtype`, relative to the largest score up to the end
+    of each tile of `tile` keys; None: one tile. `offset` multiplies them before they are rounded
+    (FlashAttention 3's; of no effect in BF16).
     """
 
     def attend(

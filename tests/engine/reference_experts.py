@@ -1,11 +1,12 @@
-"""Block-FP8 experts for a CPU engine: everything of vLLM but the kernel, so that tests reach the loader and the reload.
+"""Block-FP8 experts for a CPU engine: everything of vLLM but the kernel,
+so that tests reach the loader and the reload.
 
-vLLM 0.31 has FP8 expert kernels for GPUs and for CPUs with AMX only. Inside `reference_fp8_experts()` an engine that is
-started on any CPU chooses the TRITON backend, whose weights stay as they were loaded, and the class below instead of the
-Triton kernels. Loader, `Fp8MoEMethod` and layerwise reload are vLLM's own.
+vLLM 0.31 has FP8 expert kernels for GPUs and for CPUs with AMX only. Inside `reference_fp8_experts()` an engine that
+is started on any CPU chooses the TRITON backend, whose weights stay as they were loaded, and the class below instead
+of the Triton kernels. Loader, `Fp8MoEMethod` and layerwise reload are vLLM's own.
 
-It lives in tests because its only use is to test what surrounds the kernel: a policy with FP8 experts is not offered on
-CPU.
+It lives in tests because its only use is to test what surrounds the kernel:
+a policy with FP8 experts is not offered on CPU.
 
 Per token and expert, as `TritonExperts` computes (accumulation order apart):
 

@@ -1,4 +1,6 @@
-"""FP8 experts in a real engine: sync, audit and near-dead experts. The kernel is a reference (reference_experts.py)."""
+"""FP8 experts in a real engine: sync, audit and near-dead experts.
+The kernel is a reference (reference_experts.py).
+"""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The sync on CUDA: kernels, CUDA graphs and FlashAttention. Run with `pytest -m gpu`.
 
-Written from vLLM's source and not yet run: no GPU was at hand. The other engine tests run on CUDA as well where there is
-one (tests/engine/engines.py starts the engine on it).
+Written from vLLM's source and not yet run: no GPU was at hand. The other engine tests run on CUDA as well where there
+is one (tests/engine/engines.py starts the engine on it).
 """
 
 import gc
@@ -126,7 +126,9 @@ def distance(model, rollouts):
 
 
 def test_the_trainers_fp8_linear_gives_the_engines_outputs(checkpoint):
-    """The same input, whose GEMM adds up in another order: off by at most two BF16 steps of its row's largest output."""
+    """The same input, whose GEMM adds up in another order:
+    off by at most two BF16 steps of its row's largest output.
+    """
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
     generation.sync_weights()
     names = {"model.layers.0.self_attn.qkv_proj": "q_proj k_proj v_proj", "model.layers.1.mlp.down_proj": "down_proj"}
@@ -188,7 +190,9 @@ def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, enforce_eage
 
 @WITH_AND_WITHOUT_GRAPHS
 def test_vllm_returns_the_experts_of_every_token(enforce_eager, checkpoint):
-    """Its own routes (`enable_return_routed_experts`), from prefix cache and graphs alike; without FP8 they are ours."""
+    """Its own routes (`enable_return_routed_experts`), from prefix cache and graphs alike;
+    without FP8 they are ours.
+    """
     options = {"fp8_weights": False, "kv_cache_dtype": "auto", "return_routes": True}
     folder = checkpoint("qwen3_moe", num_experts=8)
     generation = engines.start(folder, engine_kwargs={"enforce_eager": enforce_eager}, **options)

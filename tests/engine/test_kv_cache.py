@@ -111,9 +111,11 @@ def trainer_bytes(generation, tap, scales, ids, mask, monkeypatch):
 
 
 def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, monkeypatch):
-    """A prompt and 32 decoded tokens, left-padded beside a longer sequence as TRL runs them, in the engine's precision.
+    """A prompt and 32 decoded tokens, left-padded beside a longer sequence as TRL runs them,
+    in the engine's precision.
 
-    Two-sided: a trainer in FP32 misses bytes of both layers, and without the engine's positions RoPE turns k elsewhere.
+    Two-sided: a trainer in FP32 misses bytes of both layers,
+    and without the engine's positions RoPE turns k elsewhere.
     """
     generation, tap, scales = calibrated(checkpoint("qwen3"))
     tokens, written = decode(generation)

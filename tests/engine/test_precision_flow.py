@@ -1,7 +1,7 @@
 """The trainer's full FP8 forward against a real engine: one linear layer, the whole model, and what both sides share.
 
-On CPU both sides add in FP64, so that the number of rows in a batch does not show. In FP32 about one BF16 output in 20,000 would
-round the other way, which e4m3 passes on, and every layer magnifies.
+On CPU both sides add in FP64, so that the number of rows in a batch does not show.
+In FP32 about one BF16 output in 20,000 would round the other way, which e4m3 passes on, and every layer magnifies.
 """
 
 from types import SimpleNamespace
@@ -140,8 +140,9 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint
 
 
 def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(checkpoint):
-    """24 layers, norms that are not 1, completions of 2 to 24 tokens. With sums in FP32 the engine's decode parts from its own
-    prefill in a few layers: benchmarks/results/mismatch_depth_fp32_sums_cpu.json."""
+    """24 layers, norms that are not 1, completions of 2 to 24 tokens. With sums in FP32 the engine's decode parts from
+    its own prefill in a few layers: benchmarks/results/mismatch_depth_fp32_sums_cpu.json.
+    """
     generation = engines.start(checkpoint("qwen3", num_hidden_layers=24))
     engines.perturb(generation.model, seed=0)
     tap, lengths = AttentionTap(generation.model), (2, 5, 9, 14, 24)
@@ -252,7 +253,9 @@ def test_an_fp8_linear_gives_the_engines_bf16_outputs(scale_format, checkpoint):
 
 
 def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypatch):
-    """Also after a change that nobody could see, wherever in a weight: one step without it, and only if a forward came first."""
+    """Also after a change that nobody could see, wherever in a weight: one step without it,
+    and only if a forward came first.
+    """
     generation, tap, scales = synced(checkpoint("qwen3"))
     held = engine_model(generation.llm).model.layers[1].mlp
     flow = PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)

@@ -14,7 +14,9 @@ from trl_fp8.engine.upstream import engine_config
 
 
 def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):
-    """What vLLM makes of `points.arguments()`, without an engine; `changes` as `name__in=value` of the inner configs."""
+    """What vLLM makes of `points.arguments()`, without an engine;
+    `changes` as `name__in=value` of the inner configs.
+    """
     made = points.arguments()
     compilation = CompilationConfig(**made["compilation_config"], mode=mode)
     kernel = KernelConfig(**made["kernel_config"])

@@ -65,7 +65,9 @@ def started():
 @pytest.mark.engine
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_every_token_has_the_experts_that_a_bf16_policy_would_choose(architecture, checkpoint, started):
-    """Prompts and completions, prefill and decoding; without FP8 only ties to a BF16 rounding are decided otherwise."""
+    """Prompts and completions, prefill and decoding;
+    without FP8 only ties to a BF16 rounding are decided otherwise.
+    """
     folder = checkpoint(architecture, **{"num_local_experts" if architecture == "mixtral" else "num_experts": 8})
     generation = started(folder)
     sequences = sample(generation)

@@ -1,7 +1,7 @@
 """`dying.py CHECKPOINT FOLDER`: training runs that are killed (SIGKILL) in their third step or in the save before it.
 
-FOLDER/<place> is the output folder of the run that died at that place. Each is a fork of this process, which imports what
-they need once.
+FOLDER/<place> is the output folder of the run that died at that place. Each is a fork of this process,
+which imports what they need once.
 """
 
 import os

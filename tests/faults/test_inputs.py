@@ -132,7 +132,9 @@ def rewards_of(value):
 
 @pytest.mark.engine
 def test_odd_rewards_and_one_token_completions(checkpoint, tmp_path):
-    """All alike, NaN for some, None for some: no gradient where there is nothing to learn, and no NaN in the policy."""
+    """All alike, NaN for some, None for some: no gradient where there is nothing to learn,
+    and no NaN in the policy.
+    """
     mixed = iter([[0.5] * 8, [math.nan, *[0.0] * 7], [None, *[1.0] * 7]])
     args = arguments(tmp_path, max_steps=3, max_completion_length=1)
     with training(checkpoint("qwen3"), args, reward_funcs=rewards_of(lambda size: next(mixed))) as trainer:

@@ -48,8 +48,8 @@ def fuzzed(blocks: int, generator: torch.Generator) -> tuple[torch.Tensor, list[
 
 
 def nearest_codes() -> torch.Tensor:
-    """For each of the 32,640 finite BF16 magnitudes, by its bits: the nearest of the 127 finite e4m3 magnitudes, with ties to
-    the even code.
+    """For each of the 32,640 finite BF16 magnitudes, by its bits: the nearest of the 127 finite e4m3 magnitudes,
+    with ties to the even code.
     """
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # 0 .. 448
     magnitudes = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).double()
@@ -60,8 +60,8 @@ def nearest_codes() -> torch.Tensor:
 
 
 def predicted(weight: torch.Tensor, nearest: torch.Tensor) -> torch.Tensor:
-    """What block FP8 with power-of-two scales makes of `[N, K]`, by another way than the quantizer's: the nearest e4m3 value
-    is looked up for every element.
+    """What block FP8 with power-of-two scales makes of `[N, K]`, by another way than the quantizer's:
+    the nearest e4m3 value is looked up for every element.
     """
     rows, columns = weight.shape[0] // 128, weight.shape[1] // 128
     blocks = weight.bfloat16().view(rows, 128, columns, 128).transpose(1, 2).float()

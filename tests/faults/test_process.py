@@ -36,7 +36,7 @@ folder = sys.argv[1]
 hub.export_fp8(
     AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), sys.argv[2], shard_bytes=60_000
 )
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture

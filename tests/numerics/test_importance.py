@@ -116,7 +116,9 @@ def test_trl_token_modes_on_arbitrary_ordinary_log_probs(batch, mode, transposed
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "sequence_mask"])
 @pytest.mark.parametrize("loss_columns", [1, 50])
 def test_losses_and_gradients_equal_trls(mode, loss_columns):
-    """Also for a (B, 1) loss (sequence-level policy ratio), whose backward would round differently with (B, T) weights."""
+    """Also for a (B, 1) loss (sequence-level policy ratio),
+    whose backward would round differently with (B, T) weights.
+    """
     trainer, rollout, mask = random_batch(sigma=0.1)
     corrected = correct_rollout(trainer, rollout, mask, RolloutCorrection.from_trl_mode(mode, None, 2.0))
     theirs = trl_ratio(trainer, rollout, mask, mode, None, 2.0)

@@ -1,4 +1,6 @@
-"""The Triton kernels without a GPU: their results in Triton's interpreter, and the instructions that Hopper would run."""
+"""The Triton kernels without a GPU: their results in Triton's interpreter,
+and the instructions that Hopper would run.
+"""
 
 import json
 import os
@@ -96,8 +98,8 @@ def digest_differences(device="cpu"):
 def interpreted():
     """What the kernels do otherwise than torch in Triton's interpreter.
 
-    Its casts do not round to nearest even, so the kernels store what they would cast; a cast itself is one instruction, see
-    below.
+    Its casts do not round to nearest even, so the kernels store what they would cast;
+    a cast itself is one instruction, see below.
     """
     blockwise_kernel.E4M3 = torch.float32
     return {
@@ -132,7 +134,9 @@ def test_results_on_a_gpu_are_those_on_cpu():
 
 @pytest.fixture
 def ptx(tmp_path, monkeypatch):
-    """`ptx(kernel, types, constants, warps)` -> its PTX for Hopper; pointers and types "... 16" are multiples of 16."""
+    """`ptx(kernel, types, constants, warps)` -> its PTX for Hopper;
+    pointers and types "... 16" are multiples of 16.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
     def compile_(kernel, types, constants, warps):

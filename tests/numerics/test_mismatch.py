@@ -184,7 +184,9 @@ def test_ranks_and_micro_batches_merge_to_the_whole(batch, first, second):
 
 
 def test_a_mean_over_ranks_is_weighted_by_tokens():
-    """One rank with 1 token and one with 99: the mean of the ranks' means would be 0.5 log 2, the mean is 0.01 log 2."""
+    """One rank with 1 token and one with 99: the mean of the ranks' means would be 0.5 log 2,
+    the mean is 0.01 log 2.
+    """
     ranks = [pairs_to_logps([[0.5]]), pairs_to_logps([[1.0] * 99])]
     merged = Tally.merged([mismatch_tally(*rank) for rank in ranks])
     assert summarize_mismatch(merged.read())["mismatch/k1_kl"] == pytest.approx(0.01 * math.log(2))

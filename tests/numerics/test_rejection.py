@@ -60,7 +60,9 @@ def test_a_measured_centre_agrees_with_the_oracle(batch):
 
 
 def test_bounds_apply_to_trainer_over_rollout_and_not_to_its_inverse():
-    """With the asymmetric band [0.4, 1.8], r = 1.9 is out and r = 0.5 is in; for 1/r it would be the other way round."""
+    """With the asymmetric band [0.4, 1.8], r = 1.9 is out and r = 0.5 is in;
+    for 1/r it would be the other way round.
+    """
     batch = pairs_to_logps([[1.9, 0.5]])
     masked = correct_rollout(*batch, RolloutCorrection("token", "mask", 0.4, 1.8))
     rejected = correct_rollout(*batch, replace(UNWEIGHTED, reject=(Rejection("token_ratio", 0.4, 1.8),)))

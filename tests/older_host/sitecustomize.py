@@ -1,5 +1,6 @@
-"""On PYTHONPATH of every process under `make test ISA=avx2`: torch says that the CPU has no AVX-512, by which vLLM picks the
-extension that it loads. What torch and oneDNN use themselves is set by their own environment variables in the Makefile.
+"""On PYTHONPATH of every process under `make test ISA=avx2`: torch says that the CPU has no AVX-512, by
+which vLLM picks the extension that it loads. What torch and oneDNN use themselves is set by their own
+environment variables in the Makefile.
 """
 
 import importlib.util

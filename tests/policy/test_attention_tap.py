@@ -41,7 +41,10 @@ def build(architecture="qwen3", implementation="sdpa", **overrides):
     torch.manual_seed(0)
     if architecture == "mistral":
         tiny = tiny_models.config("llama").to_dict()
-        names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim"
+        names = (
+            "vocab_size hidden_size intermediate_size num_hidden_layers "
+            "num_attention_heads num_key_value_heads head_dim"
+        )
         config = MistralConfig(
             **{name: tiny[name] for name in names.split()}, sliding_window=2, initializer_range=0.08
         )
@@ -164,7 +167,9 @@ def attention_of(model, change: Callable | None = None):
 
 
 def cached(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """The round trip as torch's cast makes it; tests/numerics/test_fake_quant.py has the bytes from first principles."""
+    """The round trip as torch's cast makes it;
+    tests/numerics/test_fake_quant.py has the bytes from first principles.
+    """
     return ((x.bfloat16().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
@@ -201,8 +206,8 @@ def fingerprint(model) -> dict:
     }
 
 
-# A q, k or v is a chain of at most six fp32 matmuls over 64 to 256 terms; another order of summation moves each by up to
-# 256 * 2**-24 = 1.5e-5 of itself.
+# A q, k or v is a chain of at most six fp32 matmuls over 64 to 256 terms;
+# another order of summation moves each by up to 256 * 2**-24 = 1.5e-5 of itself.
 REORDERED = 1e-4
 
 
@@ -564,7 +569,9 @@ def backward(model, inputs) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_gradients_are_straight_through(implementation):
-    """Against x + (round trip - x), in float64: 2**-53 per operation, and 2**-24 where transformers computes in fp32."""
+    """Against x + (round trip - x), in float64: 2**-53 per operation,
+    and 2**-24 where transformers computes in fp32.
+    """
     model = build(implementation=implementation).double().train()
     scales = some_scales(model) / 4  # the largest elements saturate
     inputs = {"input_ids": torch.tensor(SEQUENCES[:1])}

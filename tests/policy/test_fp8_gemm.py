@@ -207,8 +207,8 @@ def relative(got, expected):
 
 
 # Two BF16 roundings of nearly the same number, each at most 2**-8 of it. Hopper's FP8 tensor cores keep 13 bits below
-# the largest product of an instruction (arXiv 2412.19437, section 3.3.2) and add 128-element partial sums in FP32, which
-# is well below a BF16 step. A wrong scale, even of one block, is a factor of 2 there: far above.
+# the largest product of an instruction (arXiv 2412.19437, section 3.3.2) and add 128-element partial sums in FP32,
+# which is well below a BF16 step. A wrong scale, even of one block, is a factor of 2 there: far above.
 CLOSE = 2**-8
 
 

@@ -1,8 +1,8 @@
 """FP8 linears: the numbers against float64 re-derivations, and the layer in every wrapping that the trainer uses.
 
-Rounding facts used in the bounds: BF16 rounds by at most 2**-8 of the value (8 significant bits); a sum of n products in
-FP32, in any order, is off by at most gamma(n) = n * 2**-24 of the sum of their magnitudes (to first order; 1 % is added
-for the rest); e4m3 rounds by at most 1/16 of a normal value and by scale / 1024 of one below the normal range.
+Rounding facts used in the bounds: BF16 rounds by at most 2**-8 of the value (8 significant bits); a sum of n products
+in FP32, in any order, is off by at most gamma(n) = n * 2**-24 of the sum of their magnitudes (to first order; 1 % is
+added for the rest); e4m3 rounds by at most 1/16 of a normal value and by scale / 1024 of one below the normal range.
 """
 
 import pytest
@@ -47,8 +47,8 @@ def test_full_forward_is_the_engines_formula(lead, columns, rows, bias, scale_fo
         allowed = allowed + 2**-25
     error = (y - (product + (model.layer.bias.bfloat16().double() if bias else 0))).abs()
     assert (error <= allowed).all()
-    # Bit for bit but where another order of accumulation crosses a rounding boundary: of 256 FP32 steps in a BF16 step,
-    # a sum of 256 random terms moves by a few
+    # Bit for bit but where another order of accumulation crosses a rounding boundary:
+    # of 256 FP32 steps in a BF16 step, a sum of 256 random terms moves by a few
     assert (y != expected.to(autocast or torch.float32).double()).double().mean() <= 0.005
 
 

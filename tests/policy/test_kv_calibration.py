@@ -1,4 +1,6 @@
-"""From observed magnitudes to the next scales: which tokens, whose weights, how wide a margin, and what survives a resume."""
+"""From observed magnitudes to the next scales: which tokens, whose weights, how wide a margin,
+and what survives a resume.
+"""
 
 import json
 import logging
@@ -101,7 +103,7 @@ def roomy(model) -> KVScales:
     return KVScales(torch.ones(model.config.num_hidden_layers, 3))
 
 
-# --- which tokens -----------------------------------------------------------------------------------------------------
+# --- which tokens ----------------------------------------------------------------------------------------------------
 
 
 def test_tokens_are_bounded_and_repetitions_run_once():
@@ -152,7 +154,7 @@ def test_prompts_and_rollouts_take_turns_in_a_bounded_forward():
     assert rows == [PROMPTS[0], ROLLOUTS[0], PROMPTS[1]]  # 3 + 6 + 4 of 14 tokens
 
 
-# --- whose weights ----------------------------------------------------------------------------------------------------
+# --- whose weights ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["rollout", "policy"])
@@ -277,7 +279,7 @@ def test_a_watched_forward_that_fails_is_forgotten():
     assert made.tap.observation is None and made.saturation() is None
 
 
-# --- how wide a margin ------------------------------------------------------------------------------------------------
+# --- how wide a margin -----------------------------------------------------------------------------------------------
 
 
 def test_saturation_is_the_share_of_k_and_v_beyond_their_scales():
@@ -357,7 +359,7 @@ def test_a_wider_margin_holds_for_a_policy_forward_too():
     assert torch.equal(made.next_scales(model).values, 4 * plain)
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- several ranks ---------------------------------------------------------------------------------------------------
 
 
 class Ranks:
@@ -439,7 +441,7 @@ def test_ranks_agree_on_outliers():
     assert together[0] == together[1] == alone[0] | alone[1]
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
+# --- resuming --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", ["saturation asked", "not asked"])
@@ -486,7 +488,7 @@ def test_a_state_from_before_the_first_rollouts_changes_nothing():
     assert torch.equal(made.next_scales(model).values, expected)
 
 
-# --- layers that no scale serves --------------------------------------------------------------------------------------
+# --- layers that no scale serves -------------------------------------------------------------------------------------
 
 
 def with_k_bias(size: float, layers=(0, 1)):
@@ -544,7 +546,7 @@ def test_the_message_says_what_to_set():
     assert "0 (0.3), 7 (1.2)" in message and "kv_cache_skip_layers=[0, 7]" in message
 
 
-# --- a policy that diverged -------------------------------------------------------------------------------------------
+# --- a policy that diverged ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["rollout", "policy"])

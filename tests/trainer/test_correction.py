@@ -93,7 +93,9 @@ def test_thresholds_are_warned_about_once(checkpoint, tmp_path, caplog):
 
 @pytest.fixture(scope="module")
 def scored(checkpoint, tmp_path_factory):
-    """A trainer after one step, and the batch of that step as TRL scored it. No other engine may start while it lives."""
+    """A trainer after one step, and the batch of that step as TRL scored it.
+    No other engine may start while it lives.
+    """
     batches = []
     args = arguments(tmp_path_factory.mktemp("scored"), max_steps=1, rollout_correction="monitor")
     with training(checkpoint("qwen3"), args) as trainer:

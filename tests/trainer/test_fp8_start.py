@@ -1,4 +1,6 @@
-"""Training that starts from an FP8 checkpoint, as published for Qwen3: it is dequantized, trained, and saved as it is."""
+"""Training that starts from an FP8 checkpoint, as published for Qwen3:
+it is dequantized, trained, and saved as it is.
+"""
 
 import json
 

@@ -14,8 +14,8 @@ from trl_fp8.experts import NOWHERE
 
 pytestmark = pytest.mark.engine
 
-# FP8 linears and KV cache of these random models turn a tenth of the routes; a route that belongs to another token agrees
-# in one of 28 (two of eight experts)
+# FP8 linears and KV cache of these random models turn a tenth of the routes;
+# a route that belongs to another token agrees in one of 28 (two of eight experts)
 ALIGNED = 0.4
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": True}
 
