@@ -35,7 +35,7 @@ DEMO_dense := addition
 DEMO_moe := addition_moe
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense and MODEL=moe))
 
-.PHONY: demo test lint format docs site bench bench-table clean
+.PHONY: demo test test-quick lint format docs site bench bench-table clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -43,6 +43,9 @@ demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs
 
 test: $(READY) lint  ## everything that CI runs; ISA=avx2: as an older host would run it
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
+
+test-quick: $(READY)  ## what needs no engine, for the inner loop
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope -m "not gpu and not engine and not distributed" $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
