@@ -86,8 +86,8 @@ bench() { # bench NAME SECONDS OPTIONS...: with a budget that leaves room for th
   step "$name" "$seconds" "$python" "benchmarks/bench_$name.py" --budget "$((seconds * 9 / 10))" --results "$out" "$@"
 }
 
-engine_bench() { # as bench, of one that starts engines
-  bench "$@" "${options[@]}"
+engine_bench() { # as bench, of one that starts engines; what is given with the stage counts more than SETTINGS
+  bench "$1" "$2" "${options[@]}" "${@:3}"
 }
 
 # As engine_bench, and again with what could mend its failure. Of the first stage only: elsewhere it would measure again, in

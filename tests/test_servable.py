@@ -146,12 +146,25 @@ def test_the_fallback_as_a_flag_is_refused_wherever_the_engine_is_ours(flags, tm
 
 def test_generation_kwargs_have_vllms_names(tmp_path):
     assert "do_sample" in refusal(FP8GRPOConfig, str(tmp_path), use_cpu=True, generation_kwargs={"do_sample": True})
-    both = {"max_new_tokens": 8, "stop_strings": ["x"], "num_beams": 2, "seed": 3}
+    both = {"max_new_tokens": 8, "stop_strings": ["x"], "num_beams": 2}
     message = refusal(FP8GRPOConfig, str(tmp_path), use_cpu=True, generation_kwargs=both)
     assert "['max_new_tokens', 'stop_strings', 'num_beams']" in message and "max_completion_length" in message
-    as_advised = {"max_completion_length": 8, "generation_kwargs": {"stop": ["x"], "seed": 3}}
+    as_advised = {"max_completion_length": 8, "generation_kwargs": {"stop": ["x"], "temperature": 1.0}}
     assert FP8GRPOConfig(str(tmp_path), use_cpu=True, **as_advised).generation_kwargs["stop"] == ["x"]
     FP8GRPOConfig(str(tmp_path), use_cpu=True, **servable.WITHOUT_ENGINE, generation_kwargs={"do_sample": True})
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"seed": 3}, "every completion of a prompt would be the same"),
+        ({"n": 2, "logprobs": None}, r"\['n', 'logprobs'\], which the trainer sets itself"),
+        ({"temperature": 0.5}, "Set temperature=0.5 in the config instead"),
+    ],
+)
+def test_what_the_trainer_sets_itself_is_refused(given, said, tmp_path):
+    assert re.search(said, refusal(FP8GRPOConfig, str(tmp_path), use_cpu=True, generation_kwargs=given))
+    FP8GRPOConfig(str(tmp_path), use_cpu=True, temperature=0.5, generation_kwargs={"temperature": 0.5})
 
 
 def test_what_is_advised_instead_is_known_to_whom_it_is_for():

@@ -18,8 +18,9 @@ _RENAMED = {
 
 
 def checkpoint_name(name: str) -> str:
-    """The name that a module or parameter of a PEFT model has in the base model's checkpoint."""
-    return name.removeprefix("base_model.model.").replace(".base_layer", "").replace(".modules_to_save.default", "")
+    """The name that a module or parameter has in the base model's checkpoint, inside PEFT's and FSDP's wrappings."""
+    name = name.removeprefix("base_model.model.").replace("_checkpoint_wrapped_module.", "")
+    return name.replace(".base_layer", "").replace(".modules_to_save.default", "")
 
 
 def engine_name(name: str, model_type: str) -> str:

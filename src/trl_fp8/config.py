@@ -131,7 +131,7 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
             self._check_rollouts()
         if self.own_engine:
             self._check_engine_kwargs()
-            check_generation_kwargs(self.generation_kwargs or {})
+            check_generation_kwargs(self.generation_kwargs or {}, self.temperature)
         if self.any_fp8 or self.rollout_correction is not None:
             self._check_sampling()
             self._check_correction(mode_set_by_user)

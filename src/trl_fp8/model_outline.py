@@ -1,6 +1,6 @@
 """The outline of a transformers or PEFT model; meta and sharded parameters are fine."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ def outline_of(model: nn.Module) -> Outline:
         model.get_base_model() if hasattr(type(model), "get_base_model") else model
     ).__name__  # as PEFT has
     kv_heads, head_dim = _heads(text)
-    named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not _of_adapter(name)}
+    of_adapter = _adapter_names(model)
+    named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not of_adapter(name)}
     named |= persistent_buffers(model)
     return Outline(
         name=model.config.name_or_path or class_name,
@@ -36,8 +37,9 @@ def outline_of(model: nn.Module) -> Outline:
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
+    of_adapter = _adapter_names(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _of_adapter(name):
+        if isinstance(module, nn.Linear) and not of_adapter(name):
             yield checkpoint_name(name), module
 
 
@@ -46,9 +48,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     GLM-4 MoE, for example. They follow the model's updates like parameters, but no gradient, and keep their dtype
     in an engine.
     """
+    of_adapter = _adapter_names(model)
     for prefix, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):  # VeRA's projections
+            continue
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and not _of_adapter(f"{prefix}.{name}"):
+            if name not in module._non_persistent_buffers_set and not of_adapter(f"{prefix}.{name}"):
                 yield checkpoint_name(f"{prefix}.{name}"), buffer
 
 
@@ -62,8 +67,16 @@ def _heads(text: Any) -> tuple[int, int]:
         return 0, 0
 
 
-def _of_adapter(name: str) -> bool:
-    return ".lora_" in name or "original_module" in name
+def _adapter_names(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name of a PEFT model is an adapter's: by the prefix of its method, or a copy of a whole module that is
+    not the active one (PEFT's original, and TRL's reference). What TRL's sync leaves out.
+    """
+    prefix = getattr(model, "prefix", "lora_")
+
+    def of_adapter(name: str) -> bool:
+        return f".{prefix}" in f".{name}" or "original_module" in name or ".modules_to_save." in checkpoint_name(name)
+
+    return of_adapter
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:

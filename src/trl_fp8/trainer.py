@@ -94,7 +94,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     _tap: AttentionTap | None = None
     _calibrator: KVCalibrator | None = None
     _flow: PrecisionFlow | None = None
-    _flow_checked = False
+    _flow_warned = False
     _routes: RolloutRoutes | None = None
     _run_log: RunLog | None = None
 
@@ -203,7 +203,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
             self._calibrator.coming_prompts = self._tokenize_prompts(prompts)[0]
         several_turns, llm = self.tools or self.environments or self.rollout_func, self.vllm_generation.llm
-        llm.keep_weights, llm.step = bool(several_turns) or not self.model.training, self.state.global_step
+        llm.keep_weights = bool(several_turns) or not self.model.training
+        llm.occasion = self.state.global_step, int(self.model.training)
         if self._routes:
             llm.routes.clear()
         output = super()._generate(prompts)
@@ -306,14 +307,14 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         for name, value in metrics.items():
             logged[name].append(value)
         warn_once(metrics, self.correction, self._warned)
-        if self.args.fp8_forward == "full" and not self._flow_checked:
-            self._flow_checked = True
+        if self.args.fp8_forward == "full" and not self._flow_warned:
             self._check_flow(metrics["mismatch/logp_difference_mean"])
 
     def _check_flow(self, mismatch: float) -> None:
         left_out = self.recipe.fp8_kv_cache and not self.args.simulate_kv_cache
         known = {"adapters": is_peft_model(self.model), "kv_cache_left_out": left_out}
         if warning := flow_warning(mismatch, self.recipe.model_type, **known):
+            self._flow_warned = True
             logger.warning(warning)
 
     def _log_sync(self) -> None:

@@ -21,7 +21,7 @@ def experts(w1_bias=None, w2_bias=None):
 
 
 def loop(x, w1, w2, weights, ids, activation, w1_bias, w2_bias):
-    """In float64, rounded to BF16 where a GPU stores BF16: gate and up, each factor, each weighted product, the sum."""
+    """In float64, rounded to BF16 where a GPU stores BF16: gate, up, each factor, weighted products, the sum."""
 
     def bf16(values):
         return values.float().bfloat16().double()

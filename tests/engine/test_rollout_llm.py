@@ -102,7 +102,7 @@ def test_ranks_of_one_engine_draw_the_same_seeds_whatever_rewards_drew(made):
     for generation in range(3):
         for rank, llm in enumerate(ranks):
             np.random.rand(1 + 5 * rank)  # a reward function
-            llm.step = generation // 2
+            llm.occasion = generation // 2, 1
             drawn.append(tuple(llm.generate(PROMPTS)))
     assert drawn[0::2] == drawn[1::2]
     assert len({seed for seeds in drawn for seed in seeds}) == 3 * len(PROMPTS)  # no generation repeats another
@@ -112,10 +112,12 @@ def test_ranks_of_one_engine_draw_the_same_seeds_whatever_rewards_drew(made):
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(made):
     whole, resumed = made(seed=1), made(seed=1)
     for step in range(3):
-        whole.step = step
+        whole.occasion = step, 0
+        evaluated = whole.generate(PROMPTS)  # before the checkpoint
+        whole.occasion = step, 1
         seeds = whole.generate(PROMPTS)
-    resumed.step = 2
-    assert resumed.generate(PROMPTS) == seeds
+    resumed.occasion = 2, 1
+    assert resumed.generate(PROMPTS) == seeds != evaluated
 
 
 def test_the_users_random_numbers_are_not_touched(made):

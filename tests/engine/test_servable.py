@@ -16,6 +16,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from trl_fp8 import servable
 from trl_fp8.engine.arguments import Device, engine_arguments
+from trl_fp8.engine.cpu_experts import register_cpu_experts
 from trl_fp8.engine.cpu_kernel import register_cpu_kernel
 from trl_fp8.engine.cpu_ops import register_cpu_ops
 from trl_fp8.engine.layout import engine_layout
@@ -68,6 +69,7 @@ REFUSED = {
 def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
     register_cpu_kernel()
+    register_cpu_experts()
     register_cpu_ops()
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()), socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -105,6 +107,7 @@ def deliver(policy, folder) -> None:
     buffers = dict(persistent_buffers(policy))
     layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
     require_same_names(policy, recipe, layout)
+    assert not layout.unreadable
     sent = dict(weight_stream(policy.named_parameters(), recipe, None, StreamReport(), buffers=buffers.items()))
     with set_current_vllm_config(config):
         engine.load_weights(iter(sent.items()))

@@ -4,7 +4,8 @@ import pytest
 import tiny_models
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
@@ -12,6 +13,7 @@ from trl.distributed import DistributedBackend
 from trl_fp8.engine.generation import FP8VLLMGeneration
 from trl_fp8.engine.policy_checks import require_finite
 from trl_fp8.engine.weight_stream import StreamReport, weight_stream
+from trl_fp8.model_outline import outline_of, persistent_buffers
 from trl_fp8.numerics.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.numerics.kv_scales import KVScales
 from trl_fp8.recipe import recipe_for_model
@@ -117,6 +119,35 @@ def test_weights_of_adapters_that_are_not_active_are_not_sent(model):
     generation.model, generation._dist = policy, DistributedBackend(Accelerator(cpu=True))
     sent = dict(generation._iter_named_params())
     assert len(sent) == 25 and "lm_head.weight" in sent
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        VeraConfig(r=8, target_modules=["q_proj"]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_the_outline_of_a_peft_policy_is_that_of_its_base(model, adapter):
+    """Adapters, TRL's reference among them, are no tensors of the policy: an engine need not have them."""
+    plain = outline_of(model)
+    policy = get_peft_model(model, adapter)
+    policy.add_adapter("ref", adapter)
+    found = outline_of(policy)
+    assert found.parameters == plain.parameters and found.linears == plain.linears
+    assert not dict(persistent_buffers(policy))
+
+
+def test_names_of_checkpointed_layers_are_those_of_the_checkpoint():
+    """As accelerate wraps them for FSDP2's activation_checkpointing."""
+    model = moe("glm4_moe")
+    names = {name for name, _ in persistent_buffers(model)}
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    assert (
+        {name for name, _ in persistent_buffers(model)} == names == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    )
 
 
 def test_who_shares_the_quantization_gets_what_is_sent(model):

@@ -1,4 +1,4 @@
-"""A full flow whose first rollouts show a mismatch is not silent, and says why as far as it knows."""
+"""A full flow whose rollouts show a mismatch is not silent, and says why as far as it knows."""
 
 import pytest
 
@@ -28,6 +28,6 @@ def test_a_flow_that_holds_says_nothing():
 def test_the_reason_is_named(flags, model_type, reason):
     warning = flow_warning(0.0123, model_type, **flags)
     assert warning.startswith(
-        "fp8_forward='full', but after the first rollouts the mean difference of log-probs is 0.012"
+        "fp8_forward='full', but the mean difference of log-probs of the latest rollouts is 0.012"
     )
     assert reason in warning and "fp8_forward='off' is faster" in warning

@@ -46,9 +46,7 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
     ) -> None:
         """hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]; fills output [T, H]."""
         if apply_router_weight_on_input:
-            raise NotImplementedError(
-                "the CPU engine's reference experts weigh what comes out of experts, not what goes in."
-            )
+            raise NotImplementedError("the CPU engine's reference weighs what comes out of experts, not what goes in.")
         dtype, experts_per_token = output.dtype, topk_ids.shape[1]
         experts_P, order_P = topk_ids.flatten().long().sort(stable=True)
         ends_E = torch.searchsorted(experts_P, torch.arange(len(w1)), right=True).int()

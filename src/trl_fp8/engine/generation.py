@@ -154,6 +154,11 @@ class FP8VLLMGeneration(VLLMGeneration):
         logger.info(f"engine FP8 kernels: {dict(self.kernels) or 'none'}, activations: {self.activation_scaling}")
         if self._layout.unreadable:
             reasons = sorted(set(self._layout.unreadable.values()))
+            if on_cpu:  # vLLM 0.31 packs experts at the first load only: after a sync they would compute with noise
+                raise ValueError(
+                    f"vLLM's CPU kernels pack tensors of this model, where a sync cannot reach: {'; '.join(reasons)}. "
+                    "Run on a GPU, or choose another model."
+                )
             logger.warning(
                 f"{len(self._layout.unreadable)} high-precision tensors are synced but cannot be read back by the "
                 f"audit: {'; '.join(reasons)}."

@@ -134,7 +134,7 @@ def _why_unreadable(module: nn.Module) -> str | None:
 def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     in_blocks = attribute == "weight_scale_inv"
     dtype = getattr(module, attribute).dtype
-    if isinstance(module, RoutedExperts):
+    if isinstance(module, RoutedExperts) and attribute.startswith(("w13_weight", "w2_weight")):
         yield _expert_piece(prefix, module, attribute, dtype)
         return
     for name, rows, columns, offset in _shards(model, prefix, module):

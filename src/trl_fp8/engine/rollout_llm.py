@@ -13,6 +13,7 @@ own.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,19 +50,20 @@ class RolloutLLM(LLM):
         keep_weights: Whether the weights will be needed again as they are.
         weights_kept: Whether the engine sleeps with its weights in host memory.
         routes: Of everything that was generated; None without `routes_from`.
-        step: The trainer's, so that a resumed run samples as the uninterrupted one.
+        occasion: The trainer's step, and whether it trains or evaluates: what a resumed run knows of the uninterrupted
+            one, to sample alike.
     """
 
     keep_weights = False
     weights_kept = False
     routes: RouteLog | None = None
-    step = 0
+    occasion = 0, 1
     _routes_from: str | None = None
     _seed = 0
-    _calls = 0, 0  # step, calls of `generate` in it
+    _calls: Counter  # occasion -> calls of `generate`, of the latest step
 
     def __init__(self, *, routes_from: str | None = None, **kwargs):
-        self._routes_from, self._seed = routes_from, kwargs.get("seed") or 0
+        self._routes_from, self._seed, self._calls = routes_from, kwargs.get("seed") or 0, Counter()
         try:
             super().__init__(**kwargs)
         except ValueError as error:
@@ -75,9 +77,10 @@ class RolloutLLM(LLM):
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
-        step, calls = self._calls
-        self._calls = self.step, calls + 1 if step == self.step else 1
-        with numpy_seeded(self._seed, *self._calls):
+        if all(step != self.occasion[0] for step, _ in self._calls):
+            self._calls.clear()
+        self._calls[self.occasion] += 1
+        with numpy_seeded(self._seed, *self.occasion, self._calls[self.occasion]):
             outputs = super().generate(*args, **kwargs)
         if self.routes is not None:
             self.routes.add(outputs)

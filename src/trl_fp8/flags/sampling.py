@@ -1,6 +1,7 @@
 """`generation_kwargs` of a run whose rollouts come from vLLM: they have vLLM's names, which are not transformers'."""
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 
 # Public fields of vLLM 0.31's SamplingParams
@@ -25,9 +26,31 @@ _INSTEAD = {
 }
 
 
-def check_generation_kwargs(names: Iterable[str]) -> None:
-    """Raise `ValueError` for names that vLLM's `SamplingParams` does not have; the message says what to set."""
-    unknown = [name for name in names if name not in VLLM_NAMES]
+# What the trainer sets itself -> why no other value goes
+_THE_TRAINERS = {
+    "n": "num_generations decides how many completions a prompt has",
+    "seed": "every completion of a prompt would be the same; the config's seed decides what is sampled",
+    "logprobs": "the correction reads the sampled token's",
+}
+
+
+def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> None:
+    """Raise `ValueError` for what vLLM's `SamplingParams` does not have, or the trainer sets; it says what to do.
+
+    Args:
+        given: The flag.
+        temperature: The config's, by which the trainer's log-probs are divided.
+    """
+    if taken := [name for name in given if name in _THE_TRAINERS]:
+        reasons = "; ".join(f"{name}: {_THE_TRAINERS[name]}" for name in taken)
+        raise ValueError(f"generation_kwargs sets {taken}, which the trainer sets itself ({reasons}). Remove them.")
+    if given.get("temperature", temperature) != temperature:
+        raise ValueError(
+            f"generation_kwargs sets temperature={given['temperature']}, and the config temperature={temperature}: "
+            "rollouts and the trainer's log-probs would be of two distributions. Set "
+            f"temperature={given['temperature']} in the config instead."
+        )
+    unknown = [name for name in given if name not in VLLM_NAMES]
     if unknown:
         use = [f"{_INSTEAD[name]} for {name}" for name in unknown if name in _INSTEAD]
         raise ValueError(

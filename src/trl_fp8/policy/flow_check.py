@@ -1,4 +1,4 @@
-"""Whether a full FP8 forward does what it is for: next to no mismatch after the first rollouts.
+"""Whether a full FP8 forward does what it is for: next to no mismatch in the rollouts of a step.
 
 The flow reproduces an engine's roundings module by module, which was shown for the model types below. Where a model
 computes something that no module shows (a product in its own forward, another rotary embedding), or where kernels add
@@ -16,7 +16,7 @@ LIMIT = 1e-3
 def flow_warning(
     mismatch: float, model_type: str, *, adapters: bool = False, kv_cache_left_out: bool = False
 ) -> str | None:
-    """What a user should know about a full flow whose first rollouts show `mismatch`; None if it holds.
+    """What a user should know about a full flow whose latest rollouts show `mismatch`; None if it holds.
 
     Args:
         mismatch: Mean |log-prob difference| over completion tokens; NaN means that nothing was measured.
@@ -43,7 +43,7 @@ def flow_warning(
             f"({', '.join(sorted(known))}): it rounds somewhere that the flow does not know."
         )
     return (
-        f"fp8_forward='full', but after the first rollouts the mean difference of log-probs is {mismatch:.2g}, where "
+        f"fp8_forward='full', but the mean difference of log-probs of the latest rollouts is {mismatch:.2g}, where "
         f"a flow that holds leaves less than {LIMIT:g}. {reason} Rollout correction works as without the flow; "
         "fp8_forward='off' is faster and may be as near (compare mismatch/logp_difference_mean)."
     )
