@@ -13,8 +13,7 @@ own.
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
@@ -60,10 +59,10 @@ class RolloutLLM(LLM):
     occasion = 0, 1
     _routes_from: str | None = None
     _seed = 0
-    _calls: Counter  # occasion -> calls of `generate`, of the latest step
+    _calls: Mapping[tuple[int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
 
     def __init__(self, *, routes_from: str | None = None, **kwargs):
-        self._routes_from, self._seed, self._calls = routes_from, kwargs.get("seed") or 0, Counter()
+        self._routes_from, self._seed = routes_from, kwargs.get("seed") or 0
         try:
             super().__init__(**kwargs)
         except ValueError as error:
@@ -77,9 +76,8 @@ class RolloutLLM(LLM):
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
-        if all(step != self.occasion[0] for step, _ in self._calls):
-            self._calls.clear()
-        self._calls[self.occasion] += 1
+        of_this_step = {occasion: calls for occasion, calls in self._calls.items() if occasion[0] == self.occasion[0]}
+        self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}
         with numpy_seeded(self._seed, *self.occasion, self._calls[self.occasion]):
             outputs = super().generate(*args, **kwargs)
         if self.routes is not None:
