@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 
 from .checkpoint_names import checkpoint_name, full_shape
@@ -14,9 +15,7 @@ from .outline import Outline
 def outline_of(model: nn.Module) -> Outline:
     """Names and shapes of a causal LM."""
     text = model.config.get_text_config()
-    class_name = type(
-        model.get_base_model() if hasattr(type(model), "get_base_model") else model
-    ).__name__  # as PEFT has
+    class_name = type(model.get_base_model() if is_peft_model(model) else model).__name__
     kv_heads, head_dim = _heads(text)
     of_adapter = _adapter_names(model)
     named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not of_adapter(name)}

@@ -13,6 +13,7 @@ from vllm.model_executor.models import registry
 from trainer.runs import arguments, training
 from trl_fp8 import servable
 from trl_fp8.engine import generation as fp8_generation
+from trl_fp8.engine.cpu_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.generation import FP8VLLMGeneration
 
 
@@ -82,9 +83,9 @@ def test_an_architecture_that_vllm_does_not_know_is_named_alone(tmp_path, monkey
     assert "Llama" not in str(error.value)
 
 
-@pytest.mark.engine
-def test_other_names_are_found_in_the_engine_where_no_list_has_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(servable, "_MODEL_TYPES", {})
+@pytest.fixture
+def kept():
+    """A class of generation that can be reached although it was refused, and what was made of it."""
     made = []
 
     class Kept(FP8VLLMGeneration):
@@ -92,6 +93,23 @@ def test_other_names_are_found_in_the_engine_where_no_list_has_them(tmp_path, mo
             made.append(self)
             super().__init__(**kwargs)
 
+    return Kept, made
+
+
+@pytest.mark.engine
+def test_experts_that_vllm_packs_are_refused_on_cpu(checkpoint, kept, monkeypatch):
+    """With an activation that the reference lacks vLLM takes its own kernel, which packs them at the first load only."""
+    monkeypatch.setattr(ReferenceUnquantizedExperts, "_supports_activation", staticmethod(lambda activation: False))
+    Kept, made = kept
+    with pytest.raises(ValueError, match="where a sync cannot reach: experts are packed or shuffled for"):
+        engines.start(checkpoint("qwen3_moe"), engines.some_scales(2, 1), generation=Kept)
+    engines.shutdown(made[0].llm)
+
+
+@pytest.mark.engine
+def test_other_names_are_found_in_the_engine_where_no_list_has_them(kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(servable, "_MODEL_TYPES", {})
+    Kept, made = kept
     with pytest.raises(ValueError, match="type 'granitemoe' cannot be served.*block_sparse_moe.gate.weight") as error:
         engines.start(saved("granitemoe", tmp_path), generation=Kept, kv_cache_dtype="auto")
     engines.shutdown(made[0].llm)
