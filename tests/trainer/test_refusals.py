@@ -98,7 +98,7 @@ def kept():
 
 @pytest.mark.engine
 def test_experts_that_vllm_packs_are_refused_on_cpu(checkpoint, kept, monkeypatch):
-    """With an activation that the reference lacks vLLM takes its own kernel, which packs them at the first load only."""
+    """With an activation that the reference lacks vLLM takes its own kernel, which packs at the first load only."""
     monkeypatch.setattr(ReferenceUnquantizedExperts, "_supports_activation", staticmethod(lambda activation: False))
     Kept, made = kept
     with pytest.raises(ValueError, match="where a sync cannot reach: experts are packed or shuffled for"):
