@@ -20,9 +20,9 @@ import shapes
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_fp8.numerics.kv_scales import KVScales
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.kv_calibration import KVCalibrator
+from trl_fp8.policy.attention.calibration import KVCalibrator
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.quantization.kv_scales import KVScales
 
 
 class Step:

@@ -21,7 +21,7 @@ from addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
 
 import trl_fp8.trainer as trainer_module  # noqa: E402
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer  # noqa: E402
-from trl_fp8.numerics.presets import PRESETS  # noqa: E402
+from trl_fp8.correction.presets import PRESETS  # noqa: E402
 
 
 WARM_UP = 3

@@ -23,14 +23,14 @@ import shapes
 import torch
 import torch.nn.functional as F
 
-from trl_fp8.numerics.e4m3 import ScaleFormat
-from trl_fp8.policy.fp8_flow import BACKENDS, FP8Flow
-from trl_fp8.policy.fp8_gemm import HOPPER, require_backend, torchao_linear
-from trl_fp8.policy.fp8_matmul import fp8_linear
+from trl_fp8.policy.flow.flow import BACKENDS, FP8Flow
+from trl_fp8.policy.flow.gemm import HOPPER, require_backend, torchao_linear
+from trl_fp8.policy.flow.matmul import fp8_linear
+from trl_fp8.quantization.e4m3 import ScaleFormat
 
 
 PASSES = ("fprop", "dgrad", "wgrad")
-GIVEN_INPUT = ("k_proj", "v_proj", "up_proj")  # Q(x) is there already, see trl_fp8.policy.shared_input
+GIVEN_INPUT = ("k_proj", "v_proj", "up_proj")  # Q(x) is there already, see trl_fp8.policy.flow.shared_input
 CALLS = 4  # calls that are timed together, so that a launch does not count
 
 

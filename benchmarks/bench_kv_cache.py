@@ -23,7 +23,8 @@ def observation_cost(repeats: int) -> dict:
     """CPU seconds of a forward of the demo's policy over a demo batch with and without observation, alternating."""
     import tiny_models
 
-    from trl_fp8.policy.attention_tap import AttentionTap, QKVObservation
+    from trl_fp8.policy.attention.observation import QKVObservation
+    from trl_fp8.policy.attention.tap import AttentionTap
 
     torch.manual_seed(0)
     model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config()).eval()
@@ -53,9 +54,9 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
-    from trl_fp8.numerics.kv_scales import kv_scales_from_amax
-    from trl_fp8.policy.attention_tap import AttentionTap
-    from trl_fp8.policy.kv_calibration import observe_sequences
+    from trl_fp8.policy.attention.calibration import observe_sequences
+    from trl_fp8.policy.attention.tap import AttentionTap
+    from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 
     prompts = torch.randint(4, 60, (16, 48), generator=torch.Generator().manual_seed(1))
     rows = []

@@ -70,13 +70,13 @@ def start(options: argparse.Namespace, folder: str):
 
     from vllm import LLM
 
-    from trl_fp8.engine.arguments import Device, engine_arguments
-    from trl_fp8.engine.cpu_attention import reference_attention
-    from trl_fp8.engine.cpu_experts import register_cpu_experts
-    from trl_fp8.engine.cpu_kernel import register_cpu_kernel
-    from trl_fp8.engine.cpu_ops import register_cpu_ops
-    from trl_fp8.plan import plan_for_model
-    from trl_fp8.recipe import recipe_for_model
+    from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+    from trl_fp8.engine.vllm.cpu.attention import reference_attention
+    from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
+    from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
+    from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
+    from trl_fp8.planning.plan import plan_for_model
+    from trl_fp8.recipe.recipe import recipe_for_model
 
     model = shapes.on_meta(folder)
     recipe = recipe_for_model(model, **shapes.PRECISIONS[precision])
@@ -108,7 +108,7 @@ def start(options: argparse.Namespace, folder: str):
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
     """Fill an engine's parameters in place: weights of deviation 0.02, whatever they are stored in; norms stay 1."""
-    from trl_fp8.engine.kv_cache import attention_layers
+    from trl_fp8.engine.vllm.kv_scales import attention_layers
 
     for name, parameter in model.named_parameters():
         if name.endswith("_scale_inv"):
@@ -133,8 +133,8 @@ def kernels_of(model: nn.Module, part: str) -> dict:
     Raises:
         RuntimeError: They are not those of `part`: vLLM falls back to others where one does not take a layer.
     """
-    from trl_fp8.engine.audit import AUDITABLE_KERNELS
-    from trl_fp8.engine.linear_kernels import fp8_kernels
+    from trl_fp8.engine.vllm.linear_kernels import fp8_kernels
+    from trl_fp8.sync.ledger import AUDITABLE_KERNELS
 
     found, expected = dict(fp8_kernels(model)), KERNELS.get(precision_and_variant(part)[1])
     if expected is not None and set(found) != {expected}:
@@ -144,7 +144,7 @@ def kernels_of(model: nn.Module, part: str) -> dict:
 
 def measure(options: argparse.Namespace) -> None:
     """Start the engine of one precision and emit a row for each response length."""
-    from trl_fp8.engine.upstream import engine_model
+    from trl_fp8.upstream.vllm import engine_model
 
     run = harness.Run("rollout", options)
     with tempfile.TemporaryDirectory() as folder:

@@ -24,14 +24,14 @@ import torch
 from measure_mismatch import Rollouts, score
 from vllm import SamplingParams
 
-from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.kv_calibration import PROMPTS_ONLY_MARGIN, observe_sequences
-from trl_fp8.policy.precision_flow import PrecisionFlow
-from trl_fp8.policy.router_replay import RouterReplay, RouteTally
-from trl_fp8.rollout_routes import RolloutRoutes
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.router.replay import RouterReplay, RouteTally
+from trl_fp8.policy.router.routes import RolloutRoutes
+from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
 
 ROOT = Path(__file__).parents[1]

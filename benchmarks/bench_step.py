@@ -99,7 +99,7 @@ def make_trainer(options: argparse.Namespace, folder: str, meter: Meter, output:
     from vllm import LLM
 
     from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-    from trl_fp8.engine.upstream import substituted
+    from trl_fp8.upstream.patches import substituted
 
     on_gpu = shapes.DEVICE == "cuda"
     flags = PRECISIONS[options.part]

@@ -97,10 +97,10 @@ def start(name: str, folder: str, options: argparse.Namespace):
     from transformers import AutoTokenizer
     from vllm import LLM
 
-    from trl_fp8.engine.generation import FP8VLLMGeneration
-    from trl_fp8.engine.upstream import substituted
-    from trl_fp8.numerics.kv_scales import KVScales
-    from trl_fp8.recipe import recipe_for_model
+    from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+    from trl_fp8.quantization.kv_scales import KVScales
+    from trl_fp8.recipe.recipe import recipe_for_model
+    from trl_fp8.upstream.patches import substituted
 
     model = shapes.policy(folder, getattr(torch, options.dtype))
     scales = KVScales(torch.full((model.config.num_hidden_layers, 3), 2.0**-5))
@@ -145,8 +145,8 @@ def measure_part(options: argparse.Namespace) -> None:
 
 def parts(generation) -> dict[str, float]:
     """Seconds of the parts of one sync."""
-    from trl_fp8.engine import generation as module
-    from trl_fp8.engine.weight_stream import StreamReport, weight_stream
+    from trl_fp8.engine.vllm import generation as module
+    from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 
     def quantize() -> None:
         scales = generation.last_sync.kv_scales

@@ -38,10 +38,10 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 from deep_policies import CheckpointPolicy, RandomPolicy, parameters  # noqa: E402
 from measure_mismatch import WHOLE_FLOW, Rollouts, score, trainer_model  # noqa: E402
 
-from trl_fp8.engine.generation import FP8VLLMGeneration  # noqa: E402
-from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax  # noqa: E402
-from trl_fp8.policy.attention_tap import AttentionTap  # noqa: E402
-from trl_fp8.policy.kv_calibration import PROMPTS_ONLY_MARGIN, observe_sequences  # noqa: E402
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
+from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences  # noqa: E402
+from trl_fp8.policy.attention.tap import AttentionTap  # noqa: E402
+from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax  # noqa: E402
 
 
 NAME = "mismatch_depth"

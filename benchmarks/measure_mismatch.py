@@ -26,17 +26,17 @@ import record
 import torch
 from vllm import SamplingParams
 
-from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.blockwise import dequantize_weight
-from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
-from trl_fp8.policy import fp8_gemm
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.bf16_modules import BF16Modules
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.kv_calibration import PROMPTS_ONLY_MARGIN, observe_sequences
-from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow import gemm as fp8_gemm
+from trl_fp8.policy.flow.bf16_modules import BF16Modules
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 from trl_fp8.report.comparison import plot_ladder
+from trl_fp8.upstream.vllm import engine_model
 
 
 ROOT = Path(__file__).parents[1]

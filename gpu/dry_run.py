@@ -6,7 +6,7 @@
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
 shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, and with the
-kernels left to vLLM; the CUDA model of it on fake tensors; what engine/audit.py and engine/kv_cache.py say to its
+kernels left to vLLM; the CUDA model of it on fake tensors; what sync/ledger.py and engine/vllm/kv_scales.py say to its
 kernels. With the pinned ones also: weights are processed as after a load, names that are held are compared with those
 that a sync sends, and a decoder layer is called with prompts and with single tokens.
 
@@ -61,7 +61,7 @@ PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
 OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": None}
 SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
 BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
-# Operators without which a full flow does not round where the trainer does (engine/rounding.py)
+# Operators without which a full flow does not round where the trainer does (engine/vllm/rounding.py)
 ROUNDING = ("_C::rms_norm", "_C::fused_add_rms_norm", "_C::rotary_embedding")
 SILU, FUSED_SILU, QUANTIZE = "_C::silu_and_mul", "_C::silu_and_mul_per_block_quant", "_C::per_token_group_fp8_quant"
 
@@ -145,9 +145,9 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.engine import rounding
-    from trl_fp8.engine.upstream import forget_rotary_embeddings
-    from trl_fp8.recipe import recipe_for_model
+    from trl_fp8.engine.vllm import rounding
+    from trl_fp8.recipe.recipe import recipe_for_model
+    from trl_fp8.upstream.vllm import forget_rotary_embeddings
 
     recipe = recipe_for_model(policy)
     try:
@@ -180,7 +180,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
     """vLLM's configuration as TRL and this project make it."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_fp8.engine.arguments import Device, engine_arguments
+    from trl_fp8.engine.vllm.arguments import Device, engine_arguments
 
     ours = engine_arguments(
         recipe,
@@ -206,9 +206,9 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 
 
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
-    from trl_fp8.engine.audit import require_auditable
-    from trl_fp8.engine.kv_cache import attention_layers, fp8_attention_layers, quantizes_query
-    from trl_fp8.engine.linear_kernels import activation_scaling, expert_scaling, fp8_kernels
+    from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
+    from trl_fp8.engine.vllm.linear_kernels import activation_scaling, expert_scaling, fp8_kernels
+    from trl_fp8.sync.ledger import require_auditable
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
@@ -238,7 +238,7 @@ def _attention_name(layer: "Attention") -> str:
 
 
 def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedModel") -> None:
-    from trl_fp8.engine.layout import engine_layout
+    from trl_fp8.engine.vllm.layout import engine_layout
 
     layout = engine_layout(engine)
     sent = {recipe.engine_name(name) for name, _ in policy.named_parameters()}
@@ -279,9 +279,9 @@ def _call_own_kernels() -> None:
     """What a sync launches."""
     import torch
 
-    from trl_fp8.numerics.blockwise import dequantize_weight, quantize_activation, quantize_weight
-    from trl_fp8.numerics.digest import digest
-    from trl_fp8.numerics.formats import SCALE_FORMATS
+    from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
+    from trl_fp8.quantization.digest import digest
+    from trl_fp8.quantization.formats import SCALE_FORMATS
 
     tensor = torch.empty(160, 320, dtype=torch.bfloat16)
     digest(tensor)

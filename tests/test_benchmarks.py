@@ -102,7 +102,7 @@ def test_kernels_that_no_trainer_takes_are_labelled(benchmarks, tmp_path, monkey
     from bench_rollout import kernels_of, precision_and_variant
     from table import rollout
 
-    from trl_fp8.engine import linear_kernels
+    from trl_fp8.engine.vllm import linear_kernels
 
     assert precision_and_variant("fp8_linears_kv_deep_gemm") == ("fp8_linears_kv", "deep_gemm")
     assert precision_and_variant("fp8_linears_kv_followed") == ("fp8_linears_kv", "followed")

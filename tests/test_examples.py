@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, TrainingArguments
 from trl import ModelConfig, TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.plan import plan_for_model
+from trl_fp8.planning.plan import plan_for_model
 
 
 ROOT = Path(__file__).parents[1]

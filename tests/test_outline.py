@@ -10,8 +10,8 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from trl_fp8.config_outline import CLASSES, outline_of_config
-from trl_fp8.model_outline import outline_of
+from trl_fp8.recipe.from_config import CLASSES, outline_of_config
+from trl_fp8.recipe.from_model import outline_of
 
 
 CONFIGS = {

@@ -6,8 +6,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from trl_fp8.plan import format_bytes, plan_for_model
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.planning.plan import format_bytes, plan_for_model
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 def build(architecture="qwen3", **overrides):

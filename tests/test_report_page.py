@@ -9,7 +9,7 @@ from browser import LAPTOP, PHONE, chromium, look_at
 from trl_fp8.cli import main
 from trl_fp8.report.checks import checks
 from trl_fp8.report.page import write_report
-from trl_fp8.run_file import append, begin, read_run
+from trl_fp8.run.file import append, begin, read_run
 
 
 FACTS = {

@@ -5,9 +5,9 @@ import pytest
 import tiny_models
 import torch
 
-from trl_fp8.experts import NOWHERE
-from trl_fp8.policy.router_replay import RouterReplay
-from trl_fp8.rollout_routes import RolloutRoutes
+from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.policy.router.routes import RolloutRoutes
+from trl_fp8.recipe.experts import NOWHERE
 
 
 PROMPTS, TOKENS = [2, 3], [4, 6]  # of each sequence: its prompt, and all of it

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fp8.run_file import FILE, append, begin, read_run
+from trl_fp8.run.file import FILE, append, begin, read_run
 
 
 def step(folder, number, reward):

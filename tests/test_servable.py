@@ -9,14 +9,15 @@ import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GenerationConfig
 
-from trl_fp8 import FP8GRPOConfig, servable
-from trl_fp8.advice import risks
+from trl_fp8 import FP8GRPOConfig
 from trl_fp8.cli import main
-from trl_fp8.engine.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.arguments import Device, engine_arguments
 from trl_fp8.flags import sampling
-from trl_fp8.model_outline import outline_of
-from trl_fp8.plan import plan_for
-from trl_fp8.recipe import recipe_for
+from trl_fp8.planning.advice import risks
+from trl_fp8.planning.plan import plan_for
+from trl_fp8.recipe import servable
+from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.recipe import recipe_for
 
 
 def outline(config):

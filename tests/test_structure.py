@@ -12,54 +12,38 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trl_fp8"
-# What a layer may import of ours (itself always); read: cli -> trainer -> {...} -> recipe -> numerics
+# What a folder may import of ours, beside itself; read from the bottom up
 ALLOWED = {
-    "numerics": set(),
-    "checkpoint_names": set(),
-    "outline": set(),
-    "config_outline": {"outline"},
-    "experts": {"checkpoint_names", "numerics", "outline"},
-    "model_outline": {"checkpoint_names", "experts", "outline"},
-    "recipe": {"checkpoint_names", "experts", "model_outline", "numerics", "outline"},
-    "servable": {"outline"},
-    "plan": {"model_outline", "recipe", "numerics", "outline"},
-    "flags": {"recipe", "numerics"},
-    "launch": set(),
-    "config": {"flags", "launch", "recipe", "numerics"},
-    "correction": {"numerics"},
-    "policy": {"checkpoint_names", "experts", "model_outline", "recipe", "numerics"},
-    "engine": {"checkpoint_names", "experts", "model_outline", "recipe", "numerics", "servable"},
-    "run_file": set(),
-    "run_log": {"numerics", "run_file"},
-    "report": {"numerics", "plan", "run_file"},
-    "probe": {"policy"},
-    "instruments": {"engine", "policy", "probe", "recipe"},
-    "advice": {"outline", "plan", "recipe"},
-    "capacity": {"advice", "outline", "plan"},
-    "model_card": set(),
-    "hub": {"checkpoint_names", "engine", "model_card", "model_outline", "numerics", "plan", "recipe"},
-    "run_facts": set(),
-    "prompt_checks": set(),
-    "whole_checkpoints": set(),
-    "saving": {"engine", "hub", "model_card", "policy", "rollout_buffer", "run_facts", "whole_checkpoints"},
-    "rollout_buffer": set(),
-    "rollout_routes": {"experts", "policy"},
-    "sync_metrics": {"engine", "recipe"},
+    "upstream": set(),
+    "quantization": set(),
+    "correction": set(),
+    "recipe": {"quantization"},
+    "planning": {"quantization", "recipe"},
+    "sync": {"quantization", "recipe", "upstream"},
+    "engine": {"quantization", "recipe", "sync", "upstream"},
+    "policy": {"quantization", "recipe"},
+    "flags": {"correction", "quantization", "recipe"},
+    "config": {"correction", "flags", "quantization", "recipe", "run"},
+    "report": {"correction", "planning", "run"},
+    "export": {"planning", "quantization", "recipe", "sync"},
+    "run": {"correction", "engine", "export", "policy", "quantization", "recipe", "sync"},
+    "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
-        *("config", "correction", "engine", "instruments", "launch", "plan", "policy", "recipe", "numerics"),
-        *("prompt_checks", "rollout_routes", "run_facts", "run_log", "saving", "sync_metrics"),
+        *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
+        "upstream",
     },
+    "hub": {"export"},
     "commands": {
-        *("capacity", "config_outline", "flags", "model_outline", "numerics", "outline", "plan", "recipe"),
-        *("config", "engine", "hub", "report", "run_file", "servable", "trainer"),
+        *("config", "engine", "export", "flags", "planning", "quantization", "recipe", "report", "run", "trainer"),
+        "upstream",
     },
     "cli": {"commands"},
-    "__init__": {"config", "numerics", "recipe", "trainer"},
+    "__init__": {"config", "correction", "recipe", "trainer"},
 }
-FOREIGN = {  # packages that only some layers may import
-    "vllm": {"engine"},
-    "trl": {"config", "engine", "instruments", "launch", "probe", "run_facts", "trainer", "commands"},
-    "transformers": {"policy", "engine", "hub", "run_log", "saving", "trainer", "whole_checkpoints", "commands"},
+FOREIGN = {  # packages that only some folders may import
+    "vllm": {"engine", "upstream"},
+    "trl": {"commands", "config", "engine", "features", "policy", "run", "trainer"},
+    "transformers": {"commands", "engine", "export", "policy", "run", "trainer"},
 }
 
 
@@ -72,7 +56,7 @@ def imports():
                 target = base + (node.module.split(".") if node.module else [])
                 for alias in node.names if not target else [None]:
                     yield path, parts[0], "trl_fp8", (target or [alias.name])[0]
-            elif isinstance(node, ast.ImportFrom):
+            elif isinstance(node, ast.ImportFrom) and node.module != "trl_fp8":
                 yield path, parts[0], node.module.split(".")[0], (node.module.split(".") + [""])[1]
             elif isinstance(node, ast.Import):
                 for alias in node.names:

@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from trl_fp8.correction.importance import RolloutCorrection
+    from trl_fp8.recipe.recipe import FP8Recipe
+
     from .config import FP8GRPOConfig
-    from .numerics.importance import RolloutCorrection
-    from .recipe import FP8Recipe
     from .trainer import FP8GRPOTrainer
 
 __all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8Recipe", "RolloutCorrection"]
@@ -16,8 +17,8 @@ __version__ = "0.1.0.dev0"
 _HOME = {
     "FP8GRPOConfig": ".config",
     "FP8GRPOTrainer": ".trainer",
-    "FP8Recipe": ".recipe",
-    "RolloutCorrection": ".numerics.importance",
+    "FP8Recipe": ".recipe.recipe",
+    "RolloutCorrection": ".correction.importance",
 }
 
 

@@ -10,15 +10,15 @@ from dataclasses import dataclass, field, fields
 from torch import nn
 from trl import GRPOConfig
 
-from .flags.forward import ForwardFlags
-from .flags.kv_cache import KVCacheFlags
-from .flags.router import RouterFlags
-from .flags.sampling import check_generation_kwargs
-from .launch import fsdp1_message
-from .numerics.e4m3 import check_scale_format
-from .numerics.importance import RolloutCorrection
-from .numerics.presets import correction_from
-from .recipe import FP8Recipe, recipe_for_model
+from trl_fp8.correction.importance import RolloutCorrection
+from trl_fp8.correction.presets import correction_from
+from trl_fp8.flags.forward import ForwardFlags
+from trl_fp8.flags.kv_cache import KVCacheFlags
+from trl_fp8.flags.router import RouterFlags
+from trl_fp8.flags.sampling import check_generation_kwargs
+from trl_fp8.quantization.e4m3 import check_scale_format
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.run.launch import fsdp1_message
 
 
 # What the trainer sets itself when it starts vLLM (the first line is TRL's own list).

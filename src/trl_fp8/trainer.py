@@ -23,34 +23,35 @@ from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
+from trl_fp8.correction.apply import apply_correction, warn_once
+from trl_fp8.correction.importance import RolloutCorrection
+from trl_fp8.features.instruments import follow_attention, precision_flow, tap_attention
+from trl_fp8.planning.plan import Plan, plan_for_model
+from trl_fp8.policy.attention.calibration import KVCalibrator
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow.check import flow_warning
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
+from trl_fp8.policy.model import is_reference
+from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.policy.router.routes import RolloutRoutes
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.run.facts import run_facts
+from trl_fp8.run.launch import check_launch
+from trl_fp8.run.log import RunLog
+from trl_fp8.run.metrics import SyncLog
+from trl_fp8.run.prompt_checks import require_prompts, require_rows
+from trl_fp8.run.saving import Saving
+from trl_fp8.upstream.patches import substituted
+
 from .config import FP8GRPOConfig
-from .correction import apply_correction, warn_once
-from .engine.upstream import substituted
-from .instruments import follow_attention, precision_flow, tap_attention
-from .launch import check_launch
-from .numerics.importance import RolloutCorrection
-from .plan import Plan, plan_for_model
-from .policy.adapters import is_reference
-from .policy.attention_tap import AttentionTap
-from .policy.flow_check import flow_warning
-from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
-from .policy.kv_calibration import KVCalibrator
-from .policy.precision_flow import PrecisionFlow
-from .policy.router_replay import RouterReplay
-from .prompt_checks import require_prompts, require_rows
-from .recipe import FP8Recipe
-from .rollout_routes import RolloutRoutes
-from .run_facts import run_facts
-from .run_log import RunLog
-from .saving import Saving
-from .sync_metrics import SyncLog
 
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
-    from .engine.generation import FP8VLLMGeneration
+    from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 
 
 AnyDataset = Dataset | IterableDataset
@@ -162,8 +163,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             from trl.generation.vllm_generation import VLLMGeneration
 
             return VLLMGeneration(**kwargs)
-        from .engine.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
-        from .engine.policy_checks import require_servable
+        from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+        from trl_fp8.sync.policy_checks import require_servable
 
         require_servable(self.model)
         check_launch(self.accelerator, self.args.vllm_tensor_parallel_size)

@@ -15,16 +15,16 @@ from trl.trainer.utils import ensure_master_addr_port
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-from trl_fp8.engine.arguments import Device, engine_arguments
-from trl_fp8.engine.cpu_attention import reference_attention
-from trl_fp8.engine.cpu_experts import register_cpu_experts
-from trl_fp8.engine.cpu_kernel import register_cpu_kernel
-from trl_fp8.engine.cpu_ops import register_cpu_ops
-from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.engine.weight_stream import StreamReport, weight_stream
-from trl_fp8.model_outline import persistent_buffers
-from trl_fp8.numerics.kv_scales import KVScales
-from trl_fp8.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.cpu.attention import reference_attention
+from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
+from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
+from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 
 
 PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]

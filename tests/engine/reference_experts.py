@@ -37,9 +37,10 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8
 
-from trl_fp8 import config, recipe
-from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, BLOCK, quantize_activation
-from trl_fp8.numerics.e4m3 import ScaleFormat
+from trl_fp8 import config
+from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, BLOCK, quantize_activation
+from trl_fp8.quantization.e4m3 import ScaleFormat
+from trl_fp8.recipe import recipe
 
 
 class ReferenceExperts(TritonExperts):

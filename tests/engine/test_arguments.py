@@ -3,8 +3,8 @@
 import pytest
 import tiny_models
 
-from trl_fp8.engine.arguments import Device, engine_arguments
-from trl_fp8.recipe import FP8Recipe
+from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.recipe.recipe import FP8Recipe
 
 
 RECIPE = FP8Recipe(fp8_modules=("a",), kept_modules={"lm_head": "output head"})

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from engine import engines
-from trl_fp8.engine.audit import require_auditable
-from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.engine.kv_cache import attention_layers, verify_kv_scales
-from trl_fp8.engine.upstream import engine_model
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.kv_scales import attention_layers, verify_kv_scales
+from trl_fp8.sync.ledger import require_auditable
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine

@@ -5,10 +5,10 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from engine import engines
-from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
-from trl_fp8.engine.kv_cache import attention_layers
-from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.e4m3 import E4M3
+from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
+from trl_fp8.engine.vllm.kv_scales import attention_layers
+from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.upstream.vllm import engine_model
 
 
 BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 64

@@ -7,8 +7,8 @@ from vllm import SamplingParams, ir
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 
 from engine import engines
-from trl_fp8.engine.cpu_ops import PROVIDER, register_cpu_ops
-from trl_fp8.engine.upstream import engine_model
+from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine

@@ -7,14 +7,14 @@ import torch
 
 from engine import engines
 from engine.reference_experts import reference_fp8_experts
-from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.blockwise import FLOORED_SCALE_AMAX
-from trl_fp8.numerics.kv_scales import kv_scales_from_amax
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.flow_check import VERIFIED_WITH_FP8_EXPERTS
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.kv_calibration import observe_sequences
-from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.policy.attention.calibration import observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow.check import VERIFIED_WITH_FP8_EXPERTS
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.blockwise import FLOORED_SCALE_AMAX
+from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is for CPU")]
@@ -136,7 +136,7 @@ def test_near_dead_experts_serve_finite_log_probs_and_are_reported(checkpoint, s
 
 
 def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint):
-    from trl_fp8.engine.audit import require_auditable
+    from trl_fp8.sync.ledger import require_auditable
 
     with pytest.raises(RuntimeError, match="'moe_backend': 'triton'"):
         require_auditable({"Fp8MoeBackend.FLASHINFER_CUTLASS": 48})

@@ -16,9 +16,9 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from engine import engines
 from engine.reference_experts import reference_fp8_experts
-from trl_fp8.hub import CHECKSUMS, INDEX, export_fp8, verify_export
-from trl_fp8.numerics.blockwise import dequantize_weight, quantize_weight
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, verify_export
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 def loaded_log_probs(folder, recipe):

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 from engine import engines
 from engine.test_precision_flow import calls_of, flow_of
 from engine.test_routes import agreement, sample
-from trl_fp8.engine.kv_cache import attention_layers
-from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.kv_scales import kv_scales_from_amax
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.kv_calibration import observe_sequences
-from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.engine.vllm.kv_scales import attention_layers
+from trl_fp8.policy.attention.calibration import observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -7,17 +7,22 @@ import torch
 from vllm import SamplingParams
 
 from engine import engines
-from trl_fp8.engine import kv_cache
-from trl_fp8.engine.cpu_attention import ReferenceFp8AttentionImpl, _split_cache
-from trl_fp8.engine.kv_cache import attention_layers, attention_weight_offset, fp8_attention_layers, quantizes_query
-from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.fake_quant import cache_codes
-from trl_fp8.numerics.kv_scales import KVScales, kv_scales_from_amax
-from trl_fp8.policy import attention_tap
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.kv_calibration import observe_sequences
-from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.engine.vllm import kv_scales as kv_cache
+from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
+from trl_fp8.engine.vllm.kv_scales import (
+    attention_layers,
+    attention_weight_offset,
+    fp8_attention_layers,
+    quantizes_query,
+)
+from trl_fp8.policy.attention import tap as attention_tap
+from trl_fp8.policy.attention.calibration import observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
+from trl_fp8.quantization.round_trip import cache_codes
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine

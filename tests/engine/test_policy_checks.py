@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
-from trl_fp8.engine.policy_checks import require_servable
+from trl_fp8.sync.policy_checks import require_servable
 
 
 def test_a_policy_that_is_quantized_already_is_refused_with_what_to_do(checkpoint):

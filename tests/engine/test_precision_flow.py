@@ -14,20 +14,25 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from engine import engines
 from engine.played_attention import engine_with, played_attention
-from trl_fp8.engine.cpu_kernel import ReferenceFp8BlockKernel
-from trl_fp8.engine.linear_kernels import ActivationScaling, activation_scaling
-from trl_fp8.engine.upstream import engine_model
-from trl_fp8.numerics.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, quantize_activation, quantize_weight
-from trl_fp8.numerics.kv_scales import kv_scales_from_amax
-from trl_fp8.policy import precision_flow
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.bf16_modules import BF16Modules
-from trl_fp8.policy.flow_check import VERIFIED
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.fp8_gemm import fake_quant_gemm
-from trl_fp8.policy.fp8_linear import FP8Linears
-from trl_fp8.policy.kv_calibration import observe_sequences
-from trl_fp8.policy.precision_flow import PrecisionFlow
+from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
+from trl_fp8.engine.vllm.linear_kernels import ActivationScaling, activation_scaling
+from trl_fp8.policy.attention.calibration import observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.flow import precision_flow
+from trl_fp8.policy.flow.bf16_modules import BF16Modules
+from trl_fp8.policy.flow.check import VERIFIED
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.gemm import fake_quant_gemm
+from trl_fp8.policy.flow.linear import FP8Linears
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.blockwise import (
+    ACTIVATION_AMAX_FLOOR,
+    FLOORED_SCALE_AMAX,
+    quantize_activation,
+    quantize_weight,
+)
+from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine

@@ -15,10 +15,10 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from engine import engines
 from engine.reference_experts import ReferenceExperts, reference_fp8_experts
-from trl_fp8.engine.upstream import engine_model, reload_weights
-from trl_fp8.numerics.blockwise import quantize_weight
-from trl_fp8.numerics.e4m3 import E4M3
-from trl_fp8.recipe import FP8Recipe
+from trl_fp8.quantization.blockwise import quantize_weight
+from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.vllm import engine_model, reload_weights
 
 
 pytestmark = pytest.mark.engine

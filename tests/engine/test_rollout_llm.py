@@ -11,7 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 
-from trl_fp8.engine.rollout_llm import RolloutLLM
+from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 
 
 class IdleScheduler(Scheduler):

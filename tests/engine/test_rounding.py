@@ -9,8 +9,9 @@ from vllm.config import CompilationConfig, KernelConfig
 from vllm.config.compilation import CompilationMode
 
 from engine import engines
-from trl_fp8.engine import rounding, upstream
-from trl_fp8.engine.upstream import engine_config
+from trl_fp8.engine.vllm import rounding
+from trl_fp8.upstream import vllm as upstream
+from trl_fp8.upstream.vllm import engine_config
 
 
 def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):

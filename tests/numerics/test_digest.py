@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fp8.numerics.digest import digest
+from trl_fp8.quantization.digest import digest
 
 
 def sample(dtype, shape, seed=0):
@@ -37,7 +37,7 @@ def test_equals_the_definition(dtype, shape):
 def test_large_tensors_are_taken_in_parts(words, shape, monkeypatch):
     tensor = sample(torch.bfloat16, shape)
     whole = digest(tensor)
-    monkeypatch.setattr("trl_fp8.numerics.digest._PART", words)
+    monkeypatch.setattr("trl_fp8.quantization.digest._PART", words)
     assert torch.equal(digest(tensor), whole)
     strided = tensor.transpose(0, -1)
     assert torch.equal(digest(strided), digest(strided.contiguous()))

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trl_fp8.numerics.correction_report import correction_metrics
-from trl_fp8.numerics.importance import RolloutCorrection, correct_rollout
-from trl_fp8.numerics.mismatch import mismatch_tally
-from trl_fp8.numerics.presets import PRESETS
-from trl_fp8.numerics.rejection import Rejection
-from trl_fp8.numerics.tally import Tally
+from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.correction.mismatch import mismatch_tally
+from trl_fp8.correction.presets import PRESETS
+from trl_fp8.correction.rejection import Rejection
+from trl_fp8.correction.report import correction_metrics
+from trl_fp8.correction.tally import Tally
 
 
 UNWEIGHTED = RolloutCorrection(level=None)

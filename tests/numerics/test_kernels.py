@@ -16,12 +16,12 @@ from torchao.quantization import Float8Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trl_fp8.numerics import blockwise_kernel
-from trl_fp8.numerics.blockwise import _quantize_by_torch, dequantize_weight
-from trl_fp8.numerics.blockwise_kernel import ROWS, _dequantize, _quantize, dequantize_blocks
-from trl_fp8.numerics.digest import _P, _add_words_by_torch, digest
-from trl_fp8.numerics.digest_kernel import HEIGHT, WIDTH, _add_words, add_words
-from trl_fp8.numerics.e4m3 import E4M3
+from trl_fp8.quantization import blockwise_kernel
+from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
+from trl_fp8.quantization.blockwise_kernel import ROWS, _dequantize, _quantize, dequantize_blocks
+from trl_fp8.quantization.digest import _P, _add_words_by_torch, digest
+from trl_fp8.quantization.digest_kernel import HEIGHT, WIDTH, _add_words, add_words
+from trl_fp8.quantization.e4m3 import E4M3
 
 
 SHAPES = {

@@ -8,15 +8,15 @@ import math
 import pytest
 import torch
 
-from trl_fp8.numerics.e4m3 import E4M3, E4M3_MAX
-from trl_fp8.numerics.fake_quant import cache_round_trip
-from trl_fp8.numerics.kv_scales import (
+from trl_fp8.quantization.e4m3 import E4M3, E4M3_MAX
+from trl_fp8.quantization.kv_scales import (
     E4M3_RELATIVE_ERROR,
     LOGIT_ERROR_LIMIT,
     kv_scales_from_amax,
     logit_error,
     outlier_layers,
 )
+from trl_fp8.quantization.round_trip import cache_round_trip
 
 
 @pytest.mark.parametrize("margin", [1.0, 1.05, 2.0])

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollout_batches import batches, fp8_batch, pairs_to_logps, random_batch
 
-from trl_fp8.numerics.correction_report import correction_metrics
-from trl_fp8.numerics.health import health_warnings
-from trl_fp8.numerics.importance import RolloutCorrection, correct_rollout
-from trl_fp8.numerics.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
-from trl_fp8.numerics.presets import PRESETS
-from trl_fp8.numerics.rejection import Rejection, Statistic
-from trl_fp8.numerics.tally import Tally
+from trl_fp8.correction.health import health_warnings
+from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
+from trl_fp8.correction.presets import PRESETS
+from trl_fp8.correction.rejection import Rejection, Statistic
+from trl_fp8.correction.report import correction_metrics
+from trl_fp8.correction.tally import Tally
 
 
 def assert_metrics_equal(actual, expected, rel=1e-6, absolute=1e-12):

@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
 
-from trl_fp8.numerics.correction_report import correction_metrics
-from trl_fp8.numerics.health import health_warnings
-from trl_fp8.numerics.importance import RolloutCorrection, correct_rollout
-from trl_fp8.numerics.presets import PRESETS
-from trl_fp8.numerics.rejection import Rejection
+from trl_fp8.correction.health import health_warnings
+from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.correction.presets import PRESETS
+from trl_fp8.correction.rejection import Rejection
+from trl_fp8.correction.report import correction_metrics
 
 
 UNWEIGHTED = RolloutCorrection(level=None)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from trl_fp8.numerics.rollout_sample import BINS, LIMIT, PAIRS, rollout_sample
+from trl_fp8.correction.sample import BINS, LIMIT, PAIRS, rollout_sample
 
 
 def test_each_scored_token_is_in_the_bin_of_its_ratio():

@@ -6,7 +6,7 @@ The rounding shares no code with the package: it works on exponents and steps, n
 import torch
 from torch import nn
 
-from trl_fp8.policy.fp8_linear import FP8Linears
+from trl_fp8.policy.flow.linear import FP8Linears
 
 
 class Wrapped(nn.Module):

@@ -23,8 +23,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from trl_fp8.numerics.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
-from trl_fp8.policy.attention_tap import AttentionTap, QKVObservation, transformers_model
+from trl_fp8.policy.attention.observation import QKVObservation
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.quantization.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
 
 
 SEQUENCES = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]

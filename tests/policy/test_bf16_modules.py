@@ -10,10 +10,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_fp8.policy.bf16_modules import BF16Modules
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.fp8_linear import FP8Linear, FP8Linears
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.policy.flow.bf16_modules import BF16Modules
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.linear import FP8Linear, FP8Linears
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 MODELS = [("qwen3", False), ("qwen3", True), ("qwen2", False), ("llama", False), ("llama", True), ("qwen3_moe", False)]

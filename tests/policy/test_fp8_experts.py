@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from quantization_counter import QuantizationCounter
 
-from trl_fp8.numerics.blockwise import dequantize_weight, quantize_activation, quantize_weight
-from trl_fp8.policy.fp8_experts import FP8ExpertModules
-from trl_fp8.policy.fp8_flow import FP8Flow
+from trl_fp8.policy.flow.experts import FP8ExpertModules
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
 NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")

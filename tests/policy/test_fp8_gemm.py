@@ -8,9 +8,10 @@ import torch
 from fp8_oracle import Wrapped, gamma, inputs, installed, pair
 from torch.nn.functional import ScalingType, scaled_mm
 
-from trl_fp8.numerics.blockwise import dequantize_weight, quantize_activation, quantize_weight
-from trl_fp8.policy import fp8_gemm, fp8_linear
-from trl_fp8.policy.fp8_linear import FP8Flow
+from trl_fp8.policy.flow import gemm as fp8_gemm
+from trl_fp8.policy.flow import linear as fp8_linear
+from trl_fp8.policy.flow.linear import FP8Flow
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -10,8 +10,8 @@ import torch
 from fp8_oracle import Wrapped, gamma, gradients, inputs, installed, pair, rounded
 from torch import nn
 
-from trl_fp8.policy import fp8_matmul
-from trl_fp8.policy.fp8_linear import FP8Flow
+from trl_fp8.policy.flow import matmul as fp8_matmul
+from trl_fp8.policy.flow.linear import FP8Flow
 
 
 FLOWS = [(forward, backward) for forward in ("weights", "full") for backward in ("bf16", "fp8")]
@@ -53,7 +53,7 @@ def test_full_forward_is_the_engines_formula(lead, columns, rows, bias, scale_fo
 
 
 def engines_kernel(x, weight, bias, scale_format):
-    """vLLM's base class and the reference kernel (engine/cpu_kernel.py) in plain torch FP32; aligned shapes."""
+    """vLLM's base class and the reference kernel (engine/vllm/cpu/linear.py) in plain torch FP32; aligned shapes."""
     x = x.detach().bfloat16().view(-1, x.shape[-1])
     groups = x.float().unflatten(-1, (-1, 128))
     x_scale = groups.abs().amax(-1) / 448

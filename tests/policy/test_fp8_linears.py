@@ -11,9 +11,9 @@ from peft import LoraConfig, get_peft_model
 from quantization_counter import QuantizationCounter
 from torch import nn
 
-from trl_fp8.policy import fp8_matmul
-from trl_fp8.policy.fp8_linear import FP8Flow, FP8Linear, FP8Linears
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.policy.flow import matmul as fp8_matmul
+from trl_fp8.policy.flow.linear import FP8Flow, FP8Linear, FP8Linears
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 FLOWS = [(forward, backward) for forward in ("weights", "full") for backward in ("bf16", "fp8")]

@@ -12,9 +12,7 @@ import tiny_models
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
-from trl_fp8.numerics.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.kv_calibration import (
+from trl_fp8.policy.attention.calibration import (
     PROMPTS_ONLY_MARGIN,
     SATURATION_LIMIT,
     WIDEST_MARGIN_FACTOR,
@@ -23,6 +21,8 @@ from trl_fp8.policy.kv_calibration import (
     observe_sequences,
     outlier_message,
 )
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
 
 
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]

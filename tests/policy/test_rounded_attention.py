@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from trl_fp8.numerics.e4m3 import E4M3
-from trl_fp8.policy import rounded_attention as module
-from trl_fp8.policy.attention_tap import AttentionTap
-from trl_fp8.policy.rounded_attention import rounded_attention
+from trl_fp8.policy.attention import rounded as module
+from trl_fp8.policy.attention.rounded import rounded_attention
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.quantization.e4m3 import E4M3
 
 
 B, H, G, T, D = 2, 4, 2, 21, 16

@@ -5,8 +5,8 @@ import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 
-from trl_fp8.experts import NOWHERE
-from trl_fp8.policy.router_replay import RouterReplay, RouteTally
+from trl_fp8.policy.router.replay import RouterReplay, RouteTally
+from trl_fp8.recipe.experts import NOWHERE
 
 
 MOE = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]

@@ -5,10 +5,10 @@ import tiny_models
 import torch
 from transformers import Qwen3ForCausalLM
 
-from trl_fp8.policy.fp8_flow import FP8Flow
-from trl_fp8.policy.fp8_linear import FP8Linears
-from trl_fp8.policy.shared_input import SharedInput
-from trl_fp8.recipe import recipe_for_model
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.linear import FP8Linears
+from trl_fp8.policy.flow.shared_input import SharedInput
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 IDS = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -10,9 +10,9 @@ from transformers import TrainerCallback
 
 from trainer.runs import arguments, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
-from trl_fp8.correction import apply_correction
-from trl_fp8.numerics.presets import PRESETS, correction_from
-from trl_fp8.numerics.rejection import Rejection
+from trl_fp8.correction.apply import apply_correction
+from trl_fp8.correction.presets import PRESETS, correction_from
+from trl_fp8.correction.rejection import Rejection
 
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "vespo"]

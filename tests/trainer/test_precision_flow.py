@@ -10,10 +10,10 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from trainer.runs import arguments, training
-from trl_fp8.instruments import follow_attention, precision_flow
-from trl_fp8.policy.fp8_linear import FP8Linear
-from trl_fp8.policy.precision_flow import PrecisionFlow
-from trl_fp8.recipe import FP8Recipe
+from trl_fp8.features.instruments import follow_attention, precision_flow
+from trl_fp8.policy.flow.linear import FP8Linear
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.recipe.recipe import FP8Recipe
 
 
 pytestmark = pytest.mark.engine
@@ -78,7 +78,7 @@ def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_p
 
 
 def test_simulated_attention_weights_follow_an_engine_that_rounds_them(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_fp8.engine.generation.attention_weight_offset", lambda engine: 256.0)
+    monkeypatch.setattr("trl_fp8.engine.vllm.generation.attention_weight_offset", lambda engine: 256.0)
     flags = FULL | {"gradient_checkpointing": True}  # the chunks are made again within layers that are
     with engine_with(played_attention(torch.float8_e4m3fn)):
         followed, not_followed = (

@@ -11,10 +11,10 @@ from transformers import CONFIG_MAPPING, dynamic_module_utils
 from vllm.model_executor.models import registry
 
 from trainer.runs import arguments, training
-from trl_fp8 import servable
-from trl_fp8.engine import generation as fp8_generation
-from trl_fp8.engine.cpu_experts import ReferenceUnquantizedExperts
-from trl_fp8.engine.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm import generation as fp8_generation
+from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.recipe import servable
 
 
 @pytest.fixture(autouse=True)

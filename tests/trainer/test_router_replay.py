@@ -9,7 +9,7 @@ from peft import LoraConfig
 
 from trainer.runs import arguments, dataset, training
 from trainer.test_trl_features import SMALL_K3, Keypad, chat_tokenizer, chats, generate_calls, recorded, rows, turns
-from trl_fp8.experts import NOWHERE
+from trl_fp8.recipe.experts import NOWHERE
 
 
 pytestmark = pytest.mark.engine

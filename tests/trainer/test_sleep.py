@@ -11,9 +11,9 @@ from vllm import LLM
 
 from trainer.runs import arguments, dataset, reward_digits
 from trl_fp8 import FP8GRPOTrainer
-from trl_fp8.engine.kv_cache import attention_layers
-from trl_fp8.engine.rollout_llm import RolloutLLM
-from trl_fp8.engine.upstream import engine_model
+from trl_fp8.engine.vllm.kv_scales import attention_layers
+from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import trl_fp8.trainer
 from trl_fp8.cli import main
 from trl_fp8.commands import train
-from trl_fp8.run_file import read_run
+from trl_fp8.run.file import read_run
 
 
 REWARD = (

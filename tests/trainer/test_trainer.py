@@ -14,7 +14,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainer.runs import arguments, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.launch import check_launch
+from trl_fp8.run.launch import check_launch
 
 
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto"}
@@ -177,7 +177,7 @@ def test_trls_config_is_refused_with_the_remedy(checkpoint, tmp_path):
 
 
 def test_fsdp1_from_the_launcher_is_refused(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_fp8.launch.DistributedBackend", lambda accelerator: SimpleNamespace(fsdp_version=1))
+    monkeypatch.setattr("trl_fp8.run.launch.DistributedBackend", lambda accelerator: SimpleNamespace(fsdp_version=1))
     with pytest.raises(
         ValueError, match="fsdp_version: 1 in the accelerate configuration selects FSDP1.*fsdp_version: 2"
     ):

@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from trainer.runs import arguments, dataset, reward_digits, training
-from trl_fp8.checkpoint_names import checkpoint_name
-from trl_fp8.numerics.blockwise import quantize_weight
-from trl_fp8.numerics.kv_scales import kv_scales_from_amax
-from trl_fp8.policy.kv_calibration import observe_sequences
+from trl_fp8.policy.attention.calibration import observe_sequences
+from trl_fp8.quantization.blockwise import quantize_weight
+from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+from trl_fp8.recipe.names import checkpoint_name
 
 
 pytestmark = pytest.mark.engine

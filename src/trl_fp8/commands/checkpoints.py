@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from ..numerics.formats import SCALE_FORMATS
+from trl_fp8.quantization.formats import SCALE_FORMATS
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
@@ -15,9 +15,9 @@ def export(given: Namespace) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from ..hub import export_fp8
-    from ..plan import plan_for_model
-    from ..recipe import recipe_for_model
+    from trl_fp8.export.export import export_fp8
+    from trl_fp8.planning.plan import plan_for_model
+    from trl_fp8.recipe.recipe import recipe_for_model
 
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
     recipe = recipe_for_model(model, kv_cache_dtype="auto", scale_format=given.scale_format)
@@ -30,7 +30,7 @@ def add_verify_arguments(parser: ArgumentParser) -> None:
 
 
 def verify(given: Namespace) -> str:
-    from ..hub import verify_export
+    from trl_fp8.export.export import verify_export
 
     return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
 
@@ -43,6 +43,6 @@ def add_push_arguments(parser: ArgumentParser) -> None:
 
 
 def push(given: Namespace) -> str:
-    from ..hub import push_export
+    from trl_fp8.export.export import push_export
 
     return f"pushed: {push_export(given.folder, given.repo_id, private=given.private, revision=given.revision)}"

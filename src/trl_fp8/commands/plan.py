@@ -5,13 +5,13 @@ from argparse import ArgumentParser, Namespace
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..capacity import GIB, Capacity, as_json, as_text
-from ..config_outline import outline_of_config
-from ..flags.kv_cache import KV_CACHE_DTYPES
-from ..outline import Outline
-from ..plan import plan_for
-from ..recipe import recipe_for
-from ..servable import Resolve, require_servable
+from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES
+from trl_fp8.planning.capacity import GIB, Capacity, as_json, as_text
+from trl_fp8.planning.plan import plan_for
+from trl_fp8.recipe.from_config import outline_of_config
+from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import recipe_for
+from trl_fp8.recipe.servable import Resolve, require_servable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -72,7 +72,7 @@ def _vllm_registry() -> Resolve | None:
     """Where vLLM is installed it knows best what it knows."""
     if find_spec("vllm") is None:
         return None
-    from ..engine.upstream import engine_class
+    from trl_fp8.upstream.vllm import engine_class
 
     return engine_class
 
@@ -82,7 +82,7 @@ def _outline_by_transformers(model: str, config: dict) -> Outline:
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    from ..model_outline import outline_of
+    from trl_fp8.recipe.from_model import outline_of
 
     if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
         raise ValueError(

@@ -10,8 +10,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> str:
-    from ..report.page import write_report
-    from ..run_file import read_run
+    from trl_fp8.report.page import write_report
+    from trl_fp8.run.file import read_run
 
     page = write_report([read_run(folder) for folder in given.runs], given.output or Path(given.runs[0], "report"))
     return f"written: {page} and {len(list(page.parent.glob('*.png')))} pictures beside it"

@@ -31,7 +31,7 @@ def make_parser() -> "TrlParser":
     from trl import DatasetMixtureConfig, ModelConfig, TrlParser
     from trl.scripts.grpo import GRPOScriptArguments
 
-    from ..config import FP8GRPOConfig
+    from trl_fp8.config import FP8GRPOConfig
 
     parser = TrlParser((GRPOScriptArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig), prog="trl-fp8 train")
     if not torch.cuda.is_available():
@@ -44,8 +44,8 @@ def main() -> None:
     import trl
     from trl.scripts.grpo import main as train_as_trl
 
-    from ..engine.upstream import substituted
-    from ..trainer import FP8GRPOTrainer
+    from trl_fp8.trainer import FP8GRPOTrainer
+    from trl_fp8.upstream.patches import substituted
 
     script, args, model, dataset = make_parser().parse_args_and_config(fail_with_unknown_args=False)
     with substituted(trl, "GRPOTrainer", FP8GRPOTrainer):

@@ -1,1 +1,1 @@
-"""vLLM as this project uses it: start, sync, audit, generate. The only folder that imports vllm."""
+"""The engine behind the rollouts: what any engine answers, and vLLM, which is one. Only this folder imports vllm."""

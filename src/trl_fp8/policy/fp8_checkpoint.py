@@ -8,8 +8,9 @@ and output head included, and drops `quantization_config`, so that the saved mod
 from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config
 
-from ..numerics.e4m3 import E4M3
-from .attention_tap import transformers_model
+from trl_fp8.quantization.e4m3 import E4M3
+
+from .model import transformers_model
 
 
 def dequantizing_config(

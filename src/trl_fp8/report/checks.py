@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from math import isfinite
 from statistics import fmean, median
 
-from ..numerics.health import health_warnings
-from ..numerics.importance import RolloutCorrection
-from ..run_file import Run
+from trl_fp8.correction.health import health_warnings
+from trl_fp8.correction.importance import RolloutCorrection
+from trl_fp8.run.file import Run
+
 from .comparison import mismatches
 
 

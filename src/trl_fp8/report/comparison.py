@@ -5,7 +5,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from ..run_file import Run
+from trl_fp8.run.file import Run
+
 from .canvas import RAW, SERIES, TREND, new_figure, save, tidy
 from .curves import Panel, moving_mean, series
 

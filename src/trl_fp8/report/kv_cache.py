@@ -3,7 +3,8 @@
 from math import log2
 from typing import TYPE_CHECKING
 
-from ..run_file import Run
+from trl_fp8.run.file import Run
+
 from .canvas import new_figure
 
 

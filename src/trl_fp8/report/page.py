@@ -7,7 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..run_file import Run
+from trl_fp8.run.file import Run
+
 from .canvas import save
 from .checks import checks
 from .comparison import ladder_figure, rewards_figure

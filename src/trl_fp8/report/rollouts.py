@@ -4,7 +4,8 @@ from math import exp
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ..run_file import Run
+from trl_fp8.run.file import Run
+
 from .canvas import MARK, RAW, TREND, new_figure, tidy
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..plan import format_bytes
+from trl_fp8.planning.plan import format_bytes
 
 
 def demo_table(summary: Mapping[str, Any]) -> str:

@@ -1,0 +1,1 @@
+"""Off-policy statistics: log-ratios, weights, rejection and mismatch over plain tensors."""

@@ -1,0 +1,77 @@
+"""Apply a rollout correction to a generation batch as TRL lays it out, and say what it did.
+
+TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
+them; where TRL computed the very ratio that the correction asks for, only metrics are added.
+
+    importance_sampling_ratio   the correction's weights
+    tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
+    num_items_in_batch          likewise, over all ranks
+    old_per_token_logps         with bypass: the rollout's log-probs
+"""
+
+import torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+
+from .health import health_warnings
+from .importance import RolloutCorrection, correct_rollout
+from .mismatch import mismatch_tally, summarize_mismatch
+from .report import correction_metrics
+
+
+logger = get_logger(__name__)
+
+
+def apply_correction(
+    batch: dict[str, torch.Tensor],
+    correction: RolloutCorrection,
+    accelerator: Accelerator,
+    *,
+    ratio_from_trl: bool = False,
+) -> dict[str, float]:
+    """Correct `batch` in place; one gather over ranks and one host synchronization.
+
+    Args:
+        batch: TRL's output for one generation batch, with `old_per_token_logps` and `sampling_per_token_logps` [B, T].
+        correction: What to do.
+        accelerator: For the collectives; every rank must call this.
+        ratio_from_trl: The batch's `importance_sampling_ratio` is the correction's already.
+
+    Returns:
+        `mismatch/*` and `correction/*` metrics over all ranks, of the raw ratios and the mask before rejection.
+
+    Raises:
+        RuntimeError: On every rank: not one token has a log-prob of the engine that is a number.
+    """
+    mask_BT = batch["completion_mask"]
+    if "tool_mask" in batch:
+        mask_BT = mask_BT * batch["tool_mask"]
+    trainer_BT, rollout_BT = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+    corrected = correct_rollout(
+        trainer_BT, rollout_BT, mask_BT, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum")
+    )
+    if not ratio_from_trl:
+        batch["importance_sampling_ratio"] = corrected.loss_weights
+        if correction.denominator == "shrink":
+            batch["tool_mask"] = corrected.loss_mask
+            batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
+        if corrected.old_logps is not None:
+            batch["old_per_token_logps"] = corrected.old_logps
+    tally = mismatch_tally(trainer_BT, rollout_BT, mask_BT) | corrected.report
+    sums = tally.gathered(accelerator.gather).read()
+    if sums["tokens"] and sums["missing"] == sums["tokens"]:
+        raise RuntimeError(
+            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "
+            "NaN, and what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), "
+            "and resume from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
+            "kv_cache_dtype='auto' to see which of the two does it."
+        )
+    return summarize_mismatch(sums) | correction_metrics(sums)
+
+
+def warn_once(metrics: dict[str, float], correction: RolloutCorrection, warned: set[str]) -> None:
+    """Log what `metrics` of `apply_correction` give reason to worry about, unless it is in `warned` already."""
+    for name, text in health_warnings(metrics, correction).items():
+        if name not in warned:
+            warned.add(name)
+            logger.warning(text)

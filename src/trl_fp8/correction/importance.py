@@ -1,0 +1,276 @@
+"""Rollout correction: weights and a keep-mask that make rollouts of the engine usable as samples of the trainer.
+
+The engine samples from pi_rollout, the loss assumes pi_trainer. Multiplying each term by r = pi_trainer / pi_rollout
+removes the bias and adds variance, which grows with the product of ratios; bounding r trades some of the bias back.
+Three decisions are kept apart because mixing them hides what was lost:
+
+- weighting: at which *level* the ratio is taken, and what its *bound* does (`RolloutCorrection.level`, `.bound`);
+- rejection: which tokens or sequences are not trained on (`rejection.py`), decided on raw ratios only;
+- the denominator: whether rejected tokens still count in the loss average (`keep`) or not (`shrink`).
+
+Levels `"token"` and `"sequence"` with a bound are TRL's four `vllm_importance_sampling_mode`s and equal TRL's ratios
+bit for bit while no log-ratio reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
+
+    padding, prompt, tool output       exactly 1       VESPO sums log(weight) over all T, unmasked
+    token without a rollout log-prob   1 at level "token"; the sequence's weight at the other levels,
+                                       to which it adds 0
+    both sides agree                   exactly 1
+
+Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
+from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio
+from .report import correction_tally
+from .tally import Tally
+
+
+LEVELS = ("token", "sequence", "geometric")
+BOUNDS = ("truncate", "mask")
+DENOMINATORS = ("keep", "shrink")
+
+_MEAN_FLOOR = (
+    1e-8  # a smaller mean weight means that (nearly) everything was masked: dividing would only amplify noise
+)
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """How to correct rollouts. The default is token-level truncation at 2, the common choice for FP8 rollouts.
+
+    Parameters:
+        level (`str` or `None`, *optional*, defaults to `"token"`):
+            What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
+            `None` leaves all weights at 1, e.g. to reject without weighting.
+        bound (`str`, *optional*, defaults to `"truncate"`):
+            What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
+            weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
+        bound_min (`float`, *optional*):
+            Lower bound of r = pi_trainer / pi_rollout, at most 1.
+        bound_max (`float`, *optional*, defaults to `2.0`):
+            Upper bound of r, at least 1.
+        reject (`tuple[Rejection, ...]`, *optional*, defaults to `()`):
+            Rejection rules; a token is trained on if all accept it.
+        batch_normalize (`bool`, *optional*, defaults to `False`):
+            Divide the bounded weights by their mean over the whole batch (over scored tokens, or over sequences at the
+            other levels, before rejection), so that correction does not change the learning rate.
+        denominator (`str`, *optional*, defaults to `"keep"`):
+            `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do not count.
+        bypass (`bool`, *optional*, defaults to `False`):
+            Use the rollout's log-probs as the old log-probs, so that the policy ratio itself corrects. Excludes a
+            `level`, which would correct twice.
+        monitor_only (`bool`, *optional*, defaults to `False`):
+            Report what the correction would have done and change nothing.
+    """
+
+    level: Literal["token", "sequence", "geometric"] | None = "token"
+    bound: Literal["truncate", "mask"] = "truncate"
+    bound_min: float | None = None
+    bound_max: float | None = 2.0
+    reject: tuple[Rejection, ...] = ()
+    batch_normalize: bool = False
+    denominator: Literal["keep", "shrink"] = "keep"
+    bypass: bool = False
+    monitor_only: bool = False
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
+
+    def _problems(self) -> Iterator[str]:
+        if self.level is not None and self.level not in LEVELS:
+            yield f"level={self.level!r} is unknown; use one of {', '.join(LEVELS)}, or None for weights of 1"
+        if self.bound not in BOUNDS:
+            yield f"bound={self.bound!r} is unknown; use one of {', '.join(BOUNDS)}"
+        if self.denominator not in DENOMINATORS:
+            yield f"denominator={self.denominator!r} is unknown; use one of {', '.join(DENOMINATORS)}"
+        yield from bound_problems(self.bound_min, self.bound_max, ratio=True, names=("bound_min", "bound_max"))
+        if self.level is not None and self.bound == "truncate" and self.bound_min is None and self.bound_max is None:
+            yield "bound='truncate' has nothing to truncate at; set bound_max (2.0 is usual)"
+        if not isinstance(self.reject, tuple) or not all(isinstance(rule, Rejection) for rule in self.reject):
+            yield f"reject={self.reject!r} must be a tuple of Rejection rules"
+        elif len({rule.statistic for rule in self.reject}) < len(self.reject):
+            yield "reject names a statistic twice; give each statistic one band"
+        if self.batch_normalize and self.level is None:
+            yield "batch_normalize=True has no weights to normalize with level=None; set a level or drop it"
+        if self.bypass and self.level is not None:
+            yield "bypass=True already corrects through the policy ratio; set level=None, or the ratio enters twice"
+        if self.bypass and self.monitor_only:
+            yield "bypass=True changes the old log-probs and monitor_only=True promises to change nothing; choose one"
+
+    @classmethod
+    def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None, **others) -> RolloutCorrection:
+        """The correction that TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` select."""
+        level, _, bound = mode.partition("_")
+        return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max, **others)
+
+    @property
+    def trl_mode(self) -> str | None:
+        """TRL's name for exactly this correction, or `None` if TRL cannot express it."""
+        extras = self.reject or self.batch_normalize or self.bypass or self.monitor_only
+        return None if extras or self.level not in ("token", "sequence") else f"{self.level}_{self.bound}"
+
+    @property
+    def fits_vespo(self) -> bool:
+        """Whether sum_t log(weight_t), which VESPO takes for the log of the sequence's ratio, means that.
+
+        At level "sequence" it would count the sequence's ratio T times. At level "geometric" it is the ratio again.
+        """
+        return self.level != "sequence"
+
+    @property
+    def needs_all_reduce(self) -> bool:
+        """Whether weights or mask depend on other ranks' tokens."""
+        return self.batch_normalize or self.measures_centre
+
+    @property
+    def measures_centre(self) -> bool:
+        """Whether a rejection band follows the KL measured in the run."""
+        return any(rule.centre == "measured" for rule in self.reject)
+
+
+@dataclass(frozen=True)
+class CorrectedRollout:
+    """What `correct_rollout` decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
+
+    weights: torch.Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
+    keep_mask: torch.Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
+    loss_weights: torch.Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
+    loss_mask: torch.Tensor  # [B, T] in the mask's dtype: the tokens that count in the loss and in its denominator
+    old_logps: torch.Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
+    report: Tally  # sums that `correction_report.correction_metrics` turns into metrics
+
+
+def correct_rollout(
+    trainer_logps_BT: torch.Tensor,
+    rollout_logps_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    correction: RolloutCorrection,
+    *,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    measured_kl: torch.Tensor | float | None = None,
+) -> CorrectedRollout:
+    """Turn two sets of log-probs into weights and a keep-mask.
+
+    Args:
+        trainer_logps_BT: Log-probs of the sampled tokens under the trainer, any float dtype.
+        rollout_logps_BT: Log-probs under the engine that sampled them; NaN where it could not tell.
+        mask_BT: Nonzero at the tokens that are trained on.
+        correction: What to do.
+        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
+            `correction.needs_all_reduce`, so every rank calls it or none does. `None` normalizes and centres over this
+            batch alone.
+        measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
+            takes this batch's median over sequences.
+    """
+    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+    raw, is_unit = raw_ratio(ratio, correction.level)
+    bounded = bound_ratio(raw, correction)
+    mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
+    if measured_kl is not None:
+        log_centre = torch.zeros_like(log_centre) - measured_kl
+    log_centre = log_centre.clamp(max=0.0)  # a KL is not negative; an estimate of it can be
+    bounded = torch.where(is_unit, bounded / mean_weight.to(bounded.dtype), 1.0)
+    weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
+
+    keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
+    keep_BT = ratio.mask_BT
+    for kept_BT in keep_by.values():
+        keep_BT = keep_BT & kept_BT
+
+    report = correction_tally(
+        ratio.mask_BT, is_unit, _outside(raw, correction), weights_BT, keep_BT, keep_by, mean_weight, log_centre
+    )
+    if correction.monitor_only:
+        ones_BT = torch.ones_like(weights_BT)
+        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, mask_BT, None, report)
+    return CorrectedRollout(
+        weights=weights_BT,
+        keep_mask=keep_BT,
+        loss_weights=_loss_weights(bounded, weights_BT, keep_BT, ratio, correction),
+        loss_mask=keep_BT.to(mask_BT.dtype) if correction.denominator == "shrink" else mask_BT,
+        old_logps=_bypass_logps(trainer_logps_BT, rollout_logps_BT, ratio) if correction.bypass else None,
+        report=report,
+    )
+
+
+def raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ratios at `level` ([B, T] for tokens, else [B, 1]) and which of them rest on at least one scored token."""
+    values_BT = ratio.values_BT
+    if level is None:
+        return torch.ones_like(values_BT), ratio.scored_BT
+    if level == "token":
+        return torch.exp(values_BT), ratio.scored_BT
+    log_r_B1 = values_BT.sum(dim=-1, keepdim=True)
+    if level == "geometric":
+        log_r_B1 = log_r_B1 / ratio.scored_per_sequence_B1.clamp(min=1)
+    return torch.exp(log_r_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), ratio.has_evidence_B1
+
+
+def bound_ratio(raw: torch.Tensor, correction: RolloutCorrection) -> torch.Tensor:
+    """Truncate or mask ratios outside the bounds."""
+    if correction.level is None or (correction.bound_min is None and correction.bound_max is None):
+        return raw
+    if correction.bound == "truncate":
+        return torch.clamp(raw, min=correction.bound_min, max=correction.bound_max)
+    too_high, too_low = _outside(raw, correction)
+    return raw.masked_fill(too_high | too_low, 0.0)
+
+
+def _outside(raw: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
+    never = torch.zeros_like(raw, dtype=torch.bool)
+    too_high = never if correction.bound_max is None else raw > correction.bound_max
+    too_low = never if correction.bound_min is None else raw < correction.bound_min
+    return too_high, too_low
+
+
+def _batch_statistics(
+    bounded: torch.Tensor,
+    is_unit: torch.Tensor,
+    ratio: LogRatio,
+    correction: RolloutCorrection,
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
+    one = torch.ones((), dtype=torch.float64, device=bounded.device)
+    if not correction.needs_all_reduce:
+        return one, one * 0
+    centre, sequences = typical_log_ratio(ratio) if correction.measures_centre else (one * 0, one * 0)
+    weight_sum = torch.where(is_unit, bounded, 0.0).sum(dtype=torch.float64)
+    local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
+    centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local
+    mean = weight_sum / units.clamp(min=1)
+    usable = (mean > _MEAN_FLOOR) & correction.batch_normalize
+    return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
+
+
+def _loss_weights(
+    bounded: torch.Tensor,
+    weights_BT: torch.Tensor,
+    keep_BT: torch.Tensor,
+    ratio: LogRatio,
+    correction: RolloutCorrection,
+) -> torch.Tensor:
+    """Weights in the shape the loss takes, with rejected tokens at 0 if they stay in the denominator."""
+    zero_rejected = correction.denominator == "keep" and bool(correction.reject)
+    if correction.level == "sequence" and not zero_rejected:
+        return bounded
+    return weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0) if zero_rejected else weights_BT
+
+
+def _bypass_logps(trainer_BT: torch.Tensor, rollout_BT: torch.Tensor, ratio: LogRatio) -> torch.Tensor:
+    """Rollout log-probs as the old ones: the trainer's where missing, and never more than 20 below the trainer's."""
+    dtype = ratio.values_BT.dtype
+    trainer, rollout = trainer_BT.detach().to(dtype), rollout_BT.detach().to(dtype)
+    old = torch.where(ratio.mask_BT & ~ratio.missing_BT, rollout, trainer)
+    too_low = ratio.clamped_BT & (ratio.values_BT > 0)
+    return torch.where(too_low, trainer - LOG_RATIO_BOUND, old)

@@ -1,0 +1,58 @@
+"""The linear layers of a CPU engine, whose weights stay as they were loaded.
+
+vLLM's own kernels would not do. Those for block-FP8 need AMX, and the W8A16 one would not quantize activations. Those
+for unquantized layers pack weights for the host's instruction set and drop the parameter: an audit could not read them
+back, a reload would leave a tied output head as it was, and the same policy would sample other tokens on another host.
+
+The reference kernel for block-FP8 computes what the CUDA kernels compute, W8A8, out of plain torch operations, and
+adds the products in FP64: after rounding to BF16 their order does not show, so that neither the number of rows in a
+batch, nor tensor parallel shards, nor the host's vector units change a bit. The trainer's FP8 linears do the same on
+CPU (policy/flow/gemm.py); with FP32 sums the two part with depth. Unquantized layers run torch's own linear. All of it
+is made for development, tests and demos, not for speed.
+"""
+
+import torch
+from torch import nn
+from vllm.model_executor.kernels import linear as linear_kernels
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.layers import utils as vllm_layers
+from vllm.platforms import PlatformEnum, current_platform
+
+
+class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
+    """`y = dequantize(x) @ dequantize(w).T`, summed in fp64; vLLM's base class quantizes `x` in groups of
+    1x128 first.
+    """
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return current_platform.is_cpu(), "the reference kernel runs on CPU only"
+
+    def apply_block_scaled_mm(self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor):
+        """A: codes [T, K], B: codes [N, K], As: scales [T, K/128], Bs: scales [N/128, K/128] -> [T, N]."""
+        rows, columns = self.weight_group_shape.row, self.weight_group_shape.col
+        x = (A.float().unflatten(-1, (-1, columns)) * As.unsqueeze(-1)).flatten(-2)
+        blocks = B.float().view(B.shape[0] // rows, rows, B.shape[1] // columns, columns)
+        w = (blocks * Bs[:, None, :, None]).view(B.shape)
+        return (x.double() @ w.double().T).float().to(self.config.out_dtype)
+
+
+def register_cpu_kernel() -> None:
+    """Put the reference kernel first in vLLM's table of block-FP8 kernels for CPU, and let unquantized layers keep
+    their weights. Does nothing twice.
+
+    vLLM 0.31: `register_linear_kernel` fills the per-tensor table only, so the block table is edited directly.
+    Unquantized layers and embeddings look `dispatch_cpu_unquantized_gemm` up when their weights have been loaded.
+    """
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+    if ReferenceFp8BlockKernel not in kernels:
+        kernels.insert(0, ReferenceFp8BlockKernel)
+        packing = vllm_layers.dispatch_cpu_unquantized_gemm
+
+        def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
+            if layer.weight.ndim == 2:
+                layer.cpu_linear = torch.nn.functional.linear
+            else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
+                packing(layer, remove_weight)
+
+        vllm_layers.dispatch_cpu_unquantized_gemm = keep_as_loaded

@@ -1,0 +1,76 @@
+"""Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has
+to follow.
+"""
+
+from collections import Counter
+from typing import NamedTuple
+
+from torch import nn
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX
+from trl_fp8.quantization.e4m3 import ScaleFormat
+
+
+class ActivationScaling(NamedTuple):
+    """Arguments of `quantization.blockwise.quantize_activation` that give the engine's codes and scales."""
+
+    scale_format: ScaleFormat
+    amax_floor: float
+
+
+def fp8_kernels(model: nn.Module) -> dict[str, int]:
+    """Names of the kernels that run the engine's FP8 linear layers and experts -> number of layers."""
+    backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
+    return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
+
+
+def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
+    """The engine's layers of experts that are FP8, in order."""
+    layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    return [layer for layer in layers if isinstance(layer.quant_method, Fp8MoEMethod)]
+
+
+def activation_scaling(model: nn.Module) -> ActivationScaling | None:
+    """How the engine's FP8 linears quantize their input; None if there are none.
+
+    Raises:
+        RuntimeError: Layers differ, so that no single trainer flow could follow them.
+    """
+    found = set()
+    for kernel in _kernels(model):
+        quant = kernel.quant_fp8
+        native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
+        floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
+        found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
+    if len(found) > 1:
+        raise RuntimeError(
+            f"the engine's FP8 linears quantize activations in {len(found)} ways: {sorted(found)}. Pin one kernel: "
+            "vllm_engine_kwargs={'linear_backend': 'cutlass'}."
+        )
+    return found.pop() if found else None
+
+
+def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
+    """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded;
+    None without.
+
+    vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is
+    in use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization
+    (experts/triton_moe.py).
+    """
+    if not fp8_experts(model):
+        return None
+    pow2 = is_deep_gemm_e8m0_used()
+    return ActivationScaling("pow2" if pow2 else "fp32", ACTIVATION_AMAX_FLOOR), not pow2
+
+
+def _kernels(model: nn.Module) -> list:
+    return [
+        kernel
+        for module in model.modules()
+        if isinstance(module, LinearBase) and (kernel := getattr(module.quant_method, "fp8_linear", None)) is not None
+    ]

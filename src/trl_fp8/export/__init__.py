@@ -1,0 +1,1 @@
+"""FP8 checkpoints: written, verified, pushed."""

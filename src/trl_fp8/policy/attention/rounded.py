@@ -1,0 +1,107 @@
+"""Attention whose weights are rounded to e4m3, as GPU kernels over an FP8 KV cache round them; in plain torch.
+
+    s = scaling * q k^T          w = exp(s - largest s of the query)          sum(w) in FP32
+    output = e4m3(offset * w) / offset @ v / sum(w)                           rounding is passed straight through
+
+A kernel takes the keys in tiles and rounds relative to the largest score so far; which tiles, depends on kernel,
+length and batch. Here it is the largest of all, which is the same weight wherever that comes in the first tile
+(docs/numerics.md says how much of the mismatch the difference leaves).
+
+Scores are held for a chunk of queries at a time, and made again in the backward.
+
+Shape letters: B sequences, H query heads, G key heads, T queries, S keys, D head size.
+"""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from trl_fp8.quantization.e4m3 import saturating_cast_
+
+
+CHUNK = 256  # queries
+
+
+class _RoundWeights(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights: torch.Tensor, offset: float) -> torch.Tensor:
+        return saturating_cast_(weights * offset).float().div_(offset)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def rounded_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    offset: float,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """Attention in FP32 with weights rounded to e4m3.
+
+    Args:
+        query: `[B, H, T, D]`.
+        key, value: `[B, G, S, D]`, with H a multiple of G.
+        mask: `[B or 1, 1, T, S]`, as transformers makes it: true where a key is seen, or added to the scores. None:
+            causal, with T = S.
+        scaling: Factor on the scores.
+        offset: Factor on the weights, at most 1, before they are rounded: 256 in FlashAttention 3, 1 in vLLM's
+            Triton kernel.
+        chunk: Queries at a time; of no effect on the result.
+
+    Returns:
+        `[B, T, H, D]` in FP32. A query that sees no key gets zeros.
+
+    Raises:
+        ValueError: No mask, and another number of queries than of keys.
+    """
+    if mask is None and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{query.shape[2]} queries over {key.shape[2]} keys without a mask: which keys a query sees is not "
+            "known. Pass a mask."
+        )
+    outputs = []
+    with torch.autocast(query.device.type, enabled=False):
+        for start in range(0, query.shape[2], chunk):
+            end = min(start + chunk, query.shape[2])
+            seen = end if mask is None else key.shape[2]
+            part = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen])
+            masked = None if mask is None else mask[..., start:end, :]
+            if torch.is_grad_enabled():
+                options = {"use_reentrant": False, "preserve_rng_state": False}
+                outputs.append(checkpoint(_attend, *part, masked, start, scaling, offset, **options))
+            else:
+                outputs.append(_attend(*part, masked, start, scaling, offset))
+    return torch.cat(outputs, dim=1)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    start: int,
+    scaling: float,
+    offset: float,
+) -> torch.Tensor:
+    """`[B, T, H, D]` of the queries from number `start` on."""
+    (batch, heads, queries, size), groups = query.shape, key.shape[1]
+    folded = query.float().reshape(
+        batch, groups, -1, size
+    )  # heads of a group beside each other: no copies of the keys
+    scores = (folded @ key.float().mT * scaling).view(batch, groups, heads // groups, queries, -1)
+    if mask is None:
+        numbers = torch.arange(key.shape[2], device=query.device)
+        mask = numbers <= start + torch.arange(queries, device=query.device)[:, None]
+    else:
+        mask = mask[:, :, None]
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    largest = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0.0)
+    weights = (scores - largest).exp()
+    total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    rounded = _RoundWeights.apply(weights, offset).view(batch, groups, -1, key.shape[2])
+    output = (rounded @ value.float()).view(batch, groups, heads // groups, queries, size) / total
+    return output.view(batch, heads, queries, size).transpose(1, 2)

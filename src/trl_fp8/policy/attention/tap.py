@@ -1,0 +1,210 @@
+"""A tap on the policy's attention: see q, k and v where the KV cache sees them, and hand on what the cache would hold.
+
+transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
+caches. The tap sits in front of that function; the model's code, weights and parameter names are not touched:
+
+    q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
+
+Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
+tap; eager attention has no entry in transformers' table and gets one of our own.
+
+Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import wraps
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.quantization.round_trip import cache_round_trip
+
+from .observation import QKVObservation
+from .rounded import rounded_attention
+
+
+EAGER = "trl_fp8_eager"
+_TAP = "_trl_fp8_tap"
+_TAPPED: set[Callable] = set()  # registered attention functions that look for a tap
+
+
+class AttentionTap:
+    """Installed on a policy until `remove`. Does nothing while `observation` and `scales_L3` are None.
+
+    Args:
+        model: A transformers causal LM, or a PEFT, DDP or FSDP2 wrapping of one.
+        high_precision_layers: Layers whose KV cache is not FP8: observed, never round-tripped.
+
+    Attributes:
+        observation: `QKVObservation` to fill, or None.
+        scales_L3: fp32 `[L, 3]` on the model's device, or None. When set, attention sees k and v as an FP8 KV cache
+            under these scales holds them, and padded sequences get the engine's positions (see `_before_forward`).
+            Has to stay as it was until the backward pass is through, because gradient checkpointing runs the forward
+            again.
+        quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
+        attend_in_fp64: Whether attention computes in FP64 and returns the dtype of q, as the engine's CPU
+            reference does.
+        weight_offset: Under scales, attention is `rounded_attention` with this offset; None: the model's own.
+    """
+
+    def __init__(self, model: nn.Module, high_precision_layers: Collection[int] = ()):
+        self.base = transformers_model(model)
+        self.layers: int = self.base.config.get_text_config().num_hidden_layers
+        self.high_precision_layers = frozenset(high_precision_layers)
+        self.observation: QKVObservation | None = None
+        self.scales_L3: torch.Tensor | None = None
+        self.quantize_query = False
+        self.attend_in_fp64 = False
+        self.weight_offset: float | None = None
+        self._mask_BT: torch.Tensor | None = None
+        decoder = self.base.get_decoder()
+        # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
+        # layer that calls no registered function is not tapped, and calibration then raises for it by number.
+        self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
+        self._implementation = self.base.config.get_text_config()._attn_implementation
+        if self._implementation == "eager":
+            self.base.set_attn_implementation(EAGER)
+        else:
+            _wrap_registered(self._implementation)
+        for module in self._attention:
+            setattr(module, _TAP, self)
+        self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def round_weights(self, offset: float) -> None:
+        """Simulate a kernel that rounds its attention weights (`weight_offset`).
+
+        Raises:
+            ValueError: The model's attention gets no mask of queries by keys.
+        """
+        if self._implementation not in ("sdpa", "eager"):
+            raise ValueError(
+                f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation "
+                "needs the masks of 'sdpa' or 'eager'. Load the model with one of them "
+                "(model_init_kwargs={'attn_implementation': 'sdpa'})."
+            )
+        self.weight_offset = offset
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+        self._hook.remove()
+        for module in self._attention:
+            delattr(module, _TAP)
+        if self._implementation == "eager":
+            self.base.set_attn_implementation("eager")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.base.parameters()).device
+
+    @contextmanager
+    def observing(self, observation: QKVObservation) -> Iterator[QKVObservation]:
+        """Fill `observation` with the forwards inside the block."""
+        self.observation = observation
+        try:
+            yield observation
+        finally:
+            self.observation = None
+
+    def attend(
+        self,
+        attend: Callable,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *args,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention function `attend` behind the tap; q, k, v are `[B, H, T, D]`."""
+        states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
+        if self.weight_offset is not None and self._simulates(module.layer_idx):
+            return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
+        if not self.attend_in_fp64:
+            return attend(module, *states, *args, **kwargs)
+        with torch.autocast(query.device.type, enabled=False):
+            output, weights = attend(module, *(tensor.double() for tensor in states), *args, **kwargs)
+        return output.float().to(query.dtype), weights
+
+    def _attend_rounded(
+        self,
+        states: tuple[torch.Tensor, ...],
+        attention_mask: torch.Tensor | None,
+        *,
+        scaling: float | None = None,
+        **kwargs,
+    ) -> torch.Tensor:
+        beyond = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+        beyond += ["dropout"] if kwargs.get("dropout") else []
+        if beyond:
+            raise ValueError(
+                f"simulate_attention_weights=True, but this model's attention has {', '.join(beyond)}, which the "
+                "simulation does not. Set simulate_attention_weights=False."
+            )
+        return rounded_attention(*states, attention_mask, scaling or states[0].shape[-1] ** -0.5, self.weight_offset)
+
+    def _simulates(self, layer: int) -> bool:
+        return self.scales_L3 is not None and layer not in self.high_precision_layers
+
+    def _pass_through(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if self.observation is not None:
+            mask = self._mask_BT
+            real_BT = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
+            self.observation.add(layer, (query, key, value), real_BT, scaling or query.shape[-1] ** -0.5)
+        if self._simulates(layer):
+            q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
+            key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
+            if self.quantize_query:
+                query = cache_round_trip(query, q_scale)
+        return query, key, value
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Note the padding mask; under scales also give real tokens the positions that they have in the engine.
+
+        The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
+        mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
+        """
+        mask = kwargs.get("attention_mask")
+        self._mask_BT = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if self.scales_L3 is None or self._mask_BT is None or kwargs.get("position_ids") is not None:
+            return None
+        return args, kwargs | {"position_ids": (self._mask_BT.long().cumsum(-1) - 1).clamp_min(0)}
+
+
+def _wrap_registered(name: str) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    if attend in _TAPPED:
+        return
+
+    @wraps(attend)
+    def attention(module, query, key, value, *args, **kwargs):
+        tap = getattr(module, _TAP, None)
+        if tap is not None:
+            return tap.attend(attend, module, query, key, value, *args, **kwargs)
+        return attend(module, query, key, value, *args, **kwargs)
+
+    _TAPPED.add(attention)
+    AttentionInterface.register(name, attention)
+
+
+def _eager(module, query, key, value, *args, **kwargs):
+    attend = next(
+        function
+        for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
+        if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
+    )
+    tap = getattr(module, _TAP, None)  # none: a vision tower, or a model made from a tapped model's config
+    if tap is not None:
+        return tap.attend(attend, module, query, key, value, *args, **kwargs)
+    return attend(module, query, key, value, *args, **kwargs)
+
+
+AttentionInterface.register(EAGER, _eager)
+AttentionMaskInterface.register(EAGER, eager_mask)

@@ -1,0 +1,115 @@
+"""`FP8Flow`: what a linear layer of the trained model computes in FP8, decided once for all layers.
+
+    forward    "weights"  y = x @ Q(W).T             a rollout whose kernel quantizes weights only (W8A16)
+               "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute; on a GPU but for the
+                                                     order in which they add, which FP64 hides on CPU
+    backward   "bf16"     dX = dY @ W, dW = dY.T @ X                      straight through, unquantized operands
+               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8,
+                                                                          Jet-RL (arXiv 2601.14243)
+
+Q rounds to e4m3: weights in 128x128 blocks, everything else in groups of 128 along the dim that the GEMM contracts.
+The fields carry the values of the flags fp8_forward, fp8_backward and fp8_gemm_backend; "off" is no flow at all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torchao.quantization import Float8Tensor
+
+from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation, quantize_weight
+from trl_fp8.quantization.e4m3 import ScaleFormat, check_scale_format
+
+
+FORWARDS = ("weights", "full")
+BACKWARDS = ("bf16", "fp8")
+BACKENDS = ("fake_quant", "scaled_mm", "torchao")
+# Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the
+# scale of an all-zero group a normal fp32 number.
+GRADIENT_AMAX_FLOOR = 1e-30
+
+
+@dataclass(frozen=True)
+class FP8Flow:
+    """The precision flow of the trainer's FP8 linears.
+
+    Attributes:
+        forward: `"weights"` or `"full"`, see above.
+        backward: `"bf16"` or `"fp8"`, see above.
+        weight_format: Format of the weights' scales; what the sync sends to the engine (`FP8Recipe.scale_format`).
+        activation_format: Format of the scales of activations and gradients: what the engine's kernel uses.
+        activation_amax_floor: Smallest amax of an activation group, see `quantize_activation`.
+        backend: How the FP8 GEMMs run; see `trl_fp8.policy.fp8_gemm`.
+        fused_activation: Of experts: act(gate) * up goes into quantization in fp32, and not rounded to BF16.
+        cache_weights: Keep each layer's quantized weight (1 byte per element) until its weight changes. False where
+            the weight that a forward sees is gathered anew each time (FSDP2, ZeRO-3).
+
+    Raises:
+        ValueError: A field has an unknown value, or the backend cannot compute this flow.
+    """
+
+    forward: str = "full"
+    backward: str = "bf16"
+    weight_format: ScaleFormat = "pow2"
+    activation_format: ScaleFormat = "pow2"
+    activation_amax_floor: float = ACTIVATION_AMAX_FLOOR
+    backend: str = "fake_quant"
+    fused_activation: bool = False
+    cache_weights: bool = True
+
+    def __post_init__(self):
+        for flag, value, known in (
+            ("fp8_forward", self.forward, FORWARDS),
+            ("fp8_backward", self.backward, BACKWARDS),
+            ("fp8_gemm_backend", self.backend, BACKENDS),
+        ):
+            if value not in known:
+                raise ValueError(f"{flag}={value!r} is not a precision flow. Use one of {list(known)}.")
+        check_scale_format(self.weight_format)
+        check_scale_format(self.activation_format)
+        if not self.activation_amax_floor > 0:
+            raise ValueError(
+                f"activation_amax_floor={self.activation_amax_floor} would divide an all-zero group by zero. Use a "
+                f"positive number (vLLM's CUDA kernels: {ACTIVATION_AMAX_FLOOR})."
+            )
+        self._check_backend()
+
+    def quantize_weight(self, weight: torch.Tensor) -> Float8Tensor:
+        """Q(W), `[N, K]`, of the BF16-rounded weight: the bytes that a sync sends to the engine.
+
+        A weight that is not finite gives non-finite scales here; the sync refuses it by name.
+        """
+        return quantize_weight(weight.detach().to(torch.bfloat16), self.weight_format, check_finite=False)
+
+    def quantize_input(self, x: torch.Tensor) -> Float8Tensor:
+        """Q(x), `[..., K]`, of the BF16-rounded input: the engine's activations are BF16."""
+        return quantize_activation(x.to(torch.bfloat16), self.activation_format, amax_floor=self.activation_amax_floor)
+
+    @torch.no_grad()
+    def quantize_tokens(self, x: torch.Tensor) -> Float8Tensor:
+        """Q(x), `[T, K]`, of `[..., K]`, whatever autocast and gradients are set to."""
+        with torch.autocast(x.device.type, enabled=False):
+            return self.quantize_input(x.reshape(-1, x.shape[-1]))
+
+    def quantize_for_backward(self, values: torch.Tensor) -> Float8Tensor:
+        """Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
+        return quantize_activation(values, self.activation_format, amax_floor=GRADIENT_AMAX_FLOOR)
+
+    def _check_backend(self) -> None:
+        flag = f"fp8_gemm_backend={self.backend!r}"
+        if self.backend != "fake_quant" and self.forward != "full":
+            raise ValueError(
+                f"{flag} with fp8_forward={self.forward!r}: without quantized activations no GEMM has two FP8 "
+                "operands. Set fp8_forward='full' or fp8_gemm_backend='fake_quant'."
+            )
+        if self.backend == "torchao" and self.backward != "fp8":
+            raise ValueError(
+                f"{flag} with fp8_backward={self.backward!r}: torchao's block-FP8 GEMM brings its own FP8 backward. "
+                "Set fp8_backward='fp8', or another backend."
+            )
+        formats = self.weight_format, self.activation_format
+        if self.backend == "torchao" and formats != ("fp32", "fp32"):
+            raise ValueError(
+                f"{flag} with weight scales {formats[0]!r} and activation scales {formats[1]!r}: torchao quantizes "
+                "with fp32 scales only. Set fp8_scale_format='fp32' and an engine kernel with fp32 activation scales "
+                "(CUTLASS, Triton), or another backend."
+            )

@@ -1,0 +1,1 @@
+"""Experts that the engine's routers chose, replayed by the policy's."""

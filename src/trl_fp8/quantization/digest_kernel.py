@@ -1,0 +1,41 @@
+"""`digest` on a GPU: one Triton kernel that reads each word once, where torch's operations take a dozen launches.
+
+A sync takes two checksums of each of a model's hundreds of tensors, so that the launches are what they cost. Integer
+sums modulo 2**64 do not depend on the order in which programs add to them: the result is that of digest.py on CPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .tile import tile
+
+
+HEIGHT, WIDTH = 32, 256  # words per program
+
+
+def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_step: int) -> None:
+    """Add to `total` (int64, 0-d) the sum of word (r, c) times `2 (first_row + r + c column_step) + 1`, modulo 2**64.
+
+    Args:
+        total: On a GPU.
+        words: int32 `[R, C]`, contiguous, on the same GPU.
+        first_row: Row of the first word in the tensor that `words` is a part of.
+        column_step: `P` of digest.py: odd, below 2**63.
+    """
+    rows, columns = words.shape
+    if words.numel():
+        # Short rows, or few of them, are given tiles of their shape
+        width = min(triton.next_power_of_2(columns), HEIGHT * WIDTH if rows < HEIGHT else WIDTH)
+        height = HEIGHT * WIDTH // width
+        with torch.cuda.device_of(words):
+            grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
+            _add_words[grid](total, words, rows, columns, first_row, column_step, HEIGHT=height, WIDTH=width)
+
+
+@triton.jit
+def _add_words(total, words, rows, columns, first_row, column_step, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
+    word = tl.load(words + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.int64)
+    key = 2 * ((first_row + row)[:, None] + (column * column_step)[None, :]) + 1
+    tl.atomic_add(total, tl.sum(tl.sum(word * key, axis=1), axis=0))

@@ -1,0 +1,232 @@
+"""Which tensors of a model are FP8, and how: the one answer that every other part asks.
+
+The idea is that the decision is made once, by exact module name, before the engine starts. vLLM's own ignore list
+matches exact names only and drops what does not match without a word, so nothing here is a pattern: each linear layer
+is either in `fp8_modules` or in `kept_modules` with the reason why.
+
+A linear layer is FP8 if it is one of a decoder layer's projections (or of its shared expert's) and each of its shards
+at the engine's tensor parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up)
+stand or fall together. The experts of a layer are FP8 under the same condition, all together, where the engine has
+kernels for them. Output head, embeddings, norms, routers and gates of shared experts stay in high precision.
+"""
+
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from trl_fp8.quantization.formats import BLOCK, ScaleFormat
+
+from .experts import PARAMETERS, router_name, why_not_fp8
+from .names import engine_name
+from .outline import Outline
+
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+# What vLLM shards along N (columns of x @ W.T) and along K (rows).
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+ROW_PARALLEL = ("o_proj", "down_proj")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_PROJECTION = re.compile(
+    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>"
+    + "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
+    + r")$"
+)
+_VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
+
+
+@dataclass(frozen=True)
+class FP8Recipe:
+    """What is FP8 in the engine. Made by `recipe_for_model`; every field is final once the engine has started.
+
+    Attributes:
+        fp8_modules: Exact names (as in the checkpoint) of the linear layers whose weights are FP8, in model order.
+        fp8_experts: Exact names of the expert modules whose weights are FP8, in model order.
+        kept_modules: Name -> reason, for every linear layer, expert module and router that stays in high precision.
+        kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
+        kv_cache_skip_layers: Decoder layers whose KV cache stays in the model's dtype.
+        scale_format: Format of the weights' scales, see `trl_fp8.numerics.e4m3`.
+        kv_scale_margin: What the calibrated amax of q, k and v is multiplied by before it becomes a scale.
+        tensor_parallel_size: Number of ranks that share one engine.
+        model_type: Of the model's config; a few model types have other names in the engine.
+    """
+
+    fp8_modules: tuple[str, ...]
+    kept_modules: dict[str, str] = field(default_factory=dict)
+    kv_cache_dtype: str = "fp8"
+    kv_cache_skip_layers: tuple[int, ...] = ()
+    scale_format: ScaleFormat = "pow2"
+    kv_scale_margin: float = 1.05
+    tensor_parallel_size: int = 1
+    fp8_experts: tuple[str, ...] = ()
+    model_type: str = ""
+
+    @cached_property
+    def fp8_tensors(self) -> frozenset[str]:
+        """Checkpoint names of the weights that are FP8."""
+        experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in PARAMETERS}
+        return frozenset(experts | {f"{name}.weight" for name in self.fp8_modules})
+
+    @property
+    def fp8_weights(self) -> bool:
+        return bool(self.fp8_modules or self.fp8_experts)
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
+
+    def engine_name(self, name: str) -> str:
+        """What the engine calls a parameter or module of the policy."""
+        return engine_name(name, self.model_type)
+
+    @property
+    def fp8_kv_cache(self) -> bool:
+        return self.kv_cache_dtype != "auto"
+
+    @property
+    def quantization_config(self) -> dict | None:
+        """The checkpoint's `quantization_config` as vLLM's `Fp8Config` reads it; None if nothing is FP8.
+
+        With FP8 KV cache but no FP8 weights it names every linear layer as not converted: only this config gives
+        vLLM's attention layers loadable q, k and v scales.
+        """
+        if not (self.fp8_weights or self.fp8_kv_cache):
+            return None
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": [self.engine_name(name) for name in self.kept_modules],
+        }
+
+
+def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
+    """`recipe_for` a transformers or PEFT causal LM; the meta device is fine."""
+    from .from_model import outline_of  # torch comes with it, which a plan from a config does without
+
+    return recipe_for(outline_of(model), **flags)
+
+
+def recipe_for(
+    outline: Outline,
+    *,
+    fp8_weights: bool = True,
+    kv_cache_dtype: str = "fp8",
+    kv_cache_skip_layers: tuple[int, ...] = (),
+    scale_format: ScaleFormat = "pow2",
+    kv_scale_margin: float = 1.05,
+    tensor_parallel_size: int = 1,
+    ignored_modules: tuple[str, ...] = (),
+    expert_kernels: bool = True,
+) -> FP8Recipe:
+    """Decide for each linear layer and expert module of a model.
+
+    Args:
+        outline: Of the policy.
+        fp8_weights, kv_cache_dtype, kv_cache_skip_layers, scale_format, kv_scale_margin, tensor_parallel_size: See the
+            flags of `FP8GRPOConfig`.
+        ignored_modules: Linear layers and expert modules to keep, by exact name.
+        expert_kernels: Whether the engine has kernels for FP8 experts: vLLM has on CUDA, not on CPU.
+
+    Raises:
+        ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
+            layers that do not exist, or all layers. The message lists them.
+    """
+    linears, experts = outline.linears, outline.experts
+    modules = [*linears, *experts]
+    _check_ignored(ignored_modules, modules)
+    _check_skipped(kv_cache_skip_layers, outline.layers)
+    reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
+    reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
+    for name in linears:
+        reasons[name] = reasons.get(name) or _why_kept(outline, name, tensor_parallel_size)
+    for name in experts:
+        blocked = None if expert_kernels else "vLLM has no kernel for FP8 experts on CPU"
+        reasons[name] = reasons.get(name) or why_not_fp8(outline, name, tensor_parallel_size) or blocked
+    for name in linears:  # what vLLM fuses is either all FP8 or all kept
+        blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
+        if reasons[name] is None and blocked:
+            reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
+    kept = {name: reasons[name] for name in modules if reasons[name]}
+    if fp8_weights and len(kept) == len(modules):
+        offenders = "\n".join(f"  {name}: {reason}" for name, reason in list(kept.items())[:8])
+        raise ValueError(
+            f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
+            f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
+            "Block-FP8 needs shards that fill whole 128x128 blocks. Use "
+            f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False "
+            "(kv_cache_dtype='fp8' works without it)."
+        )
+    return FP8Recipe(
+        fp8_modules=tuple(name for name in linears if name not in kept),
+        fp8_experts=tuple(name for name in experts if name not in kept),
+        kept_modules=kept | {router_name(name): "router" for name in experts},
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
+        scale_format=scale_format,
+        kv_scale_margin=kv_scale_margin,
+        tensor_parallel_size=tensor_parallel_size,
+        model_type=outline.model_type,
+    )
+
+
+def is_vision(name: str) -> bool:
+    """Whether a module or parameter belongs to a vision tower."""
+    return _VISION.search(name) is not None
+
+
+def _why_kept(outline: Outline, name: str, tp_size: int) -> str | None:
+    match = _PROJECTION.search(name)
+    if name.rpartition(".")[2] == "lm_head":
+        return "output head"
+    if match is None or is_vision(name):
+        return "not named as a projection of Llama's decoder layers"
+    rows, columns = _shard_shape(match["kind"], outline.linears[name], outline.kv_heads, tp_size)
+    if rows % BLOCK or columns % BLOCK:
+        at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
+        return f"{rows:g} x {columns:g}{at} is not a multiple of {BLOCK} x {BLOCK}"
+    return None
+
+
+def _shard_shape(kind: str, shape: tuple[int, int], kv_heads: int, tp_size: int) -> tuple[float, float]:
+    """(N, K) of one rank's part of a projection; not integral where `tp_size` does not divide it."""
+    rows, columns = shape
+    if kind in ROW_PARALLEL:
+        return rows, columns / tp_size
+    if kind in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, heads are replicated
+        return rows / min(tp_size, kv_heads), columns
+    return rows / tp_size, columns
+
+
+def _smaller(tp_size: int) -> str:
+    return f"a tensor parallel size below {tp_size} or " if tp_size > 1 else ""
+
+
+def _fused_with(name: str) -> list[str]:
+    parent, _, kind = name.rpartition(".")
+    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group if peer != kind]
+
+
+def _check_ignored(ignored: tuple[str, ...], known: list[str]) -> None:
+    unknown = [name for name in ignored if name not in known]
+    if unknown:
+        raise ValueError(
+            f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
+            f"the model has for example {known[:3]}."
+        )
+
+
+def _check_skipped(skipped: tuple[int, ...], layers: int) -> None:
+    unknown = [layer for layer in skipped if not 0 <= layer < layers]
+    if unknown:
+        raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
+    if len(set(skipped)) == layers:
+        raise ValueError(
+            f"kv_cache_skip_layers names all {layers} layers, so nothing of the KV cache would be FP8. Set "
+            "kv_cache_dtype='auto' instead."
+        )

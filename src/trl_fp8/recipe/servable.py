@@ -1,0 +1,100 @@
+"""Whether an engine can serve a model at all, told from names before one is started.
+
+Three things have to hold: vLLM loads the model into a class of its own, that class takes the tensors that the policy
+sends under the policy's names, and what it made of them can be read back. What of vLLM 0.31 breaks one of them is
+listed here by what gives it away: a part of a parameter's name, or the model type where no name does. Other model
+types go on; once the engine is built its names are compared with the policy's (`engine.names`).
+tests/engine/test_servable.py holds the lists to what vLLM's classes do.
+"""
+
+import re
+from collections.abc import Callable
+
+from .outline import Outline
+
+
+# Model types that vLLM loads through transformers' modeling code
+TRANSFORMERS_BACKED = (
+    *("flex_olmo", "gpt_bigcode", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanbeige", "olmo", "olmo2", "olmo3"),
+    *("smollm3", "starcoder2", "vaultgemma"),
+)
+# Part of a parameter's name -> what it says of the model
+_GIVEN_AWAY = {
+    re.compile(r"\.language_model\."): "of a vision-language model vLLM holds the language model under another name",
+    re.compile(r"\.(?:conv1d|conv\.conv)\.|\.A_log$"): (
+        "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
+        "rearranges, so that they cannot be read back"
+    ),
+    re.compile(r"\.kv_(?:a_proj_with_mqa|b_proj)\."): (
+        "its attention is latent (MLA), and vLLM derives further weights from kv_b_proj, which cannot be read back"
+    ),
+    re.compile(r"\.(?:qkv_proj|query_key_value|c_attn|Wqkv)\.weight$"): (
+        "its checkpoint has q, k, v as one tensor, where the layout of the engine knows three"
+    ),
+    re.compile(r"\.gate_up_proj\.weight$"): (
+        "its checkpoint has gate and up as one tensor, where the layout of the engine knows two"
+    ),
+}
+_OTHER_NAMES = "vLLM holds its {} under another name"
+_UNNAMED_PARTS = "vLLM's class does not say which projections it fuses (no packed_modules_mapping)"
+_MODEL_TYPES = {
+    "afmoe": _OTHER_NAMES.format("routers"),
+    "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
+    "ernie4_5_moe": _OTHER_NAMES.format("routers' correction bias"),
+    "gemma3n_text": _OTHER_NAMES.format("embeddings and AltUp projections"),
+    "gpt_oss": _OTHER_NAMES.format("embeddings, attention and sinks"),
+    "granitemoe": _OTHER_NAMES.format("routers"),
+    "granitemoe_swa": _OTHER_NAMES.format("routers"),
+    "granitemoehybrid": _OTHER_NAMES.format("routers and shared projections"),
+    "granitemoeshared": _OTHER_NAMES.format("routers"),
+    "hrm_text": _UNNAMED_PARTS,
+    "hy_v3": _OTHER_NAMES.format("shared experts and routers' correction bias"),
+    "laguna": _OTHER_NAMES.format("shared experts"),
+    "llama4_text": "vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back",
+    "stablelm": _UNNAMED_PARTS,
+}
+# What always works instead, as flags
+WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
+WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
+REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
+
+Resolve = Callable[[tuple[str, ...]], str | None]
+
+
+def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
+    """Raise `ValueError` for a model that no engine can serve; the message names its model type, reason and remedy.
+
+    Args:
+        outline: Of the policy.
+        resolve: Architectures -> name of the class that vLLM would load them into, None if it has none
+            (`upstream.vllm.engine_class`). None: vLLM is not asked; it is not installed, or would take too long.
+    """
+    if (reason := why_not_servable(outline, resolve)) is not None:
+        raise ValueError(unservable(outline.model_type, reason))
+
+
+def unservable(model_type: str, reason: str) -> str:
+    """The message of an error."""
+    return (
+        f"models of type {model_type!r} cannot be served by an engine that is synced and audited: {reason}. {REMEDY}."
+    )
+
+
+def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | None:
+    """The reason that `require_servable` gives, or None."""
+    found = resolve(outline.architectures) if resolve is not None else outline.class_name
+    if outline.model_type in TRANSFORMERS_BACKED or (found or "").startswith("Transformers"):
+        return (
+            "vLLM 0.31 has no class of its own for them and falls back to its transformers backend, which wraps the "
+            "model's class for the whole process, the trainer's too"
+        )
+    if found is None:
+        return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"
+    for part, reason in _GIVEN_AWAY.items():
+        if (name := next(filter(part.search, outline.parameters), None)) is not None:
+            return f"{reason} ({name})"
+    if outline.model_type in _MODEL_TYPES:
+        return _MODEL_TYPES[outline.model_type]
+    if not outline.head_dim:
+        return "its layers have no attention, or attention heads of several sizes, and the KV cache is planned for one"
+    return None

@@ -1,0 +1,1 @@
+"""A training run on disk: its log, its facts, its checkpoints."""

@@ -1,0 +1,144 @@
+"""What `FP8GRPOTrainer` writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
+
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from trl_fp8.export.export import CHECKSUMS, export_fp8, push_export
+from trl_fp8.export.model_card import fp8_section
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.sync.policy_checks import require_finite
+
+from .checkpoints import checkpoint_to_resume, marker
+from .facts import run_facts
+from .rollout_buffer import load_rollouts, save_rollouts
+
+
+class Saving:
+    """Methods of `FP8GRPOTrainer`; to be inherited before `GRPOTrainer`."""
+
+    def save_fp8_model(self, folder: str | Path) -> None:
+        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one;
+        see `trl_fp8.hub.export_fp8`.
+
+        A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
+        one at a time; adapters are merged while it lasts.
+
+        Raises:
+            ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
+                finite, on any rank.
+            RuntimeError: On every rank, if the main process could not write; the message has its reason.
+        """
+        if self.recipe is None or self.recipe.quantization_config is None:
+            raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
+        sync = self.vllm_generation.last_sync
+        if self.recipe.fp8_kv_cache and sync is None:
+            raise ValueError(
+                "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
+            )
+        replicas, failure = self.vllm_generation._replicas, None
+        require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
+        with closing(self.vllm_generation._iter_named_params()) as parameters:
+            if self.accelerator.is_main_process:
+                model, scales = transformers_model(self.model), sync.kv_scales if sync else None
+                name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
+                try:
+                    self.create_model_card(model_name=name)
+                    card = Path(self.args.output_dir, "README.md").read_text()
+                    options = {"recipe": self.recipe, "parameters": parameters, "card": card}
+                    export_fp8(model, self._tokenizer, folder, scales, **options)
+                except (ValueError, OSError) as error:
+                    failure = error
+            for _ in parameters:  # gathers are of every rank, also where another has nothing left to write
+                pass
+        _require_success("save_fp8_model: the main process could not write the export", failure)
+
+    def push_fp8_to_hub(
+        self,
+        repo_id: str | None = None,
+        *,
+        folder: str | Path | None = None,
+        commit_message: str = "Upload FP8 checkpoint",
+    ) -> None:
+        """Write the FP8 checkpoint of the current policy and push it to a repository of its own; see `push_export`.
+
+        A collective. Can be repeated after an interruption: what had arrived is not sent again.
+
+        Args:
+            repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it
+                does not exist, private with `hub_private_repo`.
+            folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves
+                alone. An earlier export is replaced.
+            commit_message: Of the one commit.
+
+        Raises:
+            ValueError: As `save_fp8_model`.
+            RuntimeError: On every rank, if the main process could not write or push; the message has its reason.
+        """
+        folder = Path(folder or Path(self.args.output_dir, "_fp8"))
+        repo_id = repo_id or f"{self.args.hub_model_id or Path(self.args.output_dir).name}-FP8"
+        if self.accelerator.is_main_process and (folder / CHECKSUMS).exists():
+            shutil.rmtree(folder)
+        self.save_fp8_model(folder)
+        failure = None
+        if self.accelerator.is_main_process:
+            options = {"private": self.args.hub_private_repo, "token": self.args.hub_token, "message": commit_message}
+            try:
+                push_export(folder, repo_id, revision=self.args.hub_revision, **options)
+            except (ValueError, OSError) as error:
+                failure = error
+        _require_success("push_fp8_to_hub: the main process could not push the export", failure)
+
+    def create_model_card(self, *args, **kwargs) -> None:
+        """TRL's model card, with a section on FP8."""
+        super().create_model_card(*args, **kwargs)
+        if self.recipe is None or not self.is_world_process_zero():
+            return
+        card = Path(self.args.output_dir, "README.md")
+        failures = self.vllm_generation.audit_failures
+        section = fp8_section(run_facts(self), self.state.log_history, failures)
+        card.write_text(f"{card.read_text().rstrip()}\n\n{section}")
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+        """TRL's; `resume_from_checkpoint=True` means the last checkpoint that was written to its end.
+
+        Raises:
+            ValueError: The checkpoint that was asked for was not.
+        """
+        whole = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
+        return super().train(whole, *args, **kwargs)
+
+    def _save_checkpoint(self, model, trial) -> None:
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        unfinished = marker(folder)
+        if self.accelerator.is_main_process:
+            unfinished.touch()
+        self.accelerator.wait_for_everyone()
+        if self._calibrator:
+            self._calibrator.save(folder, self.accelerator.process_index)
+        if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
+            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
+        super()._save_checkpoint(model, trial)  # may delete older ones at its end
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            unfinished.unlink()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or not self.args.own_engine:
+            return
+        if self._calibrator:
+            self._calibrator.load(checkpoint, self.accelerator.process_index)
+        if rollouts := load_rollouts(checkpoint, self.accelerator):
+            self._step, self._buffered_inputs = rollouts
+
+
+def _require_success(what: str, failure: Exception | None) -> None:
+    """Raise on every rank if there was a `failure` on the main process."""
+    reason = broadcast_object_list([failure and str(failure)])[0]
+    if reason:
+        raise RuntimeError(f"{what}: {reason}") from failure

@@ -1,0 +1,181 @@
+"""Proof, after a sync, that the engine holds what was sent: every tensor, byte for byte.
+
+    sender:  weight_stream -> Ledger.record -> reload     a checksum of each tensor's part on this rank, on the way
+    engine:  after the reload, the same checksum of the same piece of the parameter that it ended up in
+    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named,
+             and so is each that is not the same on every rank
+
+A reload can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
+the old tensors of a layer that got nothing, and accepts tensors in any order under any name that exists. All of these
+leave a checksum that differs, or a name that is in only one of the two lists.
+
+What the engine held then is its `Seal`: before anything is sampled, the same checksums are taken again.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.kv_scales import KVScales
+
+from .pieces import Layout
+from .replicas import Replicas
+from .weight_stream import Named
+
+
+# Kernels that keep a block-FP8 weight and its scales as they were loaded. Others repack or requantize them.
+AUDITABLE_KERNELS = (
+    "ReferenceFp8BlockKernel",
+    "CutlassFp8BlockScaledMMKernel",
+    "TritonFp8BlockScaledMMKernel",
+    "BlockWiseTorchFP8ScaledMMLinearKernel",
+    "Fp8MoeBackend.TRITON",
+)
+
+
+@dataclass
+class Ledger:
+    """What was sent in one sync: a checksum per tensor, on the device. `record` a stream, then `audit`.
+
+    Attributes:
+        layout: Of the engine.
+        replicas: The ranks to compare with; None on one process.
+        digests: Checkpoint name -> checksum of this rank's part of the tensor.
+        unread: What cannot be read back (a layer's experts under one name) -> checksum of what was sent.
+        unknown: Names that the engine does not have.
+        seal: Of the engine as the audit found it; None before.
+    """
+
+    layout: Layout
+    replicas: Replicas | None = None
+    digests: dict[str, torch.Tensor] = field(default_factory=dict)
+    unread: dict[str, torch.Tensor | int] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+    seal: "Seal | None" = None
+
+    def record(self, stream: Iterable[Named]) -> Iterator[Named]:
+        """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it
+        will be held.
+        """
+        for name, tensor in stream:
+            if (piece := self.layout.pieces.get(name)) is not None:
+                self.digests[name] = digest(piece.of_sent(tensor), piece.dtype)
+            elif (key := self.layout.unreadable_name(name)) is not None:
+                before = self.unread.get(key, 0)
+                self.unread[key] = 31 * before + digest(tensor) if self.replicas else before  # modulo 2**64
+            elif not name.endswith(("q_scale", "k_scale", "v_scale")):  # those are read back by kv_cache
+                self.unknown.append(name)
+            yield name, tensor
+
+    def audit(self, kv_scales: KVScales | None = None) -> int:
+        """Compare with the engine, and with the other ranks; returns the number of tensors proven.
+
+        Waits for the device once. With `replicas` it is a collective: of every rank or of none.
+
+        Args:
+            kv_scales: What was sent, to compare over ranks; whether it arrived is for `verify_kv_scales` to say.
+
+        Raises:
+            RuntimeError: Something differs; the message names every tensor (the first dozen of each kind).
+        """
+        missing = [name for name in self.layout.pieces if name not in self.digests]
+        missing += [name for name in self.layout.unreadable if name not in self.unread]
+        engine_differs, ranks_differ = self._compare(kv_scales)
+        problems = {
+            "hold other bytes than were sent": engine_differs,
+            "are in the engine but were never sent": missing,
+            "were sent but are not in the engine": self.unknown,
+            "are not the same on every rank": ranks_differ,
+        }
+        found = [
+            f"{len(names)} tensors {what}: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+            for what, names in problems.items()
+            if names
+        ]
+        if found:
+            cause = (
+                "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
+                if engine_differs or missing or self.unknown
+                else "The ranks have come to hold different policies: look for what changes weights on "
+                "some of them only."
+            )
+            raise RuntimeError(
+                f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained "
+                f"on it. {cause}"
+            )
+        return len(self.digests)
+
+    def _compare(self, kv_scales: KVScales | None) -> tuple[list[str], list[str]]:
+        """Names whose bytes differ in the engine, and over ranks. Every rank lists all names, sent or not."""
+        names = list(self.layout.pieces)
+        if not names:
+            self.seal = Seal(self.layout, ())
+            return [], []
+        held = _held(self.layout)
+        nothing = torch.zeros_like(held[0])
+        sent = torch.stack([self.digests.get(name, nothing) for name in names])
+        both = torch.cat([held, sent])
+        if self.replicas is None:
+            held_values, sent_values = both.view(2, -1).tolist()
+            ranks_differ = []
+        else:
+            unread = {name: self.unread.get(name, nothing) for name in self.layout.unreadable}
+            unread["KV cache scales"] = nothing if kv_scales is None else digest(kv_scales.values).to(nothing.device)
+            values = torch.cat([both, torch.stack(list(unread.values()))])
+            own, largest, smallest = torch.cat([values[None], self.replicas.extremes(values)]).tolist()
+            held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
+            labels = [*(f"{name} (in the engine)" for name in names), *names, *unread]
+            ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+        self.seal = Seal(self.layout, tuple(held_values))
+        pairs = zip(names, held_values, sent_values, strict=True)
+        return [name for name, a, b in pairs if a != b and name in self.digests], ranks_differ
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What an engine held when it was audited.
+
+    Attributes:
+        layout: Of the engine.
+        values: Checksum of each of `layout.pieces`, in order.
+    """
+
+    layout: Layout
+    values: tuple[int, ...]
+
+    def require_unbroken(self) -> None:
+        """Raise `RuntimeError` naming the tensors that changed since. Reads every weight and waits for the
+        device once.
+        """
+        now = _held(self.layout).tolist() if self.values else []
+        changed = [name for name, a, b in zip(self.layout.pieces, self.values, now, strict=True) if a != b]
+        if changed:
+            raise RuntimeError(
+                f"{len(changed)} tensors of the engine have changed since the last sync: {', '.join(changed[:12])}"
+                f"{', ...' if len(changed) > 12 else ''}. Something other than the sync wrote to them (a callback, a "
+                "hook, memory that was handed out twice), so that the engine would sample from another policy. "
+                "Nothing was sampled; the next sync repairs it."
+            )
+
+
+def _held(layout: Layout) -> torch.Tensor:
+    """Checksum `[n]`, on the device, of each piece as the engine holds it."""
+    return torch.stack([digest(piece.of_engine()) for piece in layout.pieces.values()])
+
+
+def require_auditable(kernels: dict[str, int]) -> None:
+    """Raise `RuntimeError` if an FP8 kernel of the engine changes weights after loading, so that no audit is possible.
+
+    Args:
+        kernels: Name -> number of layers, from `linear_kernels.fp8_kernels`.
+    """
+    refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
+    if refused:
+        raise RuntimeError(
+            f"vLLM chose FP8 kernels that repack or requantize weights: {refused}. What they hold cannot be "
+            f"compared with what was sent. Auditable kernels: {list(AUDITABLE_KERNELS)}; choose one with "
+            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for "
+            "experts {'moe_backend': 'triton'}."
+        )

@@ -1,0 +1,72 @@
+"""What a policy must be before an engine can follow it: of a type that vLLM takes as it is, named, tied, finite."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from trl_fp8.recipe import servable
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.upstream.vllm import engine_class
+
+
+def require_servable(model: nn.Module) -> None:
+    """Raise `ValueError` for a policy that no engine can follow: found out without starting one."""
+    servable.require_servable(outline_of(model), engine_class)
+    if not model.name_or_path:
+        raise ValueError(
+            "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
+            "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
+        )
+    if getattr(model, "is_quantized", False):
+        raise ValueError(
+            "the model was loaded with a quantization_config of its own (QLoRA, for example): its weights cannot be "
+            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or "
+            f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
+        )
+    head = model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+        raise ValueError(
+            "the model's config says tie_word_embeddings=True, but its input and output embeddings are two tensors, "
+            "as with modules_to_save=['embed_tokens'] or ['lm_head'] under PEFT. vLLM ties them, so the engine would "
+            "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
+            "or a base model whose config does not tie them."
+        )
+
+
+def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Raise `ValueError` naming what of `model`, parameters and persistent buffers, is not finite in the
+    engine's BF16.
+
+    Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
+    once and waits for the device once.
+
+    Args:
+        model: The policy. Under FSDP2 and ZeRO-3 this rank's shards are read.
+        reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
+            went on alone would wait for the others in the next gather.
+    """
+    both = [*model.named_parameters(), *persistent_buffers(model)]
+    named = [(name, _local(tensor)) for name, tensor in both if tensor.is_floating_point()]
+    held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
+    bad = torch.zeros(len(named), device=named[0][1].device)
+    if held:  # a norm would need 15 times as long on CPU. FP32 reaches beyond the largest BF16
+        extremes = torch.stack([torch.stack(torch.aminmax(named[index][1])).bfloat16() for index in held])
+        bad[held] = (~torch.isfinite(extremes)).any(1).float()
+    if reduce_max is not None:
+        reduce_max(bad)
+    names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
+    if names:
+        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        raise ValueError(
+            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: {listed}. "
+            "Nothing was sent; the engine still serves the previous weights. Look at the last optimizer step "
+            "(learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
+        )
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """What of `parameter` is on this rank. ZeRO-3 (DeepSpeed 0.19) keeps its shard beside an empty tensor."""
+    tensor = getattr(parameter, "ds_tensor", parameter).detach()
+    return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -1,0 +1,105 @@
+"""Every private name of vLLM 0.31 and TRL 1.16 that this project relies on, in one place.
+
+Each is used by exactly one function here and held by a contract test (tests/engine/test_upstream.py), so that an
+upgrade breaks there, with a name, and not in a training run. (vllm is imported where it is used: the trainer needs
+`substituted` also where vLLM is not installed.) The two classes that TRL constructs by module-global name
+(`VLLMGeneration` in its trainer, `LLM` in its generation module) have no factory hook; they are substituted for the
+duration of one constructor call.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+
+if TYPE_CHECKING:
+    from vllm import LLM
+    from vllm.config import VllmConfig
+
+
+def engine_model(llm: "LLM") -> nn.Module:
+    """This rank's model inside the engine. vLLM 0.31, in-process executors only (`external_launcher`)."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+
+def engine_config(llm: "LLM") -> "VllmConfig":
+    """The engine's configuration, with vLLM's defaults filled in."""
+    return llm.llm_engine.vllm_config
+
+
+def engine_class(architectures: tuple[str, ...]) -> str | None:
+    """Name of the class that would hold a model with these architectures in its config; None if there is none.
+
+    vLLM 0.31: the first one that is in `ModelRegistry.models`, plugins included (`model_impl` "vllm" and "auto").
+    Nothing is imported but vLLM itself: entries are lazy.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    known = (ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models)
+    if (entry := next(known, None)) is None:
+        return None
+    return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+
+
+def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
+    """(request, position of its first token, first row, end row) for each request of the forward that is running.
+
+    vLLM 0.31, first model runner (`v1/worker/gpu_model_runner.py`); called from a hook in the model. vLLM appends a
+    suffix of its own to the id under which `LLM.generate` returns a request.
+    """
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    batch = runner.input_batch
+    bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
+    for index, (start, end) in enumerate(pairwise(bounds)):
+        yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
+
+
+def reload_weights(llm: "LLM", weights: Iterator) -> None:
+    """Load a whole model's checkpoint tensors into the running engine (vLLM 0.31 `gpu_model_runner.reload_weights`).
+
+    Runs vLLM's own post-processing per layer and copies into the existing storage, so CUDA graphs stay valid. Must be
+    given every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
+    """
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+
+
+def rebuild_expert_kernels(layers: Iterable[nn.Module]) -> None:
+    """After a reload: let the kernels of `layers`, FP8 experts of the engine, read the engine's own scales.
+
+    vLLM 0.31 makes them anew from the layer as it is during the reload, so that they keep a second copy of the scales:
+    equal, but not what an audit of the parameters reads, and memory for nothing.
+    """
+    for layer in layers:
+        layer.quant_method._init_moe_kernel(layer)
+
+
+def abort_reload(llm: "LLM") -> None:
+    """After a reload that raised: put each layer's tensors back and forget what was buffered.
+
+    Without it a later reload mixes the shards of both (vLLM 0.31 has no abort). Layers that were finished before the
+    failure hold new weights, so the engine must be reloaded whole before it generates.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in engine_model(llm).modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
+
+
+def forget_rotary_embeddings() -> None:
+    """Before another engine starts in this process: let it make its own rotary embeddings.
+
+    vLLM 0.31 keeps them by their shape (`_ROPE_DICT`), with the implementation that the first engine was told to use:
+    a later one that is told to round elsewhere (`rounding.py`) would not, and its configuration would not show it.
+    """
+    from vllm.model_executor.layers import rotary_embedding
+
+    rotary_embedding._ROPE_DICT.clear()
