@@ -85,7 +85,7 @@ def start(options: argparse.Namespace, folder: str):
     device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
     user = ({} if on_gpu else {"block_size": 32}) | ({"linear_backend": variant} if variant in KERNELS else {})
     user |= options.engine_kwargs
-    arguments = engine_arguments(recipe, model.config, device, **sizes, followed=variant == FOLLOWED, user=user)
+    arguments = engine_arguments(recipe, model.config, device, **sizes, match_rounding=variant == FOLLOWED, user=user)
     shapes.as_a_single_rank()
     if not on_gpu:
         register_cpu_kernel()
@@ -133,7 +133,7 @@ def kernels_of(model: nn.Module, part: str) -> dict:
     Raises:
         RuntimeError: They are not those of `part`: vLLM falls back to others where one does not take a layer.
     """
-    from trl_fp8.engine.vllm.linear_kernels import fp8_kernels
+    from trl_fp8.engine.vllm.numerics import fp8_kernels
     from trl_fp8.sync.ledger import AUDITABLE_KERNELS
 
     found, expected = dict(fp8_kernels(model)), KERNELS.get(precision_and_variant(part)[1])

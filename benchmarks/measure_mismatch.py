@@ -66,7 +66,7 @@ UNPINNED = {
 }
 # Engines whose tokens the trainer scores with the whole flow
 COMPILED = {
-    "compiled_engine": {"followed": True, "engine_kwargs": {"enforce_eager": False}},
+    "compiled_engine": {"match_rounding": True, "engine_kwargs": {"enforce_eager": False}},
     "compiled_engine_roundings_not_kept": {
         "engine_kwargs": {"enforce_eager": False} | ({} if torch.cuda.is_available() else UNPINNED)
     },
@@ -124,7 +124,7 @@ def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, varian
     model = copy.deepcopy(generation.model)
     tap = AttentionTap(model) if scales is not None else None
     if forward := variant.get("forward"):
-        scaling = generation.activation_scaling
+        scaling = generation.numerics.linears
         flow = FP8Flow(forward, "bf16", generation.recipe.scale_format, scaling.scale_format, scaling.amax_floor)
         install = BF16Modules.install
         if not variant.get("bf16_between", True):
@@ -133,7 +133,7 @@ def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, varian
         BF16Modules.install = install
     if variant.get("simulate"):
         tap.scales_L3 = scales.values.to(tap.device)
-        tap.quantize_query = generation.quantizes_query
+        tap.quantize_query = generation.numerics.query_rounded
     if offset := variant.get("weight_offset"):
         tap.round_weights(offset)
     return model

@@ -188,7 +188,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
         Device("cuda", _pair(found.capability)),
         max_num_seqs=SEQUENCES,
         max_model_len=LENGTH,
-        followed=found.choice == FOLLOWED,
+        match_rounding=found.choice == FOLLOWED,
         user=OWN_CHOICE if found.choice == OWN else None,
     )
     trls = dict(
@@ -207,7 +207,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
     from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
-    from trl_fp8.engine.vllm.linear_kernels import activation_scaling, expert_scaling, fp8_kernels
+    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels
     from trl_fp8.sync.ledger import require_auditable
 
     compilation = config.compilation_config

@@ -183,7 +183,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             calibrate=lambda: self._calibrator.next_scales(self.model_wrapped),
             engine_kwargs=self.args.vllm_engine_kwargs,
             return_routes=self.args.routes_returned,
-            followed=self.args.fp8_forward == "full",
+            match_rounding=self.args.fp8_forward == "full",
             **kwargs,
         )
         if self._tap is not None:
@@ -192,7 +192,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             self._flow = precision_flow(self, generation, self._tap)
             generation.share = self._flow.keep_weight if self._flow.keeps_weights else None
         if self.args.own_engine:
-            kernels = ", ".join(f"{name} ({count})" for name, count in generation.kernels.items()) or "high precision"
+            kernels = (
+                ", ".join(f"{name} ({count})" for name, count in generation.numerics.kernels.items())
+                or "high precision"
+            )
             self.accelerator.print(
                 f"Engine: {kernels}. Trainer: {self._flow.flow if self._flow else 'as TRL computes'}.\n"
             )

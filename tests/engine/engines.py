@@ -37,7 +37,7 @@ def start(
     engine_kwargs: dict | None = None,
     sleep: bool = False,
     return_routes: bool = False,
-    followed: bool = False,
+    match_rounding: bool = False,
     **recipe_flags,
 ):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
@@ -50,7 +50,7 @@ def start(
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         return_routes=return_routes,
-        followed=followed,
+        match_rounding=match_rounding,
         model=model,
         accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),

@@ -33,7 +33,7 @@ def test_backends_are_pinned_per_gpu_generation_and_the_user_can_choose():
 
 def test_a_trainer_that_follows_pins_where_the_engine_rounds():
     assert not {"compilation_config", "kernel_config"} & arguments().keys()
-    made = arguments(followed=True)
+    made = arguments(match_rounding=True)
     assert made["kernel_config"]["ir_op_priority"]["fused_add_rms_norm"] == ["vllm_c"]
     assert made["compilation_config"]["custom_ops"] == ["all"]
     assert made["compilation_config"]["pass_config"]["fuse_norm_quant"] is False
@@ -41,13 +41,13 @@ def test_a_trainer_that_follows_pins_where_the_engine_rounds():
 
 def test_the_users_settings_win_one_by_one():
     user = {"compilation_config": {"cudagraph_mode": "NONE", "pass_config": {"fuse_act_quant": True}}, "seed_like": 3}
-    made = arguments(followed=True, user=user)
+    made = arguments(match_rounding=True, user=user)
     compilation = made["compilation_config"]
     assert compilation["cudagraph_mode"] == "NONE" and compilation["custom_ops"] == ["all"] and made["seed_like"] == 3
     assert (
         compilation["pass_config"]["fuse_act_quant"] is True and compilation["pass_config"]["fuse_norm_quant"] is False
     )
-    assert arguments(followed=True, user={"compilation_config": 0})["compilation_config"] == 0
+    assert arguments(match_rounding=True, user={"compilation_config": 0})["compilation_config"] == 0
 
 
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])

@@ -43,7 +43,7 @@ def started():
 def test_two_syncs_of_fp8_experts_equal_a_fresh_engine_bit_for_bit(architecture, checkpoint, tmp_path, started):
     generation = started(checkpoint(architecture))
     synced = engines.after_two_syncs(generation)
-    assert generation.kernels["Fp8MoeBackend.TRITON"] == 2
+    assert generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
     engines.require_whole_audit(generation)
     engines.shutdown(generation.llm)
     generation.llm = None
@@ -169,7 +169,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
 
     plain = off()
     flow = FP8Flow(activation_format="fp32", activation_amax_floor=FLOORED_SCALE_AMAX)
-    scaling, fused = generation.expert_scaling
+    scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
     engines.shutdown(generation.llm)

@@ -79,12 +79,14 @@ def require_lower(followed: float, plain: float, share: float) -> None:
 @WITH_AND_WITHOUT_GRAPHS
 def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     """Attention rounds its softmax weights to FP8 inside the kernel, which the trainer does not: less, not nothing."""
-    generation = engines.start(checkpoint("qwen3"), engine_kwargs={"enforce_eager": enforce_eager}, followed=True)
+    generation = engines.start(
+        checkpoint("qwen3"), engine_kwargs={"enforce_eager": enforce_eager}, match_rounding=True
+    )
     tap = AttentionTap(generation.model)
     scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
     generation.sync_weights()
-    assert generation.quantizes_query and generation.activation_scaling.scale_format == "fp32"
+    assert generation.numerics.query_rounded and generation.numerics.linears.scale_format == "fp32"
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
     tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
@@ -97,7 +99,7 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
 def test_simulated_attention_weights_lower_the_mismatch_further(attention_backend, checkpoint):
     """The kernels' tiles are not known, so that some is left."""
     generation = engines.start(
-        checkpoint("qwen3"), engine_kwargs={"attention_backend": attention_backend}, followed=True
+        checkpoint("qwen3"), engine_kwargs={"attention_backend": attention_backend}, match_rounding=True
     )
     tap = AttentionTap(generation.model)
     scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
@@ -107,7 +109,7 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
     without = distance(generation.model, rollouts)
-    tap.round_weights(generation.attention_weight_offset)
+    tap.round_weights(generation.numerics.attention_weight_offset)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), without, 0.8)
 
@@ -181,7 +183,7 @@ def test_an_engine_that_slept_samples_as_before(enforce_eager, checkpoint):
 def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, enforce_eager, checkpoint, tmp_path):
     generation = engines.start(checkpoint(architecture), engine_kwargs={"enforce_eager": enforce_eager})
     generation.calibrate = lambda: engines.some_scales(2, 1)
-    assert generation.recipe.fp8_experts and generation.kernels["Fp8MoeBackend.TRITON"] == 2
+    assert generation.recipe.fp8_experts and generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
     synced = engines.after_two_syncs(generation)
     engines.require_whole_audit(generation)
     engines.shutdown(generation.llm)
@@ -209,7 +211,7 @@ def test_vllm_returns_the_experts_of_every_token(enforce_eager, checkpoint):
 @WITH_AND_WITHOUT_GRAPHS
 def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkpoint):
     kwargs = {"enforce_eager": enforce_eager}
-    generation = engines.start(checkpoint("qwen3_moe", num_experts=8), engine_kwargs=kwargs, followed=True)
+    generation = engines.start(checkpoint("qwen3_moe", num_experts=8), engine_kwargs=kwargs, match_rounding=True)
     tap = AttentionTap(generation.model)
     scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
@@ -217,7 +219,7 @@ def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkp
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
     tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
-    scaling, fused = generation.expert_scaling
+    scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap, experts_flow)
     engines.shutdown(generation.llm)

@@ -14,8 +14,9 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from engine import engines
 from engine.played_attention import engine_with, played_attention
+from trl_fp8.engine.protocol import ActivationScaling
 from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
-from trl_fp8.engine.vllm.linear_kernels import ActivationScaling, activation_scaling
+from trl_fp8.engine.vllm.numerics import activation_scaling
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow import precision_flow
@@ -54,7 +55,7 @@ def synced(checkpoint, **flags):
 
 
 def flow_of(generation, **fields):
-    scaling = generation.activation_scaling
+    scaling = generation.numerics.linears
     return FP8Flow(
         weight_format=generation.recipe.scale_format,
         activation_format=scaling.scale_format,
@@ -249,7 +250,7 @@ def test_an_fp8_linear_gives_the_engines_bf16_outputs(scale_format, checkpoint):
         if last == "qkv_proj":  # a bias that is added before the product is rounded to BF16 rounds differently
             x, y = seen[0]
             once = torch.cat([layer.quantized_weight().dequantize(torch.float32) for layer in layers])
-            codes = quantize_activation(x, "fp32", amax_floor=generation.activation_scaling.amax_floor)
+            codes = quantize_activation(x, "fp32", amax_floor=generation.numerics.linears.amax_floor)
             product = codes.dequantize(torch.float32) @ once.T + torch.cat([layer.bias for layer in layers])
             assert (product.to(torch.bfloat16) != y).float().mean() > 0.05
         x, y = (torch.cat(parts) for parts in zip(*seen, strict=True))
@@ -306,8 +307,8 @@ def test_the_kernels_activation_scaling_is_read_from_the_engine(checkpoint, monk
         return torch.equal(ours.scale, scale) and torch.equal(ours.qdata.view(torch.uint8), codes.view(torch.uint8))
 
     assert same(FLOORED_SCALE_AMAX) and not same(ACTIVATION_AMAX_FLOOR)
-    assert activation_scaling(model) == generation.activation_scaling
+    assert activation_scaling(model) == generation.numerics.linears
     with monkeypatch.context() as patch, pytest.raises(RuntimeError, match=r"(?s)in 2 ways.*'fp32'.*'pow2'.*Pin one"):
         patch.setattr(kernel, "use_ue8m0", True)
         activation_scaling(model)
-    assert generation.activation_scaling == ActivationScaling("fp32", 1 / 512)
+    assert generation.numerics.linears == ActivationScaling("fp32", 1 / 512)

@@ -85,7 +85,7 @@ def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
     assert report.audited_tensors == len(parameters) + len(fp8)
     # e4m3 rounds to 4 significant bits: uniform relative error of at most 1/16 has an rms of a few percent
     assert 0.02 < report.weight_relative_error < 0.03
-    assert generation.kernels == {"ReferenceFp8BlockKernel": 8}  # qkv, o, gate_up, down in 2 layers
+    assert generation.numerics.kernels == {"ReferenceFp8BlockKernel": 8}  # qkv, o, gate_up, down in 2 layers
     assert torch.equal(report.kv_scales.values, engines.some_scales(2, 1).values)
     engines.shutdown(generation.llm)
 

@@ -10,6 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from trainer.runs import arguments, training
+from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.instruments import follow_attention, precision_flow
 from trl_fp8.policy.flow.linear import FP8Linear
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
@@ -56,7 +57,7 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     moved = {name: value for name, value in trainer.model.state_dict().items() if not torch.equal(value, start[name])}
     assert len(moved) == len(start)
-    assert trainer.vllm_generation.followed  # compiled, the engine would keep its roundings
+    assert trainer.vllm_generation.match_rounding  # compiled, the engine would keep its roundings
     assert min(column(trainer, "grad_norm")) > 0
 
 
@@ -74,11 +75,11 @@ def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_p
     trainer = run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True)
     mismatch = column(trainer, MISMATCH)
     assert min(mismatch) > VISIBLE, mismatch
-    assert not trainer.vllm_generation.followed
+    assert not trainer.vllm_generation.match_rounding
 
 
 def test_simulated_attention_weights_follow_an_engine_that_rounds_them(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_fp8.engine.vllm.generation.attention_weight_offset", lambda engine: 256.0)
+    monkeypatch.setattr("trl_fp8.engine.vllm.numerics.attention_weight_offset", lambda engine: 256.0)
     flags = FULL | {"gradient_checkpointing": True}  # the chunks are made again within layers that are
     with engine_with(played_attention(torch.float8_e4m3fn)):
         followed, not_followed = (
@@ -105,7 +106,7 @@ def test_an_engine_without_fp8_kernels_has_nothing_to_follow():
     trainer = SimpleNamespace(
         args=SimpleNamespace(fp8_forward="full"), recipe=FP8Recipe(("a", "b"), fp8_experts=("c",))
     )
-    generation = SimpleNamespace(activation_scaling=None, expert_scaling=None)
+    generation = SimpleNamespace(numerics=EngineNumerics(kernels={}))
     expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
         precision_flow(trainer, generation, None)

@@ -175,7 +175,7 @@ def test_fp8_experts_train_with_replay(lora, flags, moe, tmp_path):
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
         trainer.train()
         assert trainer.recipe.fp8_experts and trainer.vllm_generation.audit_failures == 0
-        assert trainer.vllm_generation.kernels["Fp8MoeBackend.TRITON"] == 2
+        assert trainer.vllm_generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
         changed = {n for n, p in trainer.model.named_parameters() if n in before and not torch.equal(p, before[n])}
     # weights of routers and experts, or adapters of both kinds of layers
     learned = ("experts", "gate.weight") if lora is None else ("experts", "q_proj.lora_B")

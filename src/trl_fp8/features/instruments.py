@@ -14,8 +14,8 @@ from trl_fp8.sync.replicas import all_reduce_max
 
 
 if TYPE_CHECKING:
+    from trl_fp8.engine.protocol import ActivationScaling
     from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-    from trl_fp8.engine.vllm.linear_kernels import ActivationScaling
 
 
 def tap_attention(trainer: GRPOTrainer, recipe: FP8Recipe) -> tuple[AttentionTap, KVCalibrator, FP8Recipe]:
@@ -38,30 +38,29 @@ def tap_attention(trainer: GRPOTrainer, recipe: FP8Recipe) -> tuple[AttentionTap
 
 def follow_attention(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap: AttentionTap) -> None:
     """Let simulated attention round what the engine's kernels were found to round."""
-    tap.quantize_query = generation.quantizes_query
+    tap.quantize_query = generation.numerics.query_rounded
     if trainer.args.simulate_attention_weights:
-        if generation.attention_weight_offset is None:
+        if generation.numerics.attention_weight_offset is None:
             raise ValueError(
                 "simulate_attention_weights=True, but the engine's attention does not round its weights to e4m3 "
                 "(vLLM's GPU kernels over an FP8 KV cache do, the CPU reference does not). Set "
                 "simulate_attention_weights=False."
             )
-        tap.round_weights(generation.attention_weight_offset)
+        tap.round_weights(generation.numerics.attention_weight_offset)
 
 
 def precision_flow(trainer: GRPOTrainer, generation: "FP8VLLMGeneration", tap: AttentionTap | None) -> PrecisionFlow:
     """Make the policy compute what the engine's kernels were found to compute."""
     _require_something_to_follow(trainer, generation)
-    scaling, experts_flow = generation.activation_scaling, None
-    if generation.expert_scaling is not None:
-        expert_scaling, fused = generation.expert_scaling
-        experts_flow = _flow(trainer, expert_scaling, fused_activation=fused)
-        scaling = scaling or expert_scaling
-    return PrecisionFlow(trainer.model, trainer.recipe, _flow(trainer, scaling), tap, experts_flow)
+    numerics, experts_flow = generation.numerics, None
+    if numerics.experts is not None:
+        experts_flow = _flow(trainer, numerics.experts, fused_activation=numerics.fused_experts)
+    flow = _flow(trainer, numerics.linears or numerics.experts)
+    return PrecisionFlow(trainer.model, trainer.recipe, flow, tap, experts_flow)
 
 
 def _require_something_to_follow(trainer: GRPOTrainer, generation: "FP8VLLMGeneration") -> None:
-    if generation.activation_scaling is None and generation.expert_scaling is None:
+    if generation.numerics.linears is None and generation.numerics.experts is None:
         recipe = trainer.recipe
         raise RuntimeError(
             f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's block-FP8 kernels: expected are those of "

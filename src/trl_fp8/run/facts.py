@@ -23,7 +23,7 @@ def run_facts(trainer: GRPOTrainer) -> dict:
         "scale_format": recipe.scale_format if recipe and recipe.fp8_weights else None,
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
-        "kernels": dict(getattr(engine, "kernels", {})),
+        "kernels": dict(engine.numerics.kernels) if hasattr(engine, "numerics") else {},
         "correction": trainer.correction and asdict(trainer.correction),
         "fp8_flags": _own_flags(args),
         "flags": _changed_flags(args),

@@ -37,7 +37,7 @@ def engine_arguments(
     max_num_seqs: int,
     max_model_len: int | None,
     return_routes: bool = False,
-    followed: bool = False,
+    match_rounding: bool = False,
     user: dict | None = None,
 ) -> dict:
     """What to pass to `LLM(...)` over what TRL passes.
@@ -48,7 +48,8 @@ def engine_arguments(
         device: See `Device`.
         max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
         return_routes: Whether the experts that routers choose are wanted.
-        followed: Whether a trainer computes the same, rounding for rounding (`rounding.py`; a CPU engine always does).
+        match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points (on CPU they
+            always are).
         user: `vllm_engine_kwargs`; they win over the pinned backends, and setting by setting over pinned roundings.
 
     Raises:
@@ -63,7 +64,7 @@ def engine_arguments(
     if device.type == "cpu":
         arguments |= _cpu_arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
     else:
-        arguments |= _cuda_arguments(recipe, device) | (rounding.CUDA.arguments() if followed else {})
+        arguments |= _cuda_arguments(recipe, device) | (rounding.CUDA.arguments() if match_rounding else {})
     if return_routes:
         arguments |= _routes_arguments(device, recipe.tensor_parallel_size, user or {})
     return _merged(arguments, user or {})

@@ -10,7 +10,6 @@ generate: TRL's own, behind that refusal; weights and KV scales are compared wit
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 
 import torch
 import trl.generation.vllm_generation as trl_generation
@@ -19,6 +18,7 @@ from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_fp8.engine.protocol import SyncReport
 from trl_fp8.engine.vllm.cpu.attention import reference_attention
 from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
 from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
@@ -37,31 +37,14 @@ from trl_fp8.upstream.patches import substituted
 
 from . import rounding
 from .arguments import Device, engine_arguments
-from .kv_scales import attention_weight_offset, fp8_attention_layers, quantizes_query, verify_kv_scales
+from .kv_scales import fp8_attention_layers, verify_kv_scales
 from .layout import engine_layout
-from .linear_kernels import activation_scaling, expert_scaling, fp8_experts, fp8_kernels
 from .names import require_same_names
+from .numerics import engine_numerics, fp8_experts
 from .rollout_llm import RolloutLLM
 
 
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One finished sync. Seconds are wall time; `quantize_seconds` is the part spent outside the engine's reload.
-    `dead_blocks` has the FP8 weights with blocks that are as good as zero, and their number.
-    """
-
-    seconds: float
-    quantize_seconds: float
-    calibration_seconds: float
-    audited_tensors: int
-    bytes_sent: int
-    fp8_weights: int
-    weight_relative_error: float
-    dead_blocks: dict[str, int]
-    kv_scales: KVScales | None
 
 
 class FP8VLLMGeneration(VLLMGeneration):
@@ -74,17 +57,13 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine_kwargs: The user's `vllm_engine_kwargs`.
         share: Gets each weight that a sync quantized, so that the trainer need not do it again.
         return_routes: Whether `llm.routes` remembers the experts that a mixture of experts' routers choose.
-        followed: Whether a trainer computes what the engine computes: where that one rounds is pinned then.
+        match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.
 
     Attributes:
         last_sync: `SyncReport` of the latest sync, or None.
         audit_failures: Number of syncs that failed their audit (each raised).
-        kernels: Name -> number of the engine's FP8 kernels, of linears and of experts.
-        activation_scaling: How those of linears quantize their input; None if no linear is FP8.
-        expert_scaling: How those of experts do, and whether they fuse the activation; None if no expert is FP8.
-        quantizes_query: Whether the engine's attention rounds q to e4m3 too.
-        attention_weight_offset: See `kv_cache.attention_weight_offset`.
+        numerics: `EngineNumerics`: how the engine computes.
     """
 
     def __init__(
@@ -95,7 +74,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine_kwargs: dict | None = None,
         share: Share | None = None,
         return_routes: bool = False,
-        followed: bool = False,
+        match_rounding: bool = False,
         **kwargs,
     ):
         self.recipe = recipe
@@ -103,7 +82,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.engine_kwargs = engine_kwargs
         self.share = share
         self.return_routes = return_routes
-        self.followed = followed
+        self.match_rounding = match_rounding
         self.last_sync: SyncReport | None = None
         self.audit_failures = 0
         self._engine_is_whole = False
@@ -126,7 +105,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_length,
             return_routes=self.return_routes,
-            followed=self.followed,
+            match_rounding=self.match_rounding,
             user=self.engine_kwargs,
         )
         require_exact_kernels(self.accelerator.device)
@@ -138,13 +117,11 @@ class FP8VLLMGeneration(VLLMGeneration):
             substituted(trl_generation, "LLM", lambda **kwargs: RolloutLLM(**(kwargs | overrides))),
         ):
             super()._init_vllm()
-        if self.followed:
+        if self.match_rounding:
             (rounding.CPU if on_cpu else rounding.CUDA).require(upstream.engine_config(self.llm))
         engine = upstream.engine_model(self.llm)
-        self.kernels = fp8_kernels(engine)
-        self.activation_scaling = activation_scaling(engine)
-        self.expert_scaling = expert_scaling(engine)
-        require_auditable(self.kernels)
+        self.numerics = engine_numerics(engine)
+        require_auditable(self.numerics.kernels)
         buffers = {self.recipe.engine_name(name) for name, _ in persistent_buffers(self.model)}
         self._layout = engine_layout(engine, buffers)
         require_same_names(self.model, self.recipe, self._layout)
@@ -152,9 +129,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             self._replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
         if self.recipe.fp8_kv_cache:
             fp8_attention_layers(engine, self.recipe.kv_cache_skip_layers)
-        self.quantizes_query = quantizes_query(engine)
-        self.attention_weight_offset = attention_weight_offset(engine)
-        logger.info(f"engine FP8 kernels: {dict(self.kernels) or 'none'}, activations: {self.activation_scaling}")
+        logger.info(f"engine: {self.numerics}")
         if self._layout.unreadable:
             reasons = sorted(set(self._layout.unreadable.values()))
             if on_cpu:  # vLLM 0.31 packs experts at the first load only: after a sync they would compute with noise

@@ -3,7 +3,6 @@ to follow.
 """
 
 from collections import Counter
-from typing import NamedTuple
 
 from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -11,15 +10,27 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
 from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX
-from trl_fp8.quantization.e4m3 import ScaleFormat
+
+from .kv_scales import attention_weight_offset, quantizes_query
 
 
-class ActivationScaling(NamedTuple):
-    """Arguments of `quantization.blockwise.quantize_activation` that give the engine's codes and scales."""
+def engine_numerics(model: nn.Module) -> EngineNumerics:
+    """Read how an engine computes off its model.
 
-    scale_format: ScaleFormat
-    amax_floor: float
+    Raises:
+        RuntimeError: Its FP8 linears quantize their input in several ways.
+    """
+    experts = expert_scaling(model)
+    return EngineNumerics(
+        kernels=fp8_kernels(model),
+        linears=activation_scaling(model),
+        experts=experts and experts[0],
+        fused_experts=bool(experts and experts[1]),
+        query_rounded=quantizes_query(model),
+        attention_weight_offset=attention_weight_offset(model),
+    )
 
 
 def fp8_kernels(model: nn.Module) -> dict[str, int]:
