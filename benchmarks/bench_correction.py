@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_correction.py [--steps 20]
 
-The first three steps warm up. For each preset the share is (time in `apply_correction`) / (step time), step by step.
+The first three steps warm up. For each preset the share is (time in `batch_log_ratio` and `apply_correction`) / (step time),
+step by step.
 """
 
 import argparse
@@ -45,16 +46,18 @@ def main() -> None:
             if step >= 0:
                 shares[NAMES[step // steps]].append((sum(spent), time.perf_counter() - began[0]))
 
-    apply = trainer_module.apply_correction
+    def timed(function):
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - start)
 
-    def timed(*args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return apply(*args, **kwargs)
-        finally:
-            spent.append(time.perf_counter() - start)
+        return call
 
-    trainer_module.apply_correction = timed
+    for name in ("batch_log_ratio", "apply_correction"):
+        setattr(trainer_module, name, timed(getattr(trainer_module, name)))
     args = FP8GRPOConfig(
         "outputs/bench_correction",
         use_cpu=not torch.cuda.is_available(),

@@ -23,8 +23,9 @@ from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
-from trl_fp8.correction.apply import apply_correction, warn_once
+from trl_fp8.correction.apply import apply_correction, batch_log_ratio, warn_once
 from trl_fp8.correction.importance import RolloutCorrection
+from trl_fp8.correction.log_ratio import LogRatio
 from trl_fp8.features.instruments import follow_attention, precision_flow, tap_attention
 from trl_fp8.planning.plan import Plan, plan_for_model
 from trl_fp8.policy.attention.calibration import KVCalibrator
@@ -291,23 +292,24 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
             logged["fp8/kv_saturation_fraction"].append(saturation)
         training, log = self.model.training, self._run_log
-        sample = log.sample(output) if training and log else None  # before log-probs are corrected
+        ratio = batch_log_ratio(output) if self.correction is not None or log else None
+        sample = log.sample(ratio) if training and log else None
         if self.correction is not None:
-            self._correct(output, logged)
+            self._correct(output, ratio, logged)
         if training and log:
             scales = self.vllm_generation.last_sync.kv_scales if self._calibrator else None
             saturated = self._calibrator.saturated_L2 if self._calibrator else None
             log.generation(self.state.global_step, sample, scales, saturated)
         return output
 
-    def _correct(self, output: dict, logged: dict[str, list]) -> None:
+    def _correct(self, output: dict, ratio: LogRatio, logged: dict[str, list]) -> None:
         wanted = self.correction.trl_mode, self.correction.bound_min, self.correction.bound_max
         bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         from_trl = wanted == (self.vllm_importance_sampling_mode, *bounds)
         if not from_trl:  # TRL described a ratio that is not used
             for statistic in ("min", "mean", "max"):
                 logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(output, self.correction, self.accelerator, ratio_from_trl=from_trl)
+        metrics = apply_correction(output, ratio, self.correction, self.accelerator, ratio_from_trl=from_trl)
         for name, value in metrics.items():
             logged[name].append(value)
         warn_once(metrics, self.correction, self._warned)

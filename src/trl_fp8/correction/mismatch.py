@@ -35,19 +35,15 @@ BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGE
 def mismatch_metrics(
     trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> dict[str, float]:
-    """Mismatch of one batch on one rank. Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
+    """Mismatch of one batch on one rank, from the arguments of `log_ratio` with the mask before any rejection.
 
-    Args:
-        trainer_logps_BT: Log-probs of the sampled tokens under the trainer.
-        rollout_logps_BT: Log-probs under the engine; NaN or infinite means missing, which is counted, not averaged.
-        mask_BT: Nonzero at the tokens that are trained on, before any rejection.
+    Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
     """
-    return summarize_mismatch(mismatch_tally(trainer_logps_BT, rollout_logps_BT, mask_BT).read())
+    return summarize_mismatch(mismatch_tally(log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)).read())
 
 
-def mismatch_tally(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> Tally:
+def mismatch_tally(ratio: LogRatio) -> Tally:
     """The sums behind `mismatch_metrics`, on the device."""
-    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
     log_r_B = log_r_BT.sum(dim=-1)
@@ -60,8 +56,7 @@ def mismatch_tally(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tenso
 
 
 def _token_tally(ratio: LogRatio, log_r_BT: torch.Tensor, k3_BT: torch.Tensor) -> Tally:
-    scored_BT = ratio.scored_BT
-    r_BT, distance_BT = log_r_BT.exp(), log_r_BT.abs()
+    scored_BT, r_BT, distance_BT = ratio.scored_BT, log_r_BT.exp(), log_r_BT.abs()
     return Tally.of(
         {
             "tokens": ratio.mask_BT.sum(),
@@ -136,7 +131,7 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
     scored = sums["scored"]
 
     def mean(name: str, count: float = scored) -> float:
-        return sums[name] / count if count else float("nan")
+        return _quotient(sums[name], count)
 
     metrics = {
         "mismatch/k1_kl": -mean("log_r"),
@@ -154,9 +149,9 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch/fraction_broken": mean("broken", sums["tokens"]),
         "mismatch/fraction_clamped": mean("clamped"),
     }
-    levels = (("", "token", scored), ("sequence_", "sequence", None), ("geometric_", "geometric", None))
-    for prefix, level, count in levels:
-        metrics |= _ratio_metrics(prefix, level, sums[f"{level}.count"] if count is None else count, sums)
+    metrics |= _ratio_metrics("", "token", scored, sums)
+    for level in ("sequence", "geometric"):
+        metrics |= _ratio_metrics(f"{level}_", level, sums[f"{level}.count"], sums)
     for axis in ("position", "length"):
         for name in BIN_NAMES:
             if sums[f"{axis}.{name}.scored"]:
@@ -166,12 +161,11 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
 
 def _ratio_metrics(prefix: str, level: str, count: float, sums: Mapping[str, float]) -> dict[str, float]:
     total, squared = sums[f"{level}.r"], sums[f"{level}.r_squared"]
-    nothing = not count
     return {
-        f"correction/{prefix}ratio_min": float("nan") if nothing else sums[f"{level}.r_min"],
-        f"correction/{prefix}ratio_mean": float("nan") if nothing else total / count,
-        f"correction/{prefix}ratio_max": float("nan") if nothing else sums[f"{level}.r_max"],
-        f"correction/{prefix}effective_sample_size": float("nan") if nothing else total**2 / (count * squared),
+        f"correction/{prefix}ratio_min": sums[f"{level}.r_min"] if count else float("nan"),
+        f"correction/{prefix}ratio_mean": _quotient(total, count),
+        f"correction/{prefix}ratio_max": sums[f"{level}.r_max"] if count else float("nan"),
+        f"correction/{prefix}effective_sample_size": _quotient(total**2, count * squared),
     }
 
 

@@ -6,6 +6,7 @@ import torch
 from accelerate.logging import get_logger
 from transformers import TrainerCallback
 
+from trl_fp8.correction.log_ratio import LogRatio
 from trl_fp8.correction.sample import RolloutSample, rollout_sample
 from trl_fp8.quantization.kv_scales import KVScales
 
@@ -35,14 +36,9 @@ class RunLog(TrainerCallback):
         if self.writes and state.log_history:
             self._write(append, "log", state.log_history[-1])
 
-    def sample(self, batch: Mapping[str, torch.Tensor]) -> RolloutSample | None:
-        """Of a generation batch as TRL lays it out, before a correction changes its log-probs; nothing is
-        waited for.
-        """
-        if not self.writes or not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
-            return None
-        mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
-        return rollout_sample(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask_BT)
+    def sample(self, ratio: LogRatio | None) -> RolloutSample | None:
+        """Of one generation's log-ratios, where TRL has them; nothing is waited for."""
+        return rollout_sample(ratio) if self.writes and ratio is not None else None
 
     def generation(
         self, step: int, sample: RolloutSample | None, scales: KVScales | None, saturation_L2: torch.Tensor | None
