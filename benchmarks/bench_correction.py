@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/bench_correction.py [--steps 20]
 
-The first three steps warm up. For each preset the share is (time in `batch_log_ratio` and `apply_correction`) / (step time),
-step by step.
+The first three steps warm up. For each preset the share is (time in `batch_log_ratio` and `apply_correction`) /
+(step time), step by step.
 """
 
 import argparse

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from trainer.runs import arguments, dataset, reward_digits  # noqa: E402
 
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
-from trl_fp8.export.export import verify_export  # noqa: E402
+from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
 from trl_fp8.sync.weight_stream import StreamReport, weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402

@@ -16,7 +16,8 @@ from trl.trainer.utils import ensure_master_addr_port
 
 from engine import engines
 from engine.reference_experts import reference_fp8_experts
-from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, verify_export
+from trl_fp8.export.checksums import CHECKSUMS, verify_export
+from trl_fp8.export.export import INDEX, export_fp8
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model
 

@@ -10,6 +10,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -20,7 +21,7 @@ from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
 from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.names import require_same_names
-from trl_fp8.recipe import servable
+from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.weight_stream import StreamReport, weight_stream
@@ -136,6 +137,19 @@ def test_what_is_refused_would_not_arrive(model_type, tmp_path):
     with pytest.raises(Exception) as later:
         deliver(policy, tmp_path)
     assert REFUSED[model_type] in f"{type(later.value).__name__}: {later.value}"
+
+
+@pytest.mark.parametrize("family", [names.TRANSFORMERS, names.MIXTRAL], ids=lambda family: family.block)
+def test_experts_are_called_what_vllms_loader_calls_them(family):
+    (gate, up), (down,) = family.published
+    mapping = RoutedExperts.build_expert_params_mapping(
+        gate, down, up, 2, include_fused=True, routed_experts_prefix=""
+    )
+    holds = {loaded: parameter for parameter, loaded, *_ in mapping}
+    for held, sent in zip(names.HELD, family.fused, strict=True):
+        assert holds[f"experts.{sent}"] == f"experts.{held}_weight" and names.sent_expert_name(held, gate) == sent
+        for published in names.published_names(f"model.experts.{sent}"):
+            assert holds[published.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
 
 
 def test_every_listed_model_type_is_tried():

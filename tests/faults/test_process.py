@@ -13,7 +13,8 @@ from trainer.runs import arguments, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from faults.dying import FLAGS, PLACES
-from trl_fp8.export.export import export_fp8, verify_export
+from trl_fp8.export.checksums import verify_export
+from trl_fp8.export.export import export_fp8
 from trl_fp8.run.checkpoints import marker
 from trl_fp8.run.file import FILE
 

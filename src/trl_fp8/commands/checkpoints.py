@@ -30,7 +30,7 @@ def add_verify_arguments(parser: ArgumentParser) -> None:
 
 
 def verify(given: Namespace) -> str:
-    from trl_fp8.export.export import verify_export
+    from trl_fp8.export.checksums import verify_export
 
     return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
 
@@ -43,6 +43,6 @@ def add_push_arguments(parser: ArgumentParser) -> None:
 
 
 def push(given: Namespace) -> str:
-    from trl_fp8.export.export import push_export
+    from trl_fp8.export.push import push_export
 
     return f"pushed: {push_export(given.folder, given.repo_id, private=given.private, revision=given.revision)}"

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-PARAMETERS = ("gate_up_proj", "down_proj")
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 
 

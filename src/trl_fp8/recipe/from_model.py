@@ -7,8 +7,8 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from .experts import PARAMETERS, expert_modules
-from .names import checkpoint_name, full_shape
+from .experts import expert_modules
+from .names import TRANSFORMERS, checkpoint_name, full_shape
 from .outline import Outline
 
 
@@ -82,4 +82,4 @@ def _has_usual_layout(experts: nn.Module) -> bool:
     """transformers marks experts that are stored transposed, or with gate and up interleaved."""
     named = sorted(name for name, _ in experts.named_parameters(recurse=False))
     odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
-    return named == sorted(PARAMETERS) and not odd
+    return named == sorted(TRANSFORMERS.fused) and not odd

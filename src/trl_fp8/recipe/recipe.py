@@ -15,21 +15,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.formats import BLOCK, ScaleFormat
 
-from .experts import PARAMETERS, router_name, why_not_fp8
-from .names import engine_name
+from .experts import router_name, why_not_fp8
+from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name
 from .outline import Outline
 
 
 if TYPE_CHECKING:
     from torch import nn
 
-
-# What vLLM shards along N (columns of x @ W.T) and along K (rows).
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _PROJECTION = re.compile(
     r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>"
@@ -68,7 +64,7 @@ class FP8Recipe:
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
         """Checkpoint names of the weights that are FP8."""
-        experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in PARAMETERS}
+        experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in TRANSFORMERS.fused}
         return frozenset(experts | {f"{name}.weight" for name in self.fp8_modules})
 
     @property
@@ -154,7 +150,7 @@ def recipe_for(
             reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
     kept = {name: reasons[name] for name in modules if reasons[name]}
     if fp8_weights and len(kept) == len(modules):
-        offenders = "\n".join(f"  {name}: {reason}" for name, reason in list(kept.items())[:8])
+        offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"

@@ -7,8 +7,10 @@ from pathlib import Path
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl_fp8.export.export import CHECKSUMS, export_fp8, push_export
+from trl_fp8.export.checksums import CHECKSUMS
+from trl_fp8.export.export import export_fp8
 from trl_fp8.export.model_card import fp8_section
+from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.sync.policy_checks import require_finite
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from trl_fp8.listing import listed
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name
@@ -58,11 +59,10 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         reduce_max(bad)
     names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
     if names:
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ValueError(
-            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: {listed}. "
-            "Nothing was sent; the engine still serves the previous weights. Look at the last optimizer step "
-            "(learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
+            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: "
+            f"{listed(names, 8)}. Nothing was sent; the engine still serves the previous weights. Look at the last "
+            "optimizer step (learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
         )
 
 

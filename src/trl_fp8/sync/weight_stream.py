@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.blockwise import BLOCK, dead_blocks, quantize_weight
 from trl_fp8.quantization.e4m3 import ScaleFormat
 from trl_fp8.quantization.kv_scales import QKV, KVScales
@@ -105,7 +106,7 @@ def weight_stream(
             yield recipe.engine_name(name), tensor
     if pending:
         raise RuntimeError(
-            f"the policy lacks {len(pending)} weights that the engine expects in FP8: {sorted(pending)[:6]}. Were "
+            f"the policy lacks {len(pending)} weights that the engine expects in FP8: {listed(sorted(pending))}. Were "
             "modules renamed or replaced after the trainer was made?"
         )
     for name, buffer in buffers:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.recipe.servable import REMEDY
 
@@ -69,7 +70,7 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
     if wrong:
         raise RuntimeError(
             f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  "
-            + "\n  ".join(wrong[:8])
+            + listed(wrong, 8, "\n  ")
             + "\n"
             "Remove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
             f"{READ_EACH_TIME}."
@@ -128,5 +129,6 @@ def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collecti
             ]
     if wrong:
         raise RuntimeError(
-            f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  " + "\n  ".join(wrong[:12])
+            f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  "
+            + listed(wrong, 12, "\n  ")
         )

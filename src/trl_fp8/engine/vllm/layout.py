@@ -19,6 +19,7 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
+from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Layout, Piece, Span
 
@@ -66,7 +67,7 @@ def _why_unreadable(module: nn.Module) -> str | None:
 def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     in_blocks = attribute == "weight_scale_inv"
     dtype = getattr(module, attribute).dtype
-    if isinstance(module, RoutedExperts) and attribute.startswith(("w13_weight", "w2_weight")):
+    if isinstance(module, RoutedExperts) and attribute.partition("_weight")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
     for name, rows, columns, offset in _shards(model, prefix, module):
@@ -84,9 +85,8 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
     """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert."""
     fused, _, kind = attribute.partition("_weight")
-    own_names = {"w13": "gate_up_proj", "w2": "down_proj"} if module.ckpt_gate_proj_name == "gate_proj" else {}
-    name = f"{prefix.partition('.experts.')[0]}.experts.{own_names.get(fused, fused)}{kind}"
-    halved = fused == "w13"
+    name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
+    halved = fused == HELD[0]
     size = getattr(module, attribute).shape[1] // 2 if halved else getattr(module, attribute).shape[2]
     sent = None, None, Span(module.moe_config.tp_rank * size, size)
     return Piece(name, module, attribute, dtype, sent=sent, halved=halved)
@@ -99,11 +99,12 @@ def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[
     parent, _, leaf = prefix.rpartition(".")
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas
-        sizes = [
-            ("q_proj", module.num_heads * module.head_size, module.tp_rank),
-            ("k_proj", module.num_kv_heads * module.head_size, kv_rank),
-            ("v_proj", module.num_kv_heads * module.v_head_size, kv_rank),
+        parts = [
+            (module.num_heads * module.head_size, module.tp_rank),
+            (module.num_kv_heads * module.head_size, kv_rank),
+            (module.num_kv_heads * module.v_head_size, kv_rank),
         ]
+        sizes = [(name, *part) for name, part in zip(FUSED[0], parts, strict=True)]
     elif isinstance(module, MergedColumnParallelLinear):
         names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())  # StableLM's class, for one, has no mapping
         if len(names) != len(module.output_partition_sizes):

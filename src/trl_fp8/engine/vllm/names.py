@@ -5,6 +5,7 @@ What `trl_fp8.servable` knows of is refused earlier; this finds what it does not
 
 from torch import nn
 
+from trl_fp8.listing import listed
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import unservable
@@ -24,11 +25,8 @@ def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> N
     empty = [name for name in (*layout.pieces, *layout.unreadable) if name not in filled]
     if unknown or empty:
         reason = (
-            f"vLLM's class has {len(empty)} tensors under names that the policy does not have ({_some(empty)}), and "
-            f"the policy {len(unknown)} that the class does not have ({_some(unknown)})"
+            f"vLLM's class has {len(empty)} tensors under names that the policy does not have "
+            f"({listed(sorted(empty), 4) or 'none'}), and the policy {len(unknown)} that the class does not have "
+            f"({listed(sorted(unknown), 4) or 'none'})"
         )
         raise ValueError(unservable(recipe.model_type, reason))
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "none"

@@ -19,6 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.blockwise import FLOORED_SCALE_AMAX, dequantize_weight, quantize_activation
 from trl_fp8.recipe.experts import expert_modules
 
@@ -130,8 +131,8 @@ class FP8ExpertModules:
         """
         if names and flow.backward == "fp8":
             raise ValueError(
-                f"fp8_backward='fp8' with FP8 experts ({names[0]}, ...): their backward is straight-through only. Set "
-                "fp8_backward='bf16', or keep the experts in high precision with fp8_ignored_modules."
+                f"fp8_backward='fp8' with FP8 experts ({listed(names, 1)}): their backward is straight-through only. "
+                "Set fp8_backward='bf16', or keep the experts in high precision with fp8_ignored_modules."
             )
         chosen = {name: module for name, module in expert_modules(model) if name in names}
         for module in chosen.values():

@@ -17,7 +17,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.blockwise import BLOCK
 from trl_fp8.recipe.from_model import linear_layers
-from trl_fp8.recipe.recipe import FUSED, ROW_PARALLEL
+from trl_fp8.recipe.names import FUSED, ROW_PARALLEL
 
 from .flow import FP8Flow
 from .gemm import require_backend, torchao_linear
