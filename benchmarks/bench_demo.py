@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import record
-
-from trl_fp8.report.comparison import plot_rewards
+from pictures import plot_rewards
 
 
 ROOT = Path(__file__).parents[1]

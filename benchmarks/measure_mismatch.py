@@ -24,6 +24,7 @@ from pathlib import Path
 
 import record
 import torch
+from pictures import plot_ladder
 from vllm import SamplingParams
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
@@ -35,7 +36,6 @@ from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
-from trl_fp8.report.comparison import plot_ladder
 from trl_fp8.upstream.vllm import engine_model
 
 

@@ -36,12 +36,11 @@ from addition_task import (
     policy_sampler,
     reinforcement_dataset,
 )
+from demo_report import demo_table, plot_training
 from transformers import ProgressCallback
 from trl import TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, __version__
-from trl_fp8.report.table import demo_table
-from trl_fp8.report.training import plot_training
 
 
 @dataclass

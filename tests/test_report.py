@@ -3,14 +3,17 @@
 import json
 import math
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
 from trl_fp8.report.curves import moving_mean
-from trl_fp8.report.table import demo_table
-from trl_fp8.report.training import plot_training, training_figure
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from demo_report import demo_table, plot_training, training_figure  # noqa: E402
 
 
 SUMMARY = {

@@ -28,6 +28,16 @@ class Panel:
     steady: bool = False
 
 
+TRAINING_PANELS = (
+    Panel("reward", "Reward", "mean over a step's completions"),
+    Panel(
+        "sampling/sampling_logp_difference/mean", "Mismatch of rollout and trainer", "mean |log-prob difference|, nats"
+    ),
+    Panel("completions/mean_length", "Completion length", "mean, tokens"),
+    Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
+)
+
+
 def curves_figure(
     log_history: Iterable[Mapping[str, Any]], panels: Sequence[Panel], title: str | None = None
 ) -> "tuple[Figure, dict[str, Axes]]":

@@ -12,10 +12,9 @@ from trl_fp8.run.file import Run
 from .canvas import save
 from .checks import checks
 from .comparison import ladder_figure, rewards_figure
-from .curves import Panel, curves_figure
-from .kv_cache import saturation_figure, scales_figure
+from .curves import TRAINING_PANELS, Panel, curves_figure
 from .rollouts import log_prob_figure, position_figure, ratio_figure
-from .training import training_figure
+from .scales import saturation_figure, scales_figure
 
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ def _run(run: Run, folder: Path, prefix: str) -> str:
         for check in checks(run)
     )
     pictures = {
-        "training": lambda: training_figure(run.logs),
+        "training": lambda: _panels(run, TRAINING_PANELS),
         "mismatch": lambda: _panels(run, MISMATCH_PANELS),
         "importance ratios": lambda: ratio_figure(run),
         "log-probs": lambda: log_prob_figure(run),
