@@ -2,16 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_fp8.planning.plan import format_bytes
-from trl_fp8.report.canvas import MARK, save
+from trl_fp8.report.canvas import MARK, Axes, Figure, save
 from trl_fp8.report.curves import TRAINING_PANELS, curves_figure
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def plot_training(
@@ -26,7 +21,7 @@ def plot_training(
 
 def training_figure(
     log_history: Iterable[Mapping[str, Any]], title: str | None = None, held_out: Mapping[int, float] | None = None
-) -> "Figure":
+) -> Figure:
     """Reward, mismatch, completion length and sync time over the steps, a panel each.
 
     Args:
@@ -36,7 +31,6 @@ def training_figure(
 
     Raises:
         ValueError: `log_history` holds none of the series.
-        ImportError: matplotlib is not installed.
     """
     figure, axes = curves_figure(log_history, TRAINING_PANELS, title)
     if "reward" in axes and held_out:
@@ -45,7 +39,7 @@ def training_figure(
     return figure
 
 
-def _mark_held_out(axes: "Axes", held_out: Mapping[int, float]) -> None:
+def _mark_held_out(axes: Axes, held_out: Mapping[int, float]) -> None:
     steps, rewards = zip(*sorted(held_out.items()), strict=True)
     axes.plot(
         steps,

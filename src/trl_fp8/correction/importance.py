@@ -197,20 +197,19 @@ def correct(
     for kept_BT in keep_by.values():
         keep_BT = keep_BT & kept_BT
 
-    counts = {
-        "units": is_unit.sum(),
-        "clipped_high": (too_high & is_unit).sum(),
-        "clipped_low": (too_low & is_unit).sum(),
-    }
-    statistics = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
-    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, counts, statistics)
+    counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
+    constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
+    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, counts, constants)
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
         return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, report)
+    loss_weights = bounded if correction.level == "sequence" else weights_BT
+    if correction.reject and correction.denominator == "keep":  # rejected tokens count, with a weight of 0
+        loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
     return CorrectedRollout(
         weights=weights_BT,
         keep_mask=keep_BT,
-        loss_weights=_loss_weights(bounded, weights_BT, keep_BT, ratio, correction),
+        loss_weights=loss_weights,
         loss_mask=keep_BT if correction.denominator == "shrink" else ratio.mask_BT,
         old_logps=_bypass_logps(ratio) if correction.bypass else None,
         report=report,
@@ -263,19 +262,6 @@ def _batch_statistics(
     mean = weight_sum / units.clamp(min=1)
     usable = (mean > _MEAN_FLOOR) & correction.batch_normalize
     return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
-
-
-def _loss_weights(
-    bounded: torch.Tensor,
-    weights_BT: torch.Tensor,
-    keep_BT: torch.Tensor,
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-) -> torch.Tensor:
-    """Weights in the shape the loss takes, with rejected tokens at 0 if they stay in the denominator."""
-    if correction.denominator == "keep" and correction.reject:
-        return weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
-    return bounded if correction.level == "sequence" else weights_BT
 
 
 def _bypass_logps(ratio: LogRatio) -> torch.Tensor:

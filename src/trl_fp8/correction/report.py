@@ -17,7 +17,7 @@ def correction_tally(
     keep_BT: torch.Tensor,
     keep_by: Mapping[str, torch.Tensor],
     counts: Mapping[str, torch.Tensor],
-    statistics: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
 ) -> Tally:
     """Sums of one batch.
 
@@ -26,8 +26,8 @@ def correction_tally(
         weights_BT: Weights after bound and normalization.
         keep_BT: Tokens that all rejection rules accept.
         keep_by: For each rule, the tokens it accepts.
-        counts: Number of units that a ratio was taken over, and of those outside the bounds.
-        statistics: Mean weight and log of the centre that were used, the same on every rank.
+        counts: Which units a ratio was taken over, and which of those are outside the bounds.
+        constants: Mean weight and log of the centre that were used, the same on every rank.
     """
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
     contributes_BT = used_BT > 0
@@ -39,11 +39,11 @@ def correction_tally(
         "weight": torch.where(mask_BT, weights_BT, 0.0).sum(dtype=torch.float64),
         "used": used_BT.sum(),
         "used_squared": used_BT.square().sum(),
-        **counts,
+        **{name: which.sum() for name, which in counts.items()},
         **{f"rejected_tokens.{name}": (mask_BT & ~kept_BT).sum() for name, kept_BT in keep_by.items()},
     }
-    prefixed = [{f"correction.{name}": value for name, value in group.items()} for group in (sums, statistics)]
-    return Tally.of(prefixed[0], maxima=prefixed[1])  # equal values merge into themselves
+    sums, constants = ({f"correction.{name}": value for name, value in group.items()} for group in (sums, constants))
+    return Tally.of(sums, maxima=constants)  # merging equal values by maximum changes nothing
 
 
 def correction_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -2,23 +2,19 @@
 
 from collections.abc import Sequence
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.file import Run
 
-from .canvas import RAW, SERIES, TREND, new_figure, tidy
+from .canvas import RAW, SERIES, TREND, Figure, new_figure, tidy
 from .curves import Panel, moving_mean, series
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 REWARD = Panel("reward", "", "")
 MISMATCH = Panel("mismatch/logp_difference_mean", "", "")
 TRL_MISMATCH = Panel("sampling/sampling_logp_difference/mean", "", "")  # where no correction of ours reports
 
 
-def rewards_figure(runs: Sequence[Run], window: int = 5) -> "Figure | None":
+def rewards_figure(runs: Sequence[Run], window: int = 5) -> Figure | None:
     """Reward over the steps, a line a run; None if none has rewards."""
     curves = {run.name: points for run in runs if (points := series(run.logs, REWARD))[0]}
     if not curves:
@@ -33,7 +29,7 @@ def rewards_figure(runs: Sequence[Run], window: int = 5) -> "Figure | None":
     return figure
 
 
-def ladder_figure(runs: Sequence[Run]) -> "Figure | None":
+def ladder_figure(runs: Sequence[Run]) -> Figure | None:
     """Mismatch of each run: mean over its logged steps, with the middle 80 % of them; None if it was not measured."""
     measured = {run.name: values for run in runs if (values := mismatches(run))}
     if not measured:

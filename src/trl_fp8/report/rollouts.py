@@ -2,20 +2,16 @@
 
 from math import exp
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.file import Run
 
-from .canvas import MARK, RAW, TREND, new_figure, tidy
+from .canvas import MARK, RAW, TREND, Figure, new_figure, tidy
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 4000  # of the scatter
 
 
-def ratio_figure(run: Run) -> "Figure | None":
+def ratio_figure(run: Run) -> Figure | None:
     """Histogram of pi_trainer / pi_rollout over all recorded tokens, and of the last quarter; None if none was
     recorded.
     """
@@ -48,7 +44,7 @@ def ratio_figure(run: Run) -> "Figure | None":
     return figure
 
 
-def log_prob_figure(run: Run) -> "Figure | None":
+def log_prob_figure(run: Run) -> Figure | None:
     """Log-prob of a token under the trainer against that under the engine, latest rollouts; None if none was
     recorded.
     """
@@ -70,7 +66,7 @@ def log_prob_figure(run: Run) -> "Figure | None":
     return figure
 
 
-def position_figure(run: Run) -> "Figure | None":
+def position_figure(run: Run) -> Figure | None:
     """k3 estimate of KL(rollout, trainer) by position in the completion, first and second half of the run."""
     prefix = "mismatch/k3_kl/position_"
     rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
