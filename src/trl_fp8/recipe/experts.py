@@ -4,10 +4,7 @@
     model.layers.0.mlp.experts.gate_up_proj    [E, 2I, K]  of each expert the gate's rows, then the up projection's
     model.layers.0.mlp.experts.down_proj       [E, K, I]
 
-vLLM loads these fused tensors under the same names, except for Mixtral, whose published checkpoints have names of
-their own that transformers renames while loading and vLLM does not.
-
-Shape letters: E experts, I intermediate size of one expert, K hidden size.
+Shape letters: E experts, I intermediate size of one expert, K hidden size. Other names for them: `names.py`.
 """
 
 from collections.abc import Iterator
@@ -40,9 +37,7 @@ def router_name(experts: str) -> str:
 
 
 def is_router(module: "nn.Module") -> bool:
-    """Whether a module is a router that chooses experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral
-    and OLMoE.
-    """
+    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
     return type(module).__name__.endswith("TopKRouter")
 
 

@@ -40,15 +40,15 @@ class FP8Recipe:
     """What is FP8 in the engine. Made by `recipe_for_model`; every field is final once the engine has started.
 
     Attributes:
-        fp8_modules: Exact names (as in the checkpoint) of the linear layers whose weights are FP8, in model order.
-        fp8_experts: Exact names of the expert modules whose weights are FP8, in model order.
+        fp8_modules: Exact checkpoint names of the linear layers whose weights are FP8, in model order.
+        fp8_experts: Exact checkpoint names of the expert modules whose weights are FP8, in model order.
         kept_modules: Name -> reason, for every linear layer, expert module and router that stays in high precision.
         kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
         kv_cache_skip_layers: Decoder layers whose KV cache stays in the model's dtype.
-        scale_format: Format of the weights' scales, see `trl_fp8.numerics.e4m3`.
-        kv_scale_margin: What the calibrated amax of q, k and v is multiplied by before it becomes a scale.
+        scale_format: Format of the weights' scales, see `trl_fp8.quantization.e4m3`.
+        kv_scale_margin: Factor on the calibrated amax of q, k and v before it becomes a scale.
         tensor_parallel_size: Number of ranks that share one engine.
-        model_type: Of the model's config; a few model types have other names in the engine.
+        model_type: Model type of the config. A few model types have other names in the engine.
     """
 
     fp8_modules: tuple[str, ...]
@@ -123,11 +123,11 @@ def recipe_for(
     """Decide for each linear layer and expert module of a model.
 
     Args:
-        outline: Of the policy.
+        outline: Outline of the policy.
         fp8_weights, kv_cache_dtype, kv_cache_skip_layers, scale_format, kv_scale_margin, tensor_parallel_size: See the
             flags of `FP8GRPOConfig`.
         ignored_modules: Linear layers and expert modules to keep, by exact name.
-        expert_kernels: Whether the engine has kernels for FP8 experts: vLLM has on CUDA, not on CPU.
+        expert_kernels: The engine has kernels for FP8 experts. vLLM has them on CUDA, not on CPU.
 
     Raises:
         ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name

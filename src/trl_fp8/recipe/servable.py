@@ -65,9 +65,9 @@ def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
     """Raise `ValueError` for a model that no engine can serve; the message names its model type, reason and remedy.
 
     Args:
-        outline: Of the policy.
-        resolve: Architectures -> name of the class that vLLM would load them into, None if it has none
-            (`upstream.vllm.engine_class`). None: vLLM is not asked; it is not installed, or would take too long.
+        outline: Outline of the policy.
+        resolve: `upstream.vllm.engine_class`: architectures -> class of vLLM, None where it has none. Without it vLLM
+            is not asked, because it is not installed or would take too long.
     """
     if (reason := why_not_servable(outline, resolve)) is not None:
         raise ValueError(unservable(outline.model_type, reason))

@@ -12,9 +12,7 @@ POINTS = 4000  # of the scatter
 
 
 def ratio_figure(run: Run) -> Figure | None:
-    """Histogram of pi_trainer / pi_rollout over all recorded tokens, and of the last quarter; None if none was
-    recorded.
-    """
+    """Histogram of pi_trainer / pi_rollout, of all tokens and the last quarter's; None if none was recorded."""
     rows = [row for row in run.rollouts if "log_ratio_counts" in row]
     if not rows:
         return None
@@ -45,9 +43,7 @@ def ratio_figure(run: Run) -> Figure | None:
 
 
 def log_prob_figure(run: Run) -> Figure | None:
-    """Log-prob of a token under the trainer against that under the engine, latest rollouts; None if none was
-    recorded.
-    """
+    """Log-probs of the latest rollouts' tokens, trainer against engine; None if none was recorded."""
     pairs: list[list[float]] = []
     for row in reversed(run.rollouts):
         pairs += row.get("log_probs", [])
