@@ -68,20 +68,16 @@ def position_figure(run: Run) -> Figure | None:
     rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
     if not rows:
         return None
-    names = sorted({key for row in rows for key in row if key.startswith(prefix)}, key=lambda key: _first(key, prefix))
+    bins = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
+    bins = sorted(bins, key=lambda name: int(name.rstrip("+").partition("-")[0]))
     figure = new_figure(5.2, 4)
     axes = figure.subplots()
     halves = {"first half of the run": rows[: len(rows) // 2], "second half": rows[len(rows) // 2 :]}
     for shift, color, (label, part) in zip((-0.2, 0.2), (RAW, TREND), halves.items(), strict=True):
-        means = {
-            index: fmean(v) for index, name in enumerate(names) if (v := [row[name] for row in part if name in row])
-        }
+        found = [[row[prefix + name] for row in part if prefix + name in row] for name in bins]
+        means = {index: fmean(values) for index, values in enumerate(found) if values}
         axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
-    axes.set_xticks(range(len(names)), [name.removeprefix(prefix) for name in names])
+    axes.set_xticks(range(len(bins)), bins)
     tidy(axes, "Mismatch by position in the completion", "tokens", "KL(rollout, trainer), k3")
     axes.legend(frameon=False, fontsize=9, loc="best")
     return figure
-
-
-def _first(key: str, prefix: str) -> int:
-    return int(key.removeprefix(prefix).rstrip("+").partition("-")[0])
