@@ -97,7 +97,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "weight_bytes_engine": plan.bytes_after if plan else None,
         "kv_bytes_per_token_bf16": plan.kv_bytes_per_token_before if plan else None,
         "kv_bytes_per_token_engine": plan.kv_bytes_per_token_after if plan else None,
-        "kernels": engine.kernels if trainer.recipe else {},
+        "kernels": dict(engine.numerics.kernels) if trainer.recipe else {},
         "rewards": [row["reward"] for row in rows],
         "steps": trainer.state.global_step,
         "training_seconds": seconds,
