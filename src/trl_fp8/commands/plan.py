@@ -1,7 +1,9 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits into a GPU then, from its config.json."""
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,8 +52,9 @@ def _outline(model: str) -> Outline:
     if outline is not None:
         require_servable(outline)
     else:
-        outline = _outline_by_transformers(model, config)
-        require_servable(outline, _vllm_registry())
+        with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
+            outline = _outline_by_transformers(model, config)
+            require_servable(outline, _vllm_registry())
     return outline
 
 
