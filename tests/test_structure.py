@@ -73,6 +73,29 @@ def test_imports_go_one_way():
     assert wrong == []
 
 
+def imported(path):
+    """Names of the modules that a file imports, relative ones as they are written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def test_what_tests_share_stands_in_testing():
+    """No test module is imported by another, nothing is found by a changed path, and oracles share no code with us."""
+    bent = re.compile(r"sys\.path(?:\.(?:insert|append|extend)|\[|\s*\+?=)")
+    for folder in ("tests", "testing", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not bent.search(path.read_text()), f"{path} changes the path of imports"
+            for name in imported(path):
+                assert not re.search(r"(?:^|\.)test_", name), f"{path} imports a test module: {name}"
+                assert folder == "tests" or not name.startswith("tests."), f"{path} imports {name}"
+    for oracle in ("oracles", "fp8_oracle"):
+        ours = [name for name in imported(ROOT / "testing" / f"{oracle}.py") if re.match(r"\.|trl_fp8|testing", name)]
+        assert ours == []
+
+
 def test_every_module_says_what_it_is():
     for path in PACKAGE.rglob("*.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"

@@ -1,7 +1,7 @@
 """The sync on CUDA: kernels, CUDA graphs and FlashAttention. Run with `pytest -m gpu`.
 
 Written from vLLM's source and not yet run: no GPU was at hand. The other engine tests run on CUDA as well where there
-is one (tests/engine/engines.py starts the engine on it).
+is one (testing/engines.py starts the engine on it).
 """
 
 import gc
@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import engines
-from engine.test_precision_flow import calls_of, flow_of
-from engine.test_routes import agreement, sample
+from testing import engines
+from testing.rollouts import agreement, calls_of, flow_of, sample
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap

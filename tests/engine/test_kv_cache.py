@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm import kv_scales as kv_cache
 from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import (

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from testing import tiny_models
 from trl_fp8.policy.attention.observation import QKVObservation
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.model import transformers_model
@@ -54,7 +54,7 @@ def build(architecture="qwen3", implementation="sdpa", **overrides):
     elif architecture == "gemma3n":
         model = Gemma3nForCausalLM(gemma3n_config())
     else:
-        model = tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
+        model = tiny_models.build(architecture, **overrides)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
@@ -170,7 +170,7 @@ def attention_of(model, change: Callable | None = None):
 
 def cached(x: torch.Tensor, scale: float) -> torch.Tensor:
     """The round trip as torch's cast makes it;
-    tests/numerics/test_fake_quant.py has the bytes from first principles.
+    tests/quantization/test_fake_quant.py has the bytes from first principles.
     """
     return ((x.bfloat16().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 

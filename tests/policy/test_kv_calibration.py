@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
+from testing.tiny_models import build
 from trl_fp8.policy.attention.calibration import (
     PROMPTS_ONLY_MARGIN,
     SATURATION_LIMIT,
@@ -28,11 +28,6 @@ from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scale
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]
 ROLLOUTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15], [11, 12, 13, 14, 20, 21, 22]]
 MARGIN = 1.05
-
-
-def build(architecture="qwen3", **overrides):
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides)).eval()
 
 
 def calibrator(model, mode="rollout", **options) -> KVCalibrator:

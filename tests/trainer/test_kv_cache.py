@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.runs import arguments, dataset, training
+from testing.runs import arguments, dataset, training
 
 
 pytestmark = pytest.mark.engine

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine import engines
-from engine.played_attention import engine_with, played_attention
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from trainer.runs import arguments, training
+from testing import engines
+from testing.played_attention import engine_with, played_attention
+from testing.runs import arguments, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.instruments import follow_attention, precision_flow
 from trl_fp8.policy.flow.linear import FP8Linear

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.runs import arguments, training
+from testing.runs import arguments, training
 from trl_fp8.run.rollout_buffer import load_rollouts, save_rollouts
 
 

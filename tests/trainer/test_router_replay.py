@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from engine.reference_experts import offered_fp8_experts
 from peft import LoraConfig
 
-from trainer.runs import arguments, dataset, training
-from trainer.test_trl_features import SMALL_K3, Keypad, chat_tokenizer, chats, generate_calls, recorded, rows, turns
+from testing.chats import Keypad, chat_tokenizer, chats, turns
+from testing.reference_experts import offered_fp8_experts
+from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, rows, training
 from trl_fp8.recipe.experts import NOWHERE
 
 

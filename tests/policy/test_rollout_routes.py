@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 
+from testing import tiny_models
 from trl_fp8.policy.router.replay import RouterReplay
 from trl_fp8.policy.router.routes import RolloutRoutes
 from trl_fp8.recipe.experts import NOWHERE

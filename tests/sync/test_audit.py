@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.kv_scales import attention_layers, verify_kv_scales
 from trl_fp8.sync.ledger import require_auditable

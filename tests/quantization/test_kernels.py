@@ -112,8 +112,13 @@ def interpreted():
 def test_results_are_those_of_torch():
     # Triton's own functions are interpreted only if it was told so before it was imported
     done = subprocess.run(
-        [sys.executable, "-c", "import json, test_kernels; print(json.dumps(test_kernels.interpreted()))"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parent)},
+        [
+            sys.executable,
+            "-c",
+            "import json; from tests.quantization import test_kernels; print(json.dumps(test_kernels.interpreted()))",
+        ],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
     )

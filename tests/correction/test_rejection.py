@@ -3,13 +3,13 @@
 import math
 from dataclasses import replace
 
-import oracles
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
 
+from testing import oracles
+from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.correction.health import health_warnings
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
 from trl_fp8.correction.presets import PRESETS

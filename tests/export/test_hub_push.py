@@ -4,9 +4,9 @@ import json
 
 import huggingface_hub.constants
 import pytest
-from hub_stand_in import HubStandIn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from testing.hub_stand_in import HubStandIn
 from trl_fp8.cli import main
 from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, push_export, verify_export
 

@@ -6,16 +6,15 @@ import re
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
-from trainer.runs import arguments, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
 
-from engine import engines
-from engine.reference_experts import reference_fp8_experts
+from testing import engines, tiny_models
+from testing.reference_experts import reference_fp8_experts
+from testing.runs import arguments, training
 from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, verify_export
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -21,7 +20,7 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
-    PreTrainedTokenizerFast,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -31,6 +30,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from .tokenizer import tokenizer
 
 
 ARCHITECTURES = {
@@ -66,18 +67,6 @@ EXPERTS = {
         n_shared_experts=1,
     ),
 }
-VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *"0123456789+-*/=?<>()., :\n", *"abcdefghijklmnopqrstuvwxyz"]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    extra = [f"<extra_{index}>" for index in range(-len(VOCABULARY) % 64)]
-    core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(VOCABULARY + extra)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", model_max_length=128, **special)
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    return fast
 
 
 def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
@@ -103,55 +92,17 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
     return ARCHITECTURES[architecture][0](**(values | EXPERTS.get(architecture, {}) | overrides))
 
 
-def qwen3_8b() -> Qwen3Config:
-    """The published config of Qwen/Qwen3-8B, as far as it decides shapes."""
-    return config(
-        hidden_size=4096,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151936,
-    )
-
-
-def llama3_1_8b() -> LlamaConfig:
-    """The published config of meta-llama/Llama-3.1-8B, as far as it decides shapes: it has no head_dim."""
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=None,
-    )
-
-
-def qwen3_30b_a3b() -> Qwen3MoeConfig:
-    """The published config of Qwen/Qwen3-30B-A3B, as far as it decides shapes."""
-    return Qwen3MoeConfig(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        tie_word_embeddings=False,
-    )
+def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides) -> PreTrainedModel:
+    """The FP32 model of `config`, in evaluation mode."""
+    torch.manual_seed(seed)
+    return ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).eval()
 
 
 def save_checkpoint(
     folder: Path, architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides
 ) -> str:
     """Write a BF16 checkpoint and its tokenizer; returns the folder as a string."""
-    torch.manual_seed(seed)
-    model = ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).to(torch.bfloat16)
+    model = build(architecture, seed=seed, tied=tied, **overrides).to(torch.bfloat16)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if name.endswith("bias"):  # they start at zero, which would hide that they are dropped
             torch.nn.init.normal_(tensor, std=0.1)

@@ -3,12 +3,11 @@
 import json
 import re
 
-import other_models
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GenerationConfig
 
+from testing import other_models, tiny_models
 from trl_fp8 import FP8GRPOConfig
 from trl_fp8.cli import main
 from trl_fp8.engine.vllm.arguments import Device, engine_arguments

@@ -1,7 +1,6 @@
 """What goes out to the engine, without an engine: names, order, dtypes, aliases, and what is refused."""
 
 import pytest
-import tiny_models
 import torch
 from accelerate import Accelerator
 from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
@@ -10,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from trl.distributed import DistributedBackend
 
+from testing import published, tiny_models
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.quantization.kv_scales import KVScales
@@ -201,7 +201,7 @@ def launches(model) -> int:
 
 def test_launches_of_a_sync_do_not_grow_with_the_number_of_experts():
     with torch.device("meta"):
-        config = tiny_models.qwen3_30b_a3b()
+        config = published.qwen3_30b_a3b()
         full = launches(AutoModelForCausalLM.from_config(config))  # 48 layers of 128 experts, real shapes
         config.num_experts = 8
         few = launches(AutoModelForCausalLM.from_config(config))

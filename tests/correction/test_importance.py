@@ -3,14 +3,14 @@
 import math
 from dataclasses import replace
 
-import oracles
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from testing import oracles
+from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
 from trl_fp8.correction.mismatch import mismatch_tally
 from trl_fp8.correction.presets import PRESETS

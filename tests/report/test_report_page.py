@@ -4,8 +4,8 @@ import random
 import re
 
 import pytest
-from browser import LAPTOP, PHONE, chromium, look_at
 
+from testing.browser import LAPTOP, PHONE, chromium, look_at
 from trl_fp8.cli import main
 from trl_fp8.report.checks import checks
 from trl_fp8.report.page import write_report

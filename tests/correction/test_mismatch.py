@@ -4,13 +4,13 @@ import math
 import typing
 from pathlib import Path
 
-import oracles
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_batches import batches, fp8_batch, pairs_to_logps, random_batch
 
+from testing import oracles
+from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, random_batch
 from trl_fp8.correction.health import health_warnings
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
 from trl_fp8.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch

@@ -6,10 +6,10 @@ import sys
 from time import perf_counter
 
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
+from testing import published, tiny_models
 from trl_fp8.recipe.from_config import CLASSES, outline_of_config
 from trl_fp8.recipe.from_model import outline_of
 
@@ -19,9 +19,9 @@ CONFIGS = {
     "tied": lambda: tiny_models.config(tied=True),
     "biases": lambda: tiny_models.config("llama", attention_bias=True, mlp_bias=True),
     "mistral": lambda: MistralConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, vocab_size=64),
-    "qwen3_8b": tiny_models.qwen3_8b,
-    "qwen3_30b_a3b": tiny_models.qwen3_30b_a3b,
-    "llama3_1_8b": tiny_models.llama3_1_8b,
+    "qwen3_8b": published.qwen3_8b,
+    "qwen3_30b_a3b": published.qwen3_30b_a3b,
+    "llama3_1_8b": published.llama3_1_8b,
     "dense_and_sparse": lambda: tiny_models.config(
         "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]
     ),

@@ -1,18 +1,18 @@
 """Which modules are FP8: alignment, fusion, tensor parallelism, names; and the plan's arithmetic."""
 
 import pytest
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from testing import published, tiny_models
 from trl_fp8.planning.plan import format_bytes, plan_for_model
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
 def build(architecture="qwen3", **overrides):
     with torch.device("meta"):
-        return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
+        return tiny_models.build(architecture, **overrides)
 
 
 PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -188,7 +188,7 @@ def test_plan_of_a_mixture_of_experts_counts_the_experts():
 def test_plan_of_qwen3_30b_a3b_from_its_config_alone():
     """The memory of the real shapes, against figures worked out from the published config by hand."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(tiny_models.qwen3_30b_a3b())
+        model = AutoModelForCausalLM.from_config(published.qwen3_30b_a3b())
     plan = plan_for_model(model, recipe_for_model(model))
     experts = 48 * 128 * 3 * 768 * 2048
     attention = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048)
