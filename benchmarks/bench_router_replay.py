@@ -56,7 +56,8 @@ def flow_of(generation: FP8VLLMGeneration, scales: KVScales, tap: AttentionTap) 
         experts_flow = replace(flow, activation_format=experts.scale_format, activation_amax_floor=experts.amax_floor)
         experts_flow = replace(experts_flow, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
-    tap.scales_L3, tap.quantize_query = scales.values.to(tap.device), generation.numerics.query_rounded
+    tap.simulate(scales.values.to(tap.device))
+    tap.follow(generation.numerics.query_rounded)
 
 
 def same_rollouts(seed: int, prompt_count: int) -> dict:

@@ -87,11 +87,13 @@ class KVCacheFlags:
             "max_tokens": self.kv_calibration_tokens,
         }
 
-    def check_kv_cache(self, blind_pass: str | None) -> None:
-        """Bring the flags into one form. Raises `ValueError` naming flag, value, reason and remedy.
+    def resolve_kv_cache(self, blind_pass: str | None, alone: bool) -> None:
+        """Bring the flags into one form and fill in defaults. Raises `ValueError` naming flag, value, reason and
+        remedy.
 
         Args:
             blind_pass: The other flag, with its value, for which rollouts cannot be observed in the old-log-prob pass.
+            alone: Nothing larger hides the mismatch that simulate_kv_cache takes away.
         """
         if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
             self.kv_cache_dtype = "fp8"
@@ -123,11 +125,10 @@ class KVCacheFlags:
             )
         self._check_skip_layers()
         self._check_needs_fp8()
-
-    def check_attention_weights(self) -> None:
-        """Raise `ValueError` unless what `simulate_attention_weights` builds on is there. Defaults have to be
-        resolved.
-        """
+        if self.simulate_kv_cache is None:
+            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
+        if self.kv_calibration is None:
+            self.kv_calibration = "rollout" if blind_pass is None else "policy"
         if self.simulate_attention_weights and not self.simulate_kv_cache:
             raise ValueError(
                 f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside "

@@ -12,9 +12,8 @@ from trl_fp8.export.model_card import fp8_section
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.sync.policy_checks import require_finite
 
-from .checkpoints import checkpoint_to_resume, marker
+from .checkpoints import checkpoint_to_resume, load_rollouts, marker, save_rollouts
 from .facts import run_facts
-from .rollout_buffer import load_rollouts, save_rollouts
 
 
 class Saving:
@@ -118,8 +117,8 @@ class Saving:
         if self.accelerator.is_main_process:
             unfinished.touch()
         self.accelerator.wait_for_everyone()
-        if self._calibrator:
-            self._calibrator.save(folder, self.accelerator.process_index)
+        for feature in self.features:
+            feature.save(folder)
         if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
         super()._save_checkpoint(model, trial)  # may delete older ones at its end
@@ -131,8 +130,8 @@ class Saving:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not self.args.own_engine:
             return
-        if self._calibrator:
-            self._calibrator.load(checkpoint, self.accelerator.process_index)
+        for feature in self.features:
+            feature.load(checkpoint)
         if rollouts := load_rollouts(checkpoint, self.accelerator):
             self._step, self._buffered_inputs = rollouts
 

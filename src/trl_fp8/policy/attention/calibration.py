@@ -107,6 +107,10 @@ class KVCalibrator:
             self._warn_of_outliers(error_L1[:, 0])
         return kv_scales_from_amax(amax_L3, self.margin_used)
 
+    def expect(self, prompts: list[list[int]]) -> None:
+        """Note the tokens of prompts that are about to be continued."""
+        self.coming_prompts = prompts
+
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
         """Note the tokens of new rollouts (prompt and completion) and the scales that they were sampled under."""
         if self.mode == "policy":
@@ -204,7 +208,7 @@ class KVCalibrator:
         )
 
     def _warn_of_outliers(self, logit_error_L: torch.Tensor) -> None:
-        skipped = self.tap.high_precision_layers
+        skipped = self.tap.skip_layers
         errors = {layer: e for layer, e in outlier_layers(logit_error_L).items() if layer not in skipped}
         if errors:
             logger.warning(outlier_message(errors))
