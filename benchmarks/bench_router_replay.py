@@ -25,12 +25,12 @@ from measure_mismatch import Rollouts, score
 from vllm import SamplingParams
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
-from trl_fp8.policy.router.routes import RolloutRoutes
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
 

@@ -5,7 +5,7 @@ defaults of TRL's own depend on whether anything is FP8, so they are declared as
 with every FP8 flag off the config is TRL's, field for field.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import nn
 from trl import GRPOConfig
@@ -13,6 +13,7 @@ from trl import GRPOConfig
 from .correction.importance import RolloutCorrection
 from .flags.correction import CorrectionFlags
 from .flags.engine import EngineFlags
+from .flags.flag import flag
 from .flags.forward import ForwardFlags
 from .flags.kv_cache import KVCacheFlags
 from .flags.router import RouterFlags
@@ -31,13 +32,11 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
 
     _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["rollout_correction", "vllm_engine_kwargs"]
 
-    fp8_run_log: bool = field(
-        default=True,
-        metadata={
-            "help": "Whether output_dir/fp8_run.jsonl is written, from which `trl-fp8 report` draws: facts of the "
-            "run, its logs, and of each generation a histogram of log-ratios, some pairs of log-probs and the KV "
-            "scales (a few KiB)."
-        },
+    fp8_run_log: bool = flag(
+        True,
+        "Whether output_dir/fp8_run.jsonl is written, from which `trl-fp8 report` draws: facts of the "
+        "run, its logs, and of each generation a histogram of log-ratios, some pairs of log-probs and the KV "
+        "scales (a few KiB).",
     )
 
     def __post_init__(self):

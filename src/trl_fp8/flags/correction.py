@@ -1,11 +1,13 @@
 """Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from trl import GRPOConfig
 
 from trl_fp8.correction.importance import RolloutCorrection
 from trl_fp8.correction.presets import correction_from
+
+from .flag import flag
 
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -15,29 +17,23 @@ TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask
 class CorrectionFlags:
     """What is done about the mismatch of rollouts and policy. To be inherited beside `GRPOConfig`."""
 
-    rollout_correction: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Correction of the rollout's mismatch beyond TRL's four modes: the name of a preset (e.g. "
-            "'fp8_geometric_token_tis', 'nemo_icepop', 'monitor') or the fields of `RolloutCorrection` as JSON, e.g. "
-            '\'{"level": "token", "bound_max": 2.0, "reject": ["token_veto:1e-4:"]}\'. Not set: what '
-            "`vllm_importance_sampling_mode` says. See docs/rollout_correction.md."
-        },
+    rollout_correction: dict | str | None = flag(
+        None,
+        "Correction of the rollout's mismatch beyond TRL's four modes: the name of a preset (e.g. "
+        "'fp8_geometric_token_tis', 'nemo_icepop', 'monitor') or the fields of `RolloutCorrection` as JSON, e.g. "
+        '\'{"level": "token", "bound_max": 2.0, "reject": ["token_veto:1e-4:"]}\'. Not set: what '
+        "`vllm_importance_sampling_mode` says. See docs/rollout_correction.md.",
     )
-    vllm_importance_sampling_mode: str | None = field(
-        default=None,
-        metadata={
-            "help": "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
-            "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
-            "anything is FP8, else 'sequence_mask', as in TRL."
-        },
+    vllm_importance_sampling_mode: str | None = flag(
+        None,
+        "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
+        "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
+        "anything is FP8, else 'sequence_mask', as in TRL.",
     )
-    vllm_importance_sampling_clip_max: float | str | None = field(
-        default="auto",
-        metadata={
-            "help": "Upper bound of the importance ratio, or None for no upper bound. 'auto': 2.0 if anything is FP8, "
-            "else 3.0, as in TRL."
-        },
+    vllm_importance_sampling_clip_max: float | str | None = flag(
+        "auto",
+        "Upper bound of the importance ratio, or None for no upper bound. 'auto': 2.0 if anything is FP8, "
+        "else 3.0, as in TRL.",
     )
 
     def resolve_correction(self, any_fp8: bool) -> None:

@@ -1,10 +1,12 @@
 """Flags of the colocated vLLM engine, `generation_kwargs` among them: they have vLLM's names, not transformers'."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from trl import GRPOConfig
+
+from .flag import flag
 
 
 # What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
@@ -45,20 +47,15 @@ _THE_TRAINERS = {
 class EngineFlags:
     """Whether rollouts come from vLLM, and what else it is told. To be inherited beside `GRPOConfig`."""
 
-    vllm_engine_kwargs: dict | str | None = field(
-        default=None,
-        metadata={
-            "help": "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. "
-            "'{\"enforce_eager\": true}'. What the trainer sets itself (quantization, KV cache type, parallelism, "
-            "seed, ...) is refused; dictionaries within are merged with the trainer's, setting by setting."
-        },
+    vllm_engine_kwargs: dict | str | None = flag(
+        None,
+        "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. "
+        "'{\"enforce_eager\": true}'. What the trainer sets itself (quantization, KV cache type, parallelism, "
+        "seed, ...) is refused; dictionaries within are merged with the trainer's, setting by setting.",
     )
-    use_vllm: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether to generate completions with vLLM. Not set: True if anything is FP8, else "
-            "False, as in TRL."
-        },
+    use_vllm: bool | None = flag(
+        None,
+        "Whether to generate completions with vLLM. Not set: True if anything is FP8, else False, as in TRL.",
     )
 
     def resolve_engine(self, any_fp8: bool) -> None:

@@ -139,7 +139,7 @@ class KVCalibrator:
         return saturation
 
     def save(self, folder: str | Path, rank: int) -> None:
-        """Write what a resumed run needs to calibrate as the uninterrupted one would. On every rank or on none."""
+        """Write `state_dict`: what a resumed run needs to calibrate as the uninterrupted one would."""
         _state_file(folder, rank).write_text(json.dumps(self.state_dict()))
 
     def load(self, folder: str | Path, rank: int) -> None:
