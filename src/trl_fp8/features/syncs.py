@@ -57,9 +57,7 @@ class Syncs(Feature):
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:
-    """Raise `ValueError` for prompts that no engine can continue, before anything is calibrated or synced for them:
-    without tokens, or with more than the engine's context holds (None: not known here).
-    """
+    """Raise `ValueError` for prompts without tokens, or with more than the engine's context holds (None: unknown)."""
     if empty := sum(not prompt for prompt in prompt_ids):
         raise ValueError(
             f"{empty} of {len(prompt_ids)} prompts are empty: there is no token to continue from. Filter them out of "

@@ -10,19 +10,13 @@ from trl_fp8.flags.engine import fsdp1_message
 
 
 def require_rows(dataset: object) -> None:
-    """Raise `ValueError` for a dataset (or None) of known length without rows: training would end at once,
-    without a word.
-    """
+    """Raise `ValueError` for a dataset of known length without rows: training would end at once, without a word."""
     if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
 
 
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
     """Refuse launches that would train something else than they seem to.
-
-    Args:
-        accelerator: Of the trainer.
-        tensor_parallel_size: `vllm_tensor_parallel_size`.
 
     Raises:
         ValueError: Several processes were started but each of them is alone, they cannot be divided among engines, or

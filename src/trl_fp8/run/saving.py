@@ -20,11 +20,10 @@ class Saving:
     """Methods of `FP8GRPOTrainer`; to be inherited before `GRPOTrainer`."""
 
     def save_fp8_model(self, folder: str | Path) -> None:
-        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one;
-        see `trl_fp8.hub.export_fp8`.
+        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one.
 
         A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
-        one at a time; adapters are merged while it lasts.
+        one at a time; adapters are merged while it lasts. See `trl_fp8.hub.export_fp8`.
 
         Raises:
             ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
@@ -69,8 +68,8 @@ class Saving:
         Args:
             repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it
                 does not exist, private with `hub_private_repo`.
-            folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves
-                alone. An earlier export is replaced.
+            folder: The export is written here first, and stays, in place of an earlier one. None: `output_dir/_fp8`,
+                which `push_to_hub` leaves alone.
             commit_message: Of the one commit.
 
         Raises:

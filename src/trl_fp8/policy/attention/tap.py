@@ -72,12 +72,7 @@ class AttentionTap:
         self.skip_layers = frozenset(layers)
 
     def follow(self, query_rounded: bool = False, weight_offset: float | None = None) -> None:
-        """Simulate an engine whose attention rounds more than k and v.
-
-        Args:
-            query_rounded: The engine rounds q, too.
-            weight_offset: The engine's attention multiplies its weights by this and rounds them; attention is
-                `rounded_attention` then. None: it does not round them.
+        """Simulate an engine that rounds q, too, or multiplies attention weights by an offset and rounds them.
 
         Raises:
             ValueError: Weights are to be rounded, and the model's attention gets no mask of queries by keys.
@@ -95,11 +90,9 @@ class AttentionTap:
         self._in_fp64 = True
 
     def simulate(self, scales_L3: torch.Tensor | None) -> None:
-        """Let attention see k and v as an FP8 KV cache under these scales holds them, and give padded sequences the
-        engine's positions (`_before_forward`). None: no longer.
+        """Let attention see k and v as an FP8 KV cache under these scales holds them, until the backward is through.
 
-        Scales have to stay in force until the backward pass is through, because gradient checkpointing runs the
-        forward again.
+        None: no longer. Padded sequences also get the engine's positions, see `_before_forward`.
         """
         self.scales_L3 = scales_L3
 
