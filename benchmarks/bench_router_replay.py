@@ -23,12 +23,12 @@ import torch
 from vllm import SamplingParams
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
-from trl_fp8.policy.router.routes import RolloutRoutes
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
 from . import record
@@ -56,7 +56,8 @@ def flow_of(generation: FP8VLLMGeneration, scales: KVScales, tap: AttentionTap) 
         experts_flow = replace(flow, activation_format=experts.scale_format, activation_amax_floor=experts.amax_floor)
         experts_flow = replace(experts_flow, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
-    tap.scales_L3, tap.quantize_query = scales.values.to(tap.device), generation.numerics.query_rounded
+    tap.simulate(scales.values.to(tap.device))
+    tap.follow(generation.numerics.query_rounded)
 
 
 def same_rollouts(seed: int, prompt_count: int) -> dict:

@@ -131,10 +131,8 @@ def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, varian
         PrecisionFlow(model, generation.recipe, flow, tap)
         BF16Modules.install = install
     if variant.get("simulate"):
-        tap.scales_L3 = scales.values.to(tap.device)
-        tap.quantize_query = generation.numerics.query_rounded
-    if offset := variant.get("weight_offset"):
-        tap.round_weights(offset)
+        tap.simulate(scales.values.to(tap.device))
+        tap.follow(generation.numerics.query_rounded, variant.get("weight_offset"))
     return model
 
 

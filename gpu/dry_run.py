@@ -296,11 +296,11 @@ def _contradictions(found: Found) -> list[str]:
     scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
     if scaled != {str(scale == "pow2") for scale in found.scales}:
         wrong.append(
-            f"activations are quantized with scale_ue8m0={sorted(scaled)}, linear_kernels.py says {found.scales}"
+            f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}"
         )
     if (FUSED_SILU in found.calls) != found.unrounded:
         wrong.append(
-            f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, linear_kernels.py says {found.unrounded}"
+            f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, numerics.py says {found.unrounded}"
         )
     if found.choice == FOLLOWED:
         wrong += [f"{name} was not called" for name in ROUNDING if name not in found.calls]

@@ -23,10 +23,10 @@ ALLOWED = {
     "engine": {"quantization", "recipe", "sync", "upstream"},
     "policy": {"quantization", "recipe"},
     "flags": {"correction", "quantization", "recipe"},
-    "config": {"correction", "flags", "quantization", "recipe", "run"},
+    "config": {"correction", "flags", "recipe"},
     "report": {"correction", "planning", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
-    "run": {"correction", "engine", "export", "policy", "quantization", "recipe", "sync"},
+    "run": {"correction", "engine", "export", "flags", "policy", "quantization", "recipe", "sync"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
@@ -42,8 +42,8 @@ ALLOWED = {
 }
 FOREIGN = {  # packages that only some folders may import
     "vllm": {"engine", "upstream"},
-    "trl": {"commands", "config", "engine", "features", "policy", "run", "trainer"},
-    "transformers": {"commands", "engine", "export", "policy", "run", "trainer"},
+    "trl": {"commands", "config", "engine", "features", "flags", "run", "trainer"},
+    "transformers": {"commands", "engine", "export", "features", "policy", "run", "trainer"},
 }
 
 

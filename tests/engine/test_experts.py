@@ -156,7 +156,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
     generation.calibrate = lambda: scales
     generation.sync_weights()
     theirs = [torch.tensor(prompt) for _, _, prompt in engines.log_probs(generation.llm)]
-    tap.scales_L3 = scales.values
+    tap.simulate(scales.values)
 
     def off():
         differences = []

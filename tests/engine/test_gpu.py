@@ -88,7 +88,8 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     assert generation.numerics.query_rounded and generation.numerics.linears.scale_format == "fp32"
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
-    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    tap.simulate(scales.values.cuda())
+    tap.follow(query_rounded=True)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)
@@ -105,10 +106,11 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     generation.calibrate = lambda: scales
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
-    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    tap.simulate(scales.values.cuda())
+    tap.follow(query_rounded=True)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
     without = distance(generation.model, rollouts)
-    tap.round_weights(generation.numerics.attention_weight_offset)
+    tap.follow(True, generation.numerics.attention_weight_offset)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), without, 0.8)
 
@@ -217,7 +219,8 @@ def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkp
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
-    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    tap.simulate(scales.values.cuda())
+    tap.follow(query_rounded=True)
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap, experts_flow)

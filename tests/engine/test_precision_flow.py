@@ -57,10 +57,10 @@ def policy_log_probs(generation, tap, scales, sequences):
     length = max(map(len, sequences))
     ids = torch.tensor([[0] * (length - len(tokens)) + tokens for tokens in sequences])
     mask = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
-    tap.scales_L3 = scales
+    tap.simulate(scales)
     with torch.no_grad():
         logits = generation.model(input_ids=ids, attention_mask=mask).logits
-    tap.scales_L3 = None
+    tap.simulate(None)
     found = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return [row[length - len(tokens) :] for row, tokens in zip(found, sequences, strict=True)]
 

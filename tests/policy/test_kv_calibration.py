@@ -525,12 +525,12 @@ def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
 
 def test_layers_in_high_precision_are_not_warned_of(caplog):
     model = with_k_bias(100.0)
-    tap = AttentionTap(model, high_precision_layers={0})
+    tap = AttentionTap(model, skip_layers={0})
     calibrator(model, tap=tap).next_scales(model)
     [record] = caplog.records
     assert "kv_cache_skip_layers=[1]" in record.message
     caplog.clear()
-    tap.high_precision_layers = frozenset({0, 1})
+    tap.skip_layers = frozenset({0, 1})
     calibrator(model, tap=tap).next_scales(model)
     assert not caplog.records
     assert list(layers_with_outliers(model, tap, PROMPTS)) == [0, 1]  # which is how they are found in the first place

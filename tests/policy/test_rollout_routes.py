@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from testing import tiny_models
+from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.router.replay import RouterReplay
-from trl_fp8.policy.router.routes import RolloutRoutes
 from trl_fp8.recipe.experts import NOWHERE
 
 

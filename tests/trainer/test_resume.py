@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from testing.runs import arguments, training
-from trl_fp8.run.rollout_buffer import load_rollouts, save_rollouts
+from trl_fp8.run.checkpoints import load_rollouts, save_rollouts
 
 
 pytestmark = pytest.mark.engine

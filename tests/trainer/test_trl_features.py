@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 from testing import engines, tiny_models
 from testing.chats import ROLES, Keypad, chat_tokenizer, chats, turns
 from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, reward_digits, rows, training
+from trl_fp8.features.kv_cache import KVCache
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.quantization.blockwise import quantize_weight
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
@@ -68,7 +69,7 @@ def test_the_next_scales_are_those_of_the_policy_on_whole_rollouts(flags, lora, 
         generations = generate_calls(trainer)
         trainer.train()
         rollouts = [prompt + list(completion) for prompt, completion in zip(*generations[0], strict=True)]
-        seen = observe_sequences(trainer.model, trainer._tap, rollouts)
+        seen = observe_sequences(trainer.model, trainer.feature(KVCache).tap, rollouts)
     expected = kv_scales_from_amax(seen.amax_L3, args.kv_scale_margin)
     assert torch.equal(trainer.vllm_generation.last_sync.kv_scales.values, expected.values)
 
@@ -174,7 +175,9 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
     options = {"train": chats(), "processing_class": tokenizer, "reward_funcs": reward}
     with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2, shuffle_dataset=False), **options) as trainer:
         generations = generate_calls(trainer)
-        calibrated = recorded(trainer.vllm_generation, "calibrate", lambda _: trainer._calibrator.coming_prompts)
+        calibrated = recorded(
+            trainer.vllm_generation, "calibrate", lambda _: trainer.feature(KVCache).calibrator.coming_prompts
+        )
         trainer.train()
     asked = [f"user:{row['prompt']}assistant:" for row in dataset(4) for _ in range(4)]
     assert [text for prompts, _ in generations for text in tokenizer.batch_decode(prompts)] == asked
@@ -196,7 +199,7 @@ def test_tools_are_called_and_their_output_is_not_corrected(source, checkpoint, 
     args = arguments(tmp_path, max_steps=2, generation_kwargs={"max_tokens": 8}, **budget)
     options = {"train": chats(), "processing_class": chat_tokenizer(), "reward_funcs": turns} | source
     with training(checkpoint("qwen3"), args, **options) as trainer:
-        watched = recorded(trainer._tap, "observing", lambda _, observation: observation)
+        watched = recorded(trainer.feature(KVCache).tap, "observing", lambda _, observation: observation)
         syncs, generations = sync_steps(trainer), generate_calls(trainer)
         outputs = recorded(trainer, "_generate_and_score_completions", lambda output, _: dict(output))
         trainer.train()
