@@ -295,13 +295,9 @@ def _contradictions(found: Found) -> list[str]:
     wrong = []
     scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
     if scaled != {str(scale == "pow2") for scale in found.scales}:
-        wrong.append(
-            f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}"
-        )
+        wrong.append(f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}")
     if (FUSED_SILU in found.calls) != found.unrounded:
-        wrong.append(
-            f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, numerics.py says {found.unrounded}"
-        )
+        wrong.append(f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, numerics.py says {found.unrounded}")
     if found.choice == FOLLOWED:
         wrong += [f"{name} was not called" for name in ROUNDING if name not in found.calls]
         if SILU not in found.calls and FUSED_SILU not in found.calls:

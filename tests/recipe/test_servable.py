@@ -11,7 +11,7 @@ from testing import other_models, tiny_models
 from trl_fp8 import FP8GRPOConfig
 from trl_fp8.cli import main
 from trl_fp8.engine.vllm.arguments import Device, engine_arguments
-from trl_fp8.flags import sampling
+from trl_fp8.flags import engine
 from trl_fp8.planning.advice import risks
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.recipe import servable
@@ -168,8 +168,8 @@ def test_what_the_trainer_sets_itself_is_refused(given, said, tmp_path):
 
 
 def test_what_is_advised_instead_is_known_to_whom_it_is_for():
-    assert set(sampling._INSTEAD) <= set(GenerationConfig().to_dict()) - set(sampling.VLLM_NAMES)
-    for words in sampling._INSTEAD.values():
+    assert set(engine._INSTEAD) <= set(GenerationConfig().to_dict()) - set(engine.VLLM_NAMES)
+    for words in engine._INSTEAD.values():
         name, _, given = words.partition("=")
         assert name in FP8GRPOConfig.__dataclass_fields__
-        assert not given or re.search(r"'(\w+)'", given)[1] in sampling.VLLM_NAMES
+        assert not given or re.search(r"'(\w+)'", given)[1] in engine.VLLM_NAMES
