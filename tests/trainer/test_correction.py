@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from trainer.runs import arguments, training
+from testing.runs import arguments, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
 from trl_fp8.correction import apply, importance, log_ratio, mismatch
 from trl_fp8.correction.apply import apply_correction, batch_log_ratio

@@ -2,7 +2,6 @@
 
     ratio = batch_log_ratio(batch)                                     what everything below is made from
     metrics = apply_correction(batch, ratio, correction, accelerator)  weights, rejection, mismatch, report
-    warn_once(metrics, correction, warned)
     sample = rollout_sample(ratio)                                     for the run's file, also without a correction
 
 TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
@@ -18,16 +17,11 @@ from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 
-from .health import health_warnings
 from .importance import RolloutCorrection, correct
 from .log_ratio import LogRatio, log_ratio
 from .mismatch import mismatch_tally, summarize_mismatch
 from .report import correction_metrics
-
-
-logger = get_logger(__name__)
 
 
 def batch_log_ratio(batch: Mapping[str, torch.Tensor]) -> LogRatio | None:
@@ -79,11 +73,3 @@ def apply_correction(
             "kv_cache_dtype='auto' to see which of the two does it."
         )
     return summarize_mismatch(sums) | correction_metrics(sums)
-
-
-def warn_once(metrics: dict[str, float], correction: RolloutCorrection, warned: set[str]) -> None:
-    """Log what `metrics` of `apply_correction` give reason to worry about, unless it is in `warned` already."""
-    for name, text in health_warnings(metrics, correction).items():
-        if name not in warned:
-            warned.add(name)
-            logger.warning(text)

@@ -166,7 +166,7 @@ def require_auditable(kernels: dict[str, int]) -> None:
     """Raise `RuntimeError` if an FP8 kernel of the engine changes weights after loading, so that no audit is possible.
 
     Args:
-        kernels: Name -> number of layers, from `linear_kernels.fp8_kernels`.
+        kernels: Name -> number of layers, from `EngineNumerics`.
     """
     refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
     if refused:
