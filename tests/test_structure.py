@@ -29,7 +29,7 @@ ALLOWED = {
     "report": {"correction", "planning", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
     "run": {"correction", "engine", "export", "flags", "policy", "quantization", "recipe", "sync"},
-    "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
+    "features": {"correction", "engine", "listing", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
         "upstream",
