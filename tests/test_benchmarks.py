@@ -102,12 +102,12 @@ def test_kernels_that_no_trainer_takes_are_labelled(benchmarks, tmp_path, monkey
     from bench_rollout import kernels_of, precision_and_variant
     from table import rollout
 
-    from trl_fp8.engine.vllm import linear_kernels
+    from trl_fp8.engine.vllm import numerics
 
     assert precision_and_variant("fp8_linears_kv_deep_gemm") == ("fp8_linears_kv", "deep_gemm")
     assert precision_and_variant("fp8_linears_kv_followed") == ("fp8_linears_kv", "followed")
     assert precision_and_variant("fp8_linears_kv") == ("fp8_linears_kv", None)
-    monkeypatch.setattr(linear_kernels, "fp8_kernels", lambda model: Counter(model))
+    monkeypatch.setattr(numerics, "fp8_kernels", lambda model: Counter(model))
     cutlass, deep_gemm = {"CutlassFp8BlockScaledMMKernel": 144}, {"DeepGemmFp8BlockScaledMMKernel": 144}
     assert kernels_of(cutlass, "fp8_linears_kv")["auditable"]
     found = kernels_of(deep_gemm, "fp8_linears_kv_deep_gemm")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import tiny_models
 import torch
+from engine import engines
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
@@ -162,7 +163,7 @@ def test_lora_trains_and_adapters_are_unmerged_after_a_broken_sync(checkpoint, t
             yield from (next(stream) for _ in range(9))
             raise OSError("link down")
 
-        trainer.vllm_generation._transport = broken
+        engines.tamper(trainer.vllm_generation, broken)
         with pytest.raises(OSError, match="link down"):
             trainer.vllm_generation.sync_weights()
         after = dict(trainer.model.named_parameters())

@@ -8,7 +8,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 
 if TYPE_CHECKING:
-    from trl_fp8.engine.protocol import SyncReport
+    from trl_fp8.sync.delivery import SyncReport
 
 
 logger = get_logger(__name__)

@@ -8,7 +8,10 @@ from torch import nn
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.vllm import engine_class
+
+from .pieces import Layout
 
 
 def require_servable(model: nn.Module) -> None:
@@ -33,6 +36,29 @@ def require_servable(model: nn.Module) -> None:
             "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
             "or a base model whose config does not tie them."
         )
+
+
+def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
+    """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has some of them.
+
+    Finds what `require_servable` does not know of. The audit of a sync would find the same names, but a sync later,
+    and cannot tell a model that vLLM holds differently from a tensor that got lost.
+    """
+    sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
+    sent |= {recipe.engine_name(f"{name}_scale_inv") for name in recipe.fp8_tensors}
+    unknown = [name for name in sent if name not in layout.pieces and layout.unreadable_name(name) is None]
+    filled = {layout.unreadable_name(name) or name for name in sent}
+    empty = [name for name in (*layout.pieces, *layout.unreadable) if name not in filled]
+    if unknown or empty:
+        reason = (
+            f"vLLM's class has {len(empty)} tensors under names that the policy does not have ({_some(empty)}), and "
+            f"the policy {len(unknown)} that the class does not have ({_some(unknown)})"
+        )
+        raise ValueError(servable.unservable(recipe.model_type, reason))
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:4]) + (", ..." if len(names) > 4 else "") if names else "none"
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:

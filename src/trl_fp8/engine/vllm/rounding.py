@@ -9,14 +9,11 @@ magnifies every BF16 step of difference: FP32 between the linears leaves nearly 
 A custom operation is opaque to the compiler, so the separate kernels run, compiled or not, with CUDA graphs or
 without; in what Inductor still fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then
 computes what an eager one does, bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are
-the price. On CPU, cpu_ops.py has the operations that round in the same way.
+the price. On CPU, cpu/ops.py has the operations that round in the same way.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from trl_fp8.engine.vllm.cpu.ops import PROVIDER
-
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -84,10 +81,3 @@ class RoundingPoints:
                 f"lets the engine round elsewhere: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove "
                 "these from vllm_engine_kwargs, or set fp8_forward='off'."
             )
-
-
-CPU = RoundingPoints(norms={"fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False})
-CUDA = RoundingPoints(
-    norms={"rms_norm": "vllm_c", "fused_add_rms_norm": "vllm_c"},
-    custom_ops={"rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
-)
