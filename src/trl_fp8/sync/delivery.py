@@ -8,13 +8,13 @@
 Nothing here knows what an engine is made of: `Engine` is all that is asked of one.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from accelerate.logging import get_logger
 from torch import nn
 
 from trl_fp8.quantization.kv_scales import KVScales
@@ -29,7 +29,7 @@ from .timed_stream import TimedStream
 from .weight_stream import Named, Share, StreamReport, weight_stream
 
 
-logger = get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):

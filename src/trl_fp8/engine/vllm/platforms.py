@@ -63,7 +63,7 @@ class Platform(ABC):
             return_routes: The experts that routers choose are wanted.
             match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points (on CPU
                 they always are).
-            user: `vllm_engine_kwargs`; they win over the pinned backends, and setting by setting over pinned roundings.
+            user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
 
         Raises:
             ValueError: The platform cannot run what the recipe asks for; the message says what can.

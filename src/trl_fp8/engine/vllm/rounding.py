@@ -15,6 +15,7 @@ the price. On CPU, cpu/ops.py has the operations that round in the same way.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 

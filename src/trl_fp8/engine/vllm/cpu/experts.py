@@ -17,6 +17,8 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
+from trl_fp8.upstream.patches import patch
+
 
 ACTIVATIONS = {MoEActivation.SILU: F.silu, MoEActivation.GELU: F.gelu}
 
@@ -60,15 +62,14 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
 
 def register_cpu_experts() -> None:
     """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Does nothing twice."""
-    classes = unquantized.backend_to_kernel_cls
-    if ReferenceUnquantizedExperts in classes(unquantized.UnquantizedMoeBackend.CPU):
+    cpu = unquantized.UnquantizedMoeBackend.CPU
+    if ReferenceUnquantizedExperts in unquantized.backend_to_kernel_cls(cpu):
         return
 
     def with_reference(backend: unquantized.UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-        reference = backend is unquantized.UnquantizedMoeBackend.CPU
-        return [*([ReferenceUnquantizedExperts] if reference else []), *classes(backend)]
+        return [*([ReferenceUnquantizedExperts] if backend is cpu else []), *classes(backend)]
 
-    unquantized.backend_to_kernel_cls = with_reference
+    classes = patch(unquantized, "backend_to_kernel_cls", with_reference)
 
 
 def _grouped(
