@@ -18,7 +18,7 @@ from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_same_names
 from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 from trl_fp8.upstream.vllm import engine_class
@@ -65,8 +65,12 @@ REFUSED = {
 @pytest.fixture(scope="module", autouse=True)
 def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
-    Cpu.register()
-    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()), socket.socket() as free:
+    with (
+        Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
+        pytest.MonkeyPatch.context() as patch,
+        set_current_vllm_config(VllmConfig()),
+        socket.socket() as free,
+    ):
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         free.close()

@@ -2,7 +2,7 @@
 
     deliver:   policy finite? -> wake -> calibrate KV scales -> load [weight_stream -> ledger] -> audit
                -> verify KV scales -> reset prefix cache
-    failure:   abort what was loaded, try once more on a single process; then the engine holds no complete policy
+    failure:   abort what was loaded, try once more on a single process; then require_whole raises
     generate:  require_whole, and verify: nobody wrote to weights or scales since
 
 Nothing here knows what an engine is made of: `Engine` is all that is asked of one.
@@ -33,51 +33,37 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What a delivery asks of an engine, in this order; every error is a RuntimeError."""
+    """What a delivery asks of an engine, in this order. `RuntimeError` if it cannot.
+
+    wake:               have memory for the weights, if asleep
+    load:               take a whole policy
+    abort:              after a `load` that raised, be ready for another one
+    verify_kv_scales:   the KV cache uses what was sent
+    reset_prefix_cache: forget what was computed with other weights
+    """
 
     layout: Layout
 
-    def wake(self) -> None:
-        """Have memory for the weights, if the engine sleeps."""
-
-    def load(self, tensors: Iterator[Named]) -> None:
-        """Load a whole policy."""
-
-    def abort(self) -> None:
-        """After a `load` that raised: be ready for another one."""
-
-    def verify_kv_scales(self, sent: KVScales) -> None:
-        """Raise unless the KV cache uses what was sent."""
-
-    def reset_prefix_cache(self) -> None:
-        """Forget what was computed with other weights; raise if that cannot be."""
+    def wake(self) -> None: ...
+    def load(self, tensors: Iterator[Named]) -> None: ...
+    def abort(self) -> None: ...
+    def verify_kv_scales(self, sent: KVScales) -> None: ...
+    def reset_prefix_cache(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One finished sync. Seconds are wall time.
+    """One finished sync."""
 
-    Attributes:
-        seconds: The whole sync took so long.
-        quantize_seconds: The part of it that was spent outside the engine's loader.
-        calibration_seconds: The part of it that the KV scales took.
-        audited_tensors: Number of tensors that were read back and compared.
-        bytes_sent: Bytes of all weights as the engine holds them, scales included.
-        fp8_weights: Number of weights that went out in FP8.
-        weight_relative_error: Root of the sampled squared quantization error over the squared weight.
-        dead_blocks: Name of each FP8 weight with blocks that are as good as zero -> their number.
-        kv_scales: Scales that were sent. None if the KV cache is not FP8.
-    """
-
-    seconds: float
-    quantize_seconds: float
+    seconds: float  # wall time; of it:
+    quantize_seconds: float  # outside of the engine's loader
     calibration_seconds: float
-    audited_tensors: int
-    bytes_sent: int
+    audited_tensors: int  # read back and compared
+    bytes_sent: int  # of all weights as the engine holds them, scales included
     fp8_weights: int
-    weight_relative_error: float
-    dead_blocks: dict[str, int]
-    kv_scales: KVScales | None
+    weight_relative_error: float  # root of the sampled squared quantization error over the squared weight
+    dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
+    kv_scales: KVScales | None  # None if the KV cache is not FP8
 
 
 class Delivery:
@@ -166,9 +152,8 @@ class Delivery:
             )
 
     def verify(self) -> None:
-        """Raise `RuntimeError` unless the engine still holds what was delivered. To be called before each generation.
-
-        Reads every weight and waits for the device once.
+        """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered. Reads every
+        weight and waits for the device once.
         """
         self.require_whole()
         try:
@@ -183,16 +168,8 @@ class Delivery:
         ledger, report = Ledger(self._engine.layout, self._replicas), StreamReport()
         try:
             with self._tensors() as parameters:
-                stream = weight_stream(
-                    parameters,
-                    self._recipe,
-                    kv_scales,
-                    report,
-                    copy=self._copy,
-                    round_here=False,
-                    buffers=persistent_buffers(self._model),
-                    share=share,
-                )
+                options = {"copy": self._copy, "buffers": persistent_buffers(self._model), "share": share}
+                stream = weight_stream(parameters, self._recipe, kv_scales, report, round_here=False, **options)
                 timed = TimedStream(ledger.record(stream))
                 self._engine.load(timed)
         except BaseException:

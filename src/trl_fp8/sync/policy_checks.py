@@ -62,16 +62,15 @@ def _some(names: list[str]) -> str:
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming what of `model`, parameters and persistent buffers, is not finite in the
-    engine's BF16.
+    """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
 
-    Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
-    once and waits for the device once.
+    Runs before the engine is touched, so that a diverged policy leaves it as it was. Reads every parameter (under
+    FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once.
 
     Args:
-        model: The policy. Under FSDP2 and ZeRO-3 this rank's shards are read.
-        reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
-            went on alone would wait for the others in the next gather.
+        model: The policy.
+        reduce_max: Replaces a tensor by its maximum over ranks. All of them raise, or none: a rank that went on alone
+            would wait for the others in the next gather.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
     named = [(name, _local(tensor)) for name, tensor in both if tensor.is_floating_point()]

@@ -78,10 +78,10 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
 
 
 def reload_weights(llm: "LLM", weights: Iterator) -> None:
-    """Load a whole model's checkpoint tensors into the running engine (vLLM 0.31 `gpu_model_runner.reload_weights`).
+    """Load a whole model's checkpoint tensors into the running engine, with vLLM's own post-processing per layer.
 
-    Runs vLLM's own post-processing per layer and copies into the existing storage, so CUDA graphs stay valid. Must be
-    given every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
+    It copies into the existing storage, so that CUDA graphs stay valid. Must be given every tensor: a layer that got
+    only some of its shards is finished with uninitialized memory in the rest.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 
@@ -89,8 +89,8 @@ def reload_weights(llm: "LLM", weights: Iterator) -> None:
 def rebuild_expert_kernels(layers: Iterable[nn.Module]) -> None:
     """After a reload: let the kernels of `layers`, FP8 experts of the engine, read the engine's own scales.
 
-    vLLM 0.31 makes them anew from the layer as it is during the reload, so that they keep a second copy of the scales:
-    equal, but not what an audit of the parameters reads, and memory for nothing.
+    vLLM made them from the layer as it was during the reload, with a second copy of the scales: equal, but not what an
+    audit of the parameters reads.
     """
     for layer in layers:
         layer.quant_method._init_moe_kernel(layer)

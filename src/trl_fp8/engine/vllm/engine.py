@@ -20,14 +20,7 @@ from .platforms import Platform
 
 
 class ColocatedEngine:
-    """Implements `sync.delivery.Engine`; a delivery's stream goes through vLLM's reload.
-
-    Args:
-        llm: The engine.
-        policy: What it will be sent.
-        recipe: What is FP8 in it.
-        platform: Where it runs.
-        wake: Gives its weights memory if it sleeps.
+    """`sync.delivery.Engine` by vLLM's reload; `wake` gives the weights memory if the engine sleeps.
 
     Attributes:
         numerics: `EngineNumerics`: how it computes.

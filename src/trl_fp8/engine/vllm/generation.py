@@ -38,8 +38,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        share: See `Delivery.deliver`. Not called for PEFT policies: the trainer's own base is another weight than
-            the merged one that is sent.
+        share: See `Delivery.deliver`. Not called under PEFT, where the trainer's own base is another weight than the
+            merged one that is sent.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.
@@ -74,15 +74,9 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         require_servable(self.model)
         platform = platform_of(self.accelerator.device)
-        ours = platform.arguments(
-            self.recipe,
-            self.model.config,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_length,
-            return_routes=self.return_routes,
-            match_rounding=self.match_rounding,
-            user=self.engine_kwargs,
-        )
+        sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
+        wanted = {"return_routes": self.return_routes, "match_rounding": self.match_rounding}
+        ours = platform.arguments(self.recipe, self.model.config, **sizes, **wanted, user=self.engine_kwargs)
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
         with (
@@ -98,9 +92,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
         # vLLM reads the tensors of a fused layer when it has all of them; by then these are unmerged, or freed
         copy = is_peft_model(self.model) or self._dist.is_zero3
-        self.delivery = Delivery(
-            self.engine, self.model, self.recipe, self.policy_tensors, copy=copy, replicas=self.replicas
-        )
+        options = {"copy": copy, "replicas": self.replicas}
+        self.delivery = Delivery(self.engine, self.model, self.recipe, self.policy_tensors, **options)
         logger.info(f"engine: {self.numerics}")
 
     @property

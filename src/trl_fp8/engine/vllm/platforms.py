@@ -8,7 +8,7 @@ above) and takes kernels whose weights or scales could not be read back.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -58,11 +58,10 @@ class Platform(ABC):
 
         Args:
             recipe: What is FP8.
-            config: The policy's config (for the size of a CPU engine's KV cache).
+            config: The policy's.
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
             return_routes: The experts that routers choose are wanted.
-            match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points (on CPU
-                they always are).
+            match_rounding: The trainer reproduces the engine's numerics, so pin BF16 rounding points (CPU: always).
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
 
         Raises:
@@ -87,20 +86,16 @@ class Platform(ABC):
                 )
         return _merged(arguments, user)
 
-    @contextmanager
-    def ready(self, recipe: FP8Recipe) -> Iterator[None]:
+    @abstractmethod
+    def ready(self, recipe: FP8Recipe) -> AbstractContextManager[None]:
         """Engines that are started inside the block find what they need."""
-        forget_rotary_embeddings()
-        yield
 
     @abstractmethod
     def accept_unreadable(self, tensors: int, reasons: str) -> None:
         """Warn that so many tensors cannot be read back by an audit, or refuse them."""
 
     @abstractmethod
-    def _arguments(
-        self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
-    ) -> dict: ...
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
 
     @abstractmethod
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict: ...
@@ -116,20 +111,12 @@ class Cpu(Platform):
 
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
-        self.register()
-        with super().ready(recipe):
-            if recipe.fp8_kv_cache:
-                with reference_attention():
-                    yield
-            else:
-                yield
-
-    @staticmethod
-    def register() -> None:
-        """Let vLLM find the reference linears, experts and operators. Does nothing twice."""
+        forget_rotary_embeddings()
         register_cpu_kernel()
         register_cpu_experts()
         register_cpu_ops()
+        with reference_attention() if recipe.fp8_kv_cache else nullcontext():
+            yield
 
     def accept_unreadable(self, tensors: int, reasons: str) -> None:
         # vLLM 0.31 packs experts at the first load only: after a sync they would compute with noise
@@ -138,9 +125,7 @@ class Cpu(Platform):
             "choose another model."
         )
 
-    def _arguments(
-        self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
-    ) -> dict:
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
             raise ValueError(
                 f"kv_cache_dtype={recipe.kv_cache_dtype!r} with attn_logit_softcapping="
@@ -148,14 +133,13 @@ class Cpu(Platform):
                 "reference attention does not cap logits. Set kv_cache_dtype='auto' on CPU, or run on a GPU."
             )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        length = max_model_len or config.max_position_embeddings
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        bytes_each = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
-        per_block = self.block * 2 * config.num_hidden_layers * kv_heads * head_dim * bytes_each
-        per_sequence = per_block * (-(-length // self.block) + 1)
+        itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
+        per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
+        blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
+        per_seq = per_token * self.block * blocks
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
-        budget = max(per_sequence, min(per_sequence * max_num_seqs, 2 * 2**30))
-        return {"enforce_eager": True, "kv_cache_memory_bytes": budget}
+        return {"enforce_eager": True, "kv_cache_memory_bytes": max(per_seq, min(per_seq * seqs, 2 * 2**30))}
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
@@ -180,15 +164,13 @@ class Cuda(Platform):
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
-        with super().ready(recipe):
-            yield
+        forget_rotary_embeddings()
+        yield
 
     def accept_unreadable(self, tensors: int, reasons: str) -> None:
         logger.warning(f"{tensors} high-precision tensors are synced but cannot be read back by the audit: {reasons}.")
 
-    def _arguments(
-        self, recipe: FP8Recipe, config: PretrainedConfig, max_num_seqs: int, max_model_len: int | None
-    ) -> dict:
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability
         if recipe.quantization_config is not None and (self.capability < (8, 9) or major not in self.backends):
             given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
@@ -199,19 +181,16 @@ class Cuda(Platform):
                 "FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
             )
         linear, attention = self.backends.get(major, (None, None))
-        wanted = {
-            "linear_backend": (recipe.fp8_weights, linear),
-            "attention_backend": (recipe.fp8_kv_cache, attention),
-            "moe_backend": (recipe.has_experts, "triton"),  # others shuffle experts, which could not be read back
-        }
-        return {name: backend for name, (pinned, backend) in wanted.items() if pinned}
+        arguments = {"linear_backend": linear} if recipe.fp8_weights else {}
+        arguments |= {"attention_backend": attention} if recipe.fp8_kv_cache else {}
+        # Other kernels for experts shuffle them, so that they could not be read back
+        return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
-        """vLLM 0.31 stores routes with its prefix cache, so that stays on.
+        """vLLM 0.31 stores routes with its prefix cache, so keep that on.
 
-        It schedules a batch ahead by default, and that one is still in flight when a generation ends; a reset of the
-        prefix cache, which each sync makes, then fails an assertion of the worker that returns routes
-        (`aux_output_connector/worker.py`, `begin_step`). Scheduled one by one, every batch has been consumed by then.
+        By default it schedules a batch ahead, which is in flight when a generation ends; the next sync resets the
+        prefix cache, and `begin_step` (`aux_output_connector/worker.py`) then fails an assertion. Hence one by one.
         """
         if recipe.tensor_parallel_size > 1:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's CPU kernels pack experts, so that an audit could not read them back, and vLLM 0.31 packs them anew at the first
-load only: after a reload they would compute with noise. The reference computes what `TritonExperts` computes on CUDA,
-out of plain torch operations, accumulation order apart:
+vLLM's CPU kernels pack experts, which could not be read back, and vLLM 0.31 packs them at the first load only: after a
+reload they would compute with noise. The reference computes what `TritonExperts` computes on CUDA, the order of sums
+apart:
 
     pairs of token and expert, sorted by expert -> gate_up in fp32 -> BF16 -> act(gate) * up in BF16 -> down in fp32,
     times the router's weight -> BF16; the sum over a token's experts is fp32 and rounded once
