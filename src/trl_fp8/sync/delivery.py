@@ -124,11 +124,9 @@ class Delivery:
                 raise
             logger.warning(f"weight sync failed and is repeated once: {error}")
             ledger, stream, waiting = self._load(kv_scales, share)
-        with self._counted():
+        with self._audited(kv_scales):
             audited = ledger.audit(kv_scales)
-            self._verify_kv_scales(kv_scales)
         self._engine.reset_prefix_cache()
-        self._seal = ledger.seal
         relative_error, dead_blocks = stream.read()
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
@@ -141,6 +139,7 @@ class Delivery:
             dead_blocks=dead_blocks,
             kv_scales=kv_scales,
         )
+        self._seal = ledger.seal
         return self.last
 
     def require_whole(self) -> None:
@@ -156,13 +155,8 @@ class Delivery:
         weight and waits for the device once.
         """
         self.require_whole()
-        try:
-            with self._counted():
-                self._seal.require_unbroken()
-                self._verify_kv_scales(self.last.kv_scales)
-        except RuntimeError:
-            self._seal = None
-            raise
+        with self._audited(self.last.kv_scales):
+            self._seal.require_unbroken()
 
     def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, StreamReport, float]:
         ledger, report = Ledger(self._engine.layout, self._replicas), StreamReport()
@@ -177,14 +171,13 @@ class Delivery:
             raise
         return ledger, report, timed.seconds
 
-    def _verify_kv_scales(self, kv_scales: KVScales | None) -> None:
-        if kv_scales is not None:
-            self._engine.verify_kv_scales(kv_scales)
-
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _audited(self, kv_scales: KVScales | None) -> Iterator[None]:
+        """Weights are compared inside the block, KV scales after it; a difference is counted, and breaks the seal."""
         try:
             yield
+            if kv_scales is not None:
+                self._engine.verify_kv_scales(kv_scales)
         except RuntimeError:
-            self.failures += 1
+            self.failures, self._seal = self.failures + 1, None
             raise

@@ -74,7 +74,7 @@ class Platform(ABC):
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
         arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
-        if match_rounding or self.name == "cpu":
+        if match_rounding:
             arguments |= self.rounding.arguments()
         if return_routes:
             arguments |= self._routes_arguments(recipe, user)
@@ -139,7 +139,8 @@ class Cpu(Platform):
         blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
         per_seq = per_token * self.block * blocks
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
-        return {"enforce_eager": True, "kv_cache_memory_bytes": max(per_seq, min(per_seq * seqs, 2 * 2**30))}
+        budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
+        return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.rounding.arguments()
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
