@@ -62,10 +62,10 @@ site: $(READY)  ## build the documentation site to outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir outputs/site
 
 bench: $(READY)  ## every GPU benchmark, and the table; on CPU a tiny trial run
-	$(BIN)/python benchmarks/run_all.py $(ARGS)
+	$(BIN)/python -m benchmarks.run_all $(ARGS)
 
 bench-table: $(READY)  ## README's table from the GPU results that exist
-	$(BIN)/python benchmarks/table.py
+	$(BIN)/python -m benchmarks.table
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv --clear $(VENV)

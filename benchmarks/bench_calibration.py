@@ -1,6 +1,6 @@
 """KV cache calibration as a share of a training step, for both sources of scales.
 
-    python benchmarks/bench_calibration.py [--size qwen3_8b] [--sequences 32] [--length 2048]
+    python -m benchmarks.bench_calibration [--size qwen3_8b] [--sequences 32] [--length 2048]
 
 "step" is the old-log-prob pass and the training passes (forward and backward, with gradient
 checkpointing) over the same sequences, on TRL's fused output head. Generation and the optimizer are left
@@ -14,15 +14,14 @@ Plain and observed passes alternate; shares are of one repeat's own step. The po
 
 import tempfile
 
-import harness
-import record
-import shapes
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fp8.policy.attention.calibration import KVCalibrator
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.quantization.kv_scales import KVScales
+
+from . import harness, record, shapes
 
 
 class Step:

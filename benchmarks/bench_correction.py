@@ -1,27 +1,22 @@
 """What correction and its metrics cost: their share of a training step of the addition demo, measured inside one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_correction.py [--steps 20]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_correction [--steps 20]
 
 The first three steps warm up. For each preset the share is (time in `apply_correction`) / (step time), step by step.
 """
 
 import argparse
-import sys
 import time
-from pathlib import Path
 
-import record
 import torch
 from transformers import TrainerCallback
 
+import trl_fp8.trainer as trainer_module
+from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.correction.presets import PRESETS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from addition_task import cached_checkpoint, exact_answer, reinforcement_dataset  # noqa: E402
-
-import trl_fp8.trainer as trainer_module  # noqa: E402
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer  # noqa: E402
-from trl_fp8.correction.presets import PRESETS  # noqa: E402
+from . import record
 
 
 WARM_UP = 3

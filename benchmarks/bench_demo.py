@@ -1,7 +1,7 @@
 """The addition demo in every precision, over seeds: does FP8 learn as well,
 at what mismatch, and what does each part do?
 
-    python benchmarks/bench_demo.py [--seeds 5] [--other-seeds 3] [--jobs 1] [--reuse]
+    python -m benchmarks.bench_demo [--seeds 5] [--other-seeds 3] [--jobs 1] [--reuse]
 
 Runs examples/grpo_addition.py once per seed and precision, each in its own process, and records held-out accuracy
 before and after, the reward of each step, mismatch, calibration and sync. The three precisions that are compared for
@@ -17,9 +17,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import record
-
 from trl_fp8.report.comparison import plot_rewards
+
+from . import record
 
 
 ROOT = Path(__file__).parents[1]

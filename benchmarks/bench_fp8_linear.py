@@ -1,6 +1,6 @@
 """The trainer's FP8 linears against BF16, layer by layer: fprop, dgrad and wgrad of each GEMM backend.
 
-    python benchmarks/bench_fp8_linear.py [--size qwen3_8b] [--tokens 8192] [--backends fake_quant scaled_mm]
+    python -m benchmarks.bench_fp8_linear [--size qwen3_8b] [--tokens 8192] [--backends fake_quant scaled_mm]
 
 Times of the linear layers of one decoder layer, as `FP8Linear` calls them: the input is quantized in each forward, but
 not again for k_proj, v_proj and up_proj, which read what the layer before them read; the quantized weight is cached.
@@ -17,9 +17,6 @@ import argparse
 from collections.abc import Callable
 from statistics import median
 
-import harness
-import record
-import shapes
 import torch
 import torch.nn.functional as F
 
@@ -27,6 +24,8 @@ from trl_fp8.policy.flow.flow import BACKENDS, FP8Flow
 from trl_fp8.policy.flow.gemm import HOPPER, require_backend, torchao_linear
 from trl_fp8.policy.flow.matmul import fp8_linear
 from trl_fp8.quantization.e4m3 import ScaleFormat
+
+from . import harness, record, shapes
 
 
 PASSES = ("fprop", "dgrad", "wgrad")

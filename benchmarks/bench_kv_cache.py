@@ -1,28 +1,23 @@
 """The FP8 KV cache beside the demo: what observing q, k, v costs, and what a biased k does to the mismatch.
 
-    python benchmarks/bench_kv_cache.py
+    python -m benchmarks.bench_kv_cache
 
 observation  CPU seconds that observation adds to a forward of the demo's policy
 k_bias       mismatch of a tiny Qwen2 over the size of a bias on one channel of k per head, with and without the remedy
 """
 
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-import record
 import torch
 
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
+from . import record
 
 
 def observation_cost(repeats: int) -> dict:
     """CPU seconds of a forward of the demo's policy over a demo batch with and without observation, alternating."""
-    import tiny_models
-
+    from testing import tiny_models
     from trl_fp8.policy.attention.observation import QKVObservation
     from trl_fp8.policy.attention.tap import AttentionTap
 
@@ -49,11 +44,10 @@ def observation_cost(repeats: int) -> dict:
 
 
 def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
-    import tiny_models
-    from engine import engines
     from transformers import AutoModelForCausalLM
     from vllm import SamplingParams
 
+    from testing import engines, tiny_models
     from trl_fp8.policy.attention.calibration import observe_sequences
     from trl_fp8.policy.attention.tap import AttentionTap
     from trl_fp8.quantization.kv_scales import kv_scales_from_amax

@@ -6,7 +6,7 @@ as many sequences as the cache holds.
 ones that are pinned (GPU). No weights are sent to any of these engines, so that kernels run here whose weights a sync
 could not read back: "auditable" says whether a trainer would take them.
 
-    python benchmarks/bench_rollout.py [--size qwen3_8b] [--lengths 16384 4096 1024] [--precisions bf16 fp8_linears_kv]
+    python -m benchmarks.bench_rollout [--size qwen3_8b] [--lengths 16384 4096 1024] [--precisions bf16 fp8_linears_kv]
 
 A long rollout that is limited by its KV cache has sequences at every position of their responses at once. Each row is
 a slice of that state: as many sequences as the cache holds, their positions evenly spread over the response, SLICE
@@ -24,11 +24,10 @@ import argparse
 import os
 import tempfile
 
-import harness
-import record
-import shapes
 import torch
 from torch import nn
+
+from . import harness, record, shapes
 
 
 PROMPT = {"tiny": 16}

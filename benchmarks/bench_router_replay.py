@@ -1,6 +1,6 @@
 """Router replay on the addition demo's mixture of experts: what it removes from the mismatch, and whether it learns.
 
-    python benchmarks/bench_router_replay.py [--seeds 3] [--prompts 128] [--reuse]
+    python -m benchmarks.bench_router_replay [--seeds 3] [--prompts 128] [--reuse]
 
 `same_rollouts` samples once from each seed's pretrained policy and scores the very same tokens with the trainer's own
 routes and with those of the engine: a paired difference, so that sampling noise cancels. Engines: BF16; FP8 linears
@@ -19,23 +19,23 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-import record
 import torch
-from measure_mismatch import Rollouts, score
 from vllm import SamplingParams
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
-from trl_fp8.policy.router.routes import RolloutRoutes
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
+
+from . import record
+from .measure_mismatch import Rollouts, score
 
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 ENGINES = {
     "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
@@ -56,14 +56,15 @@ def flow_of(generation: FP8VLLMGeneration, scales: KVScales, tap: AttentionTap) 
         experts_flow = replace(flow, activation_format=experts.scale_format, activation_amax_floor=experts.amax_floor)
         experts_flow = replace(experts_flow, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
-    tap.scales_L3, tap.quantize_query = scales.values.to(tap.device), generation.numerics.query_rounded
+    tap.simulate(scales.values.to(tap.device))
+    tap.follow(generation.numerics.query_rounded)
 
 
 def same_rollouts(seed: int, prompt_count: int) -> dict:
     """Mismatch and disagreement of each engine's rollouts, scored with own and with replayed routes."""
-    from addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
-    from engine import engines
-    from engine.reference_experts import reference_fp8_experts
+    from examples.addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
+    from testing import engines
+    from testing.reference_experts import reference_fp8_experts
 
     checkpoint = str(cached_checkpoint(PretrainRecipe.of("qwen3_moe", seed=seed)))
     prompts = [
@@ -150,7 +151,8 @@ def main() -> None:
         return
     per_seed = []
     for seed in range(given.seeds):  # in processes of their own: an engine leaves its mark on a process
-        command = [sys.executable, __file__, "--one-seed", str(seed), "--prompts", str(given.prompts)]
+        words = ["--one-seed", str(seed), "--prompts", str(given.prompts)]
+        command = [sys.executable, "-m", "benchmarks.bench_router_replay", *words]
         ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29690 + seed)}
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ports)
         if done.returncode:

@@ -1,25 +1,23 @@
 """A thousand steps of the addition demo: does memory grow, do KV scales stay, does every sync arrive?
 
-    python benchmarks/bench_soak.py [--steps 1000]
+    python -m benchmarks.bench_soak [--steps 1000]
 
 The demo's policy, rewards and flags, in one process. Resident memory is read after every step;
 its slope is fitted over the steps after a warm-up of 100, in MiB per 100 steps.
 """
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
 from statistics import linear_regression, median
 
-import record
 from transformers import TrainerCallback
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
+from . import record
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+
 WARM_UP = 100
 MIB = 2**20
 
@@ -42,7 +40,7 @@ def slope(resident: list[int]) -> float:
 
 
 def main() -> None:
-    from addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
+    from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)

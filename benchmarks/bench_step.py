@@ -1,6 +1,6 @@
 """A whole GRPO step with TRL's trainer and ours: BF16 rollouts, FP8 rollouts, and FP8 rollouts with an FP8 forward.
 
-    python benchmarks/bench_step.py [--size qwen3_8b] [--completions 32] [--length 1024]
+    python -m benchmarks.bench_step [--size qwen3_8b] [--completions 32] [--length 1024]
                                     [--precisions bf16 fp8_linears_kv]
 
 bf16             every FP8 flag off, which on a GPU is TRL's own engine and sync
@@ -24,11 +24,10 @@ import random
 import tempfile
 import time
 
-import harness
-import record
-import shapes
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from . import harness, record, shapes
 
 
 ORDER = ("bf16", "fp8_linears_kv", "fp8_flow")

@@ -1,7 +1,7 @@
 """A sync of a 28-layer model (0.5 B parameters, random weights) into a real engine, in FP8 and in BF16.
 
-    python benchmarks/bench_sync.py [--rounds 3] [--syncs 4]
-    python benchmarks/bench_sync.py --size qwen3_8b [--dtype float32]       the parts of a sync, and TRL's own (GPU)
+    python -m benchmarks.bench_sync [--rounds 3] [--syncs 4]
+    python -m benchmarks.bench_sync --size qwen3_8b [--dtype float32]       the parts of a sync, and TRL's own (GPU)
 
 Both go through the same reload. Rounds alternate between the two engines, and the first sync of each is not counted.
 Memory is the process's peak during a sync over what it had before, in BF16 decoder layers of the model. vLLM reloads
@@ -22,14 +22,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import harness
-import record
-import shapes
 import torch
 
+from . import harness, record, shapes
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests"))
 
 SHAPE = dict(  # the decoder of Qwen3-0.6B, with a vocabulary that brings it to 0.5 B
     hidden_size=1024,
@@ -49,8 +45,7 @@ def measure(folder: str, rounds: int, syncs: int) -> dict[str, dict[str, list[fl
     """Seconds and peak memory of `syncs` syncs after a first one, in alternating rounds;
     engine -> figure -> values.
     """
-    import tiny_models
-    from engine import engines
+    from testing import engines, tiny_models
 
     measured = {name: {"seconds": [], "quantize_seconds": [], "peak_bytes": [], "bytes_sent": []} for name in ENGINES}
     for size in {size for size, _ in ENGINES.values()}:
@@ -86,7 +81,7 @@ def memory(which: str) -> int:
 
 def peaks_in_a_process_of_its_own() -> dict[str, list[float]]:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
-    command = [sys.executable, __file__, "--peaks"]
+    command = [sys.executable, "-m", "benchmarks.bench_sync", "--peaks"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -226,7 +221,7 @@ def main() -> None:
         measured = measure(folder, options.rounds, options.syncs)
     peaks = peaks_in_a_process_of_its_own()
 
-    import tiny_models
+    from testing import tiny_models
 
     model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config(**SHAPE))
     layer_bytes = 2 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())

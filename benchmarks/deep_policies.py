@@ -10,9 +10,10 @@ import math
 from pathlib import Path
 
 import torch
-from addition_task import build_tokenizer, reinforcement_dataset
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, Qwen3Config
+
+from examples.addition_task import build_tokenizer, reinforcement_dataset
 
 
 BLOCK = 128

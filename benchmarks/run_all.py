@@ -1,6 +1,6 @@
 """Every benchmark that a GPU is for, one after the other, and the table of their results.
 
-    python benchmarks/run_all.py [--only rollout sync] [--size qwen3_8b qwen3_1_7b] [--results DIR]
+    python -m benchmarks.run_all [--only rollout sync] [--size qwen3_8b qwen3_1_7b] [--results DIR]
 
 Each is a process of its own with its own budget of seconds (about 45 minutes in all on an H200), keeps what it
 measured up to then, and is followed by the next one also if it fails. Without a GPU: size "tiny", results in
@@ -13,10 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-import harness
-import record
-import shapes
-import table
+from . import harness, record, shapes, table
 
 
 # In order of value, if time is short. Name -> sizes of published models
@@ -32,15 +29,15 @@ BENCHMARKS = {
 
 def commands(options: argparse.Namespace) -> list[list[str]]:
     """The command of each benchmark and size that was asked for."""
-    found, here = [], Path(__file__).parent
+    found = []
     for name in options.only:
         if name == "mismatch_ladder":  # has one size, and a result of its own for CPU
             if shapes.DEVICE == "cuda" and options.results is None:
-                found.append([sys.executable, str(here / "measure_mismatch.py")])
+                found.append([sys.executable, "-m", "benchmarks.measure_mismatch"])
             continue
         sizes = BENCHMARKS[name] if shapes.DEVICE == "cuda" else ("tiny",)
         for size in sizes if options.size is None else [size for size in options.size if size in (*sizes, "tiny")]:
-            command = [sys.executable, str(here / f"bench_{name}.py"), "--size", size]
+            command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--size", size]
             command += ["--budget", str(options.budget)] if options.budget else []
             found.append(command + (["--results", str(options.results)] if options.results else []))
     return found
@@ -51,7 +48,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS))
     parser.add_argument("--size", nargs="+", choices=shapes.SIZES)
     parser.add_argument("--budget", type=float, help="seconds for each benchmark; not set: its own default")
-    parser.add_argument("--results", type=Path, help="folder of the result files; see bench_rollout.py --help")
+    parser.add_argument("--results", type=Path, help="folder of the result files; see benchmarks.bench_rollout --help")
     options = parser.parse_args()
     chosen, failed = commands(options), []
     if not chosen:

@@ -12,42 +12,17 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from testing import published, tiny_models
+from testing.tokenizer import tokenizer
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 SIZES = {
-    "tiny": dict(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        vocab_size=512,
-        tie_word_embeddings=False,
-    ),
-    "qwen3_1_7b": dict(  # Qwen/Qwen3-1.7B
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=True,
-    ),
-    "qwen3_8b": dict(  # Qwen/Qwen3-8B
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=151936,
-        tie_word_embeddings=False,
-    ),
+    "tiny": lambda: tiny_models.config(vocab_size=512, max_position_embeddings=40960),
+    "qwen3_1_7b": published.qwen3_1_7b,
+    "qwen3_8b": published.qwen3_8b,
 }
 # What is FP8 in the engine, as flags of `FP8GRPOConfig`
 PRECISIONS = {
@@ -58,28 +33,17 @@ PRECISIONS = {
 
 
 def config(size: str) -> Qwen3Config:
-    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    return Qwen3Config(
-        **SIZES[size], **special, max_position_embeddings=40960, rope_theta=1e6, architectures=["Qwen3ForCausalLM"]
-    )
+    made = SIZES[size]()
+    made.architectures = ["Qwen3ForCausalLM"]
+    return made
 
 
 def write_folder(size: str, folder: Path) -> str:
     """Config and tokenizer of a model without weights, which an engine with `load_format="dummy"` starts from."""
     config(size).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
+    # the models' vocabularies are larger: text is only the prompts' way in
+    tokenizer(max_length=40960).save_pretrained(folder)
     return str(folder)
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A token per character. The models' vocabularies are larger: text is only the prompts' way in."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
-    words = [*SPECIAL.values(), *map(chr, range(ord(" "), ord("~") + 1))]
-    core = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=core, padding_side="left", **SPECIAL)
 
 
 def policy(folder: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -102,7 +66,7 @@ def accelerator() -> Accelerator:
 def random_tokens(size: str, sequences: int, length: int, seed: int = 0) -> torch.Tensor:
     """Token ids `[sequences, length]` on the host, none of them special."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(len(SPECIAL), SIZES[size]["vocab_size"], (sequences, length), generator=generator)
+    return torch.randint(4, config(size).vocab_size, (sequences, length), generator=generator)
 
 
 def synchronize() -> None:

@@ -1,6 +1,6 @@
 """README's table of GPU results, from the files that exist; what is missing is said, and nothing is filled in.
 
-    python benchmarks/table.py [--results benchmarks/results]
+    python -m benchmarks.table [--results benchmarks/results]
 
 Prints Markdown: the goals beside what was measured, then a table per benchmark,
 each with its file, hardware and commit.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import record
+from . import record
 
 
 SIZES = {"qwen3_8b": "Qwen3-8B", "qwen3_1_7b": "Qwen3-1.7B"}
@@ -176,10 +176,10 @@ OF_SIZES = {
     "step": ("GRPO step", step),
 }
 SECTIONS = {
-    f"{name}_{size}": (f"{title}, {SIZES[size]} shapes", table, f"bench_{name}.py --size {size}")
+    f"{name}_{size}": (f"{title}, {SIZES[size]} shapes", table, f"bench_{name} --size {size}")
     for name, (title, table) in OF_SIZES.items()
     for size in (SIZES if name == "step" else ("qwen3_8b",))
-} | {"mismatch_ladder": ("Mismatch, addition demo", mismatch, "measure_mismatch.py")}
+} | {"mismatch_ladder": ("Mismatch, addition demo", mismatch, "measure_mismatch")}
 
 
 def render(folder: Path) -> Iterator[str]:
@@ -188,7 +188,7 @@ def render(folder: Path) -> Iterator[str]:
     for name, (title, table, command) in SECTIONS.items():
         of = load(folder, name)
         if of is None:
-            missing.append(f"{name}_gpu.json (python benchmarks/{command})")
+            missing.append(f"{name}_gpu.json (python -m benchmarks.{command})")
             continue
         yield from ("", f"### {title}", "", *table(of), "", source(name, of))
     if missing:

@@ -1,8 +1,8 @@
 """What vLLM's CUDA build would run for this project, found out on a machine without a GPU. Nothing executes.
 
     pip install -e ".[cuda]"                    # Linux, x86-64; needs `cc`
-    python gpu/dry_run.py                       # prints the tables of docs/gpu_kernels.md; minutes, 2 GB of memory
-    python gpu/dry_run.py --capabilities 9.0 --layers 2 --json found.json
+    python -m gpu.dry_run                       # prints the tables of docs/gpu_kernels.md; minutes, 2 GB of memory
+    python -m gpu.dry_run --capabilities 9.0 --layers 2 --json found.json
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
 shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, and with the
@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretended_gpu import (
+from gpu.pretended_gpu import (
     GPUS,
     become_a_rank,
     call_layer,
@@ -294,13 +294,9 @@ def _contradictions(found: Found) -> list[str]:
     wrong = []
     scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
     if scaled != {str(scale == "pow2") for scale in found.scales}:
-        wrong.append(
-            f"activations are quantized with scale_ue8m0={sorted(scaled)}, linear_kernels.py says {found.scales}"
-        )
+        wrong.append(f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}")
     if (FUSED_SILU in found.calls) != found.unrounded:
-        wrong.append(
-            f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, linear_kernels.py says {found.unrounded}"
-        )
+        wrong.append(f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, numerics.py says {found.unrounded}")
     if found.choice == FOLLOWED:
         wrong += [f"{name} was not called" for name in ROUNDING if name not in found.calls]
         if SILU not in found.calls and FUSED_SILU not in found.calls:
@@ -401,8 +397,9 @@ def look_in_processes(capabilities: list[str], layers: int | None) -> list[dict]
         environment |= driver_environment(Path(folder))
         for capability in capabilities:
             path = Path(folder) / f"{capability}.json"
-            command = [sys.executable, __file__, "--look", capability, "--json", str(path)]
-            subprocess.run(command + (["--layers", str(layers)] if layers else []), env=environment, check=True)
+            command = [sys.executable, "-m", "gpu.dry_run", "--look", capability, "--json", str(path)]
+            command += ["--layers", str(layers)] if layers else []
+            subprocess.run(command, cwd=ROOT, env=environment, check=True)
             found += json.loads(path.read_text())
     return found
 

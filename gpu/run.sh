@@ -83,7 +83,7 @@ bench() { # bench NAME SECONDS OPTIONS...: with a budget that leaves room for th
   local name=$1 seconds=$2 left=$((limit - SECONDS))
   shift 2
   [ "$seconds" -le "$left" ] || seconds=$left
-  step "$name" "$seconds" "$python" "benchmarks/bench_$name.py" --budget "$((seconds * 9 / 10))" --results "$out" "$@"
+  step "$name" "$seconds" "$python" -m "benchmarks.bench_$name" --budget "$((seconds * 9 / 10))" --results "$out" "$@"
 }
 
 engine_bench() { # as bench, of one that starts engines; what is given with the stage counts more than SETTINGS
@@ -145,7 +145,7 @@ demo() {
 case $stage in
   bundle) bundle "$@" ;;
   1) first_look ;;
-  2) step mismatch 350 "$python" benchmarks/measure_mismatch.py --results "$out" "$@" ;;
+  2) step mismatch 350 "$python" -m benchmarks.measure_mismatch --results "$out" "$@" ;;
   3) # few sequences fit at this length: graphs for 1024 would cost every engine a minute
     engine_bench rollout 565 --size "$size" --lengths 16384 --slice 128 --most 96 \
       --precisions bf16 fp8_linears_kv fp8_linears_kv_deep_gemm fp8_linears_kv_triton "$@"
@@ -160,7 +160,7 @@ case $stage in
   6) bench fp8_linear 400 --size "$size" "$@" ;;
   7) engine_bench step 560 --size "${SIZE:-qwen3_1_7b}" "$@" ;;
   8)
-    gpu_tests "not experts and not routes" 560 tests/numerics tests/policy/test_fp8_gemm.py tests/engine/test_gpu.py \
+    gpu_tests "not experts and not routes" 560 tests/quantization tests/policy/test_fp8_gemm.py tests/engine/test_gpu.py \
       tests/engine/test_server.py
     ;;
   9) gpu_tests "experts or routes" 560 tests/engine/test_gpu.py tests/engine/test_server.py ;;

@@ -3,8 +3,6 @@
 import gc
 import os
 import socket
-import sys
-from pathlib import Path
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -15,10 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # engines of two workers must not liste
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest  # noqa: E402
-import tiny_models  # noqa: E402
+
+from testing import tiny_models  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -25,13 +25,12 @@ import trl_fp8
 
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
 GPU = ROOT / "gpu"
 
 
 def run(script, *words, **environment):
     return subprocess.run(
-        [sys.executable, BENCHMARKS / script, *map(str, words)],
+        [sys.executable, "-m", f"benchmarks.{script}", *map(str, words)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
@@ -40,10 +39,10 @@ def run(script, *words, **environment):
 
 
 def test_a_table_without_results_says_so_five_times(tmp_path):
-    done = run("table.py", "--results", tmp_path)
+    done = run("table", "--results", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("| not measured |") == 5 and "reached" not in done.stdout
-    assert "rollout_qwen3_8b_gpu.json (python benchmarks/bench_rollout.py --size qwen3_8b)" in done.stdout
+    assert "rollout_qwen3_8b_gpu.json (python -m benchmarks.bench_rollout --size qwen3_8b)" in done.stdout
 
 
 def test_a_goal_is_reached_or_missed_by_the_number_in_the_file(tmp_path):
@@ -59,38 +58,36 @@ def test_a_goal_is_reached_or_missed_by_the_number_in_the_file(tmp_path):
         "results": {"engines": {"fp8_linears_kv": held}},
     }
     (tmp_path / "rollout_qwen3_8b_gpu.json").write_text(json.dumps(record))
-    done = run("table.py", "--results", tmp_path)
+    done = run("table", "--results", tmp_path)
     assert "| 1.31 (1.2 - 1.4) | **missed** |" in done.stdout, done.stderr
     assert "| 2.4 | reached |" in done.stdout and done.stdout.count("| not measured |") == 3
 
 
 def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
     options = ("--size", "tiny", "--repeats", "1", "--tokens", "128", "--results", tmp_path)
-    done = run("bench_fp8_linear.py", *options, TRL_FP8_COMMIT="abc123")
+    done = run("bench_fp8_linear", *options, TRL_FP8_COMMIT="abc123")
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads((tmp_path / "fp8_linear_tiny_cpu.json").read_text())
     assert record["commit"] == "abc123" and record["n"] == 1 and "torch" in record["versions"]
     assert record["results"]["backends"]["fake_quant"]["decoder_layer"]["fprop"]["speedup"]["median"] > 0
-    refused = run("bench_fp8_linear.py", *options, "--backends", "scaled_mm")
+    refused = run("bench_fp8_linear", *options, "--backends", "scaled_mm")
     assert refused.returncode != 0 and "scaled_mm" in refused.stderr
 
 
 @pytest.fixture
-def benchmarks(monkeypatch):
-    """The benchmarks as modules. A run answers to SIGTERM, which is undone."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def benchmarks():
+    """A run of one answers to SIGTERM, which is undone."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)
 
 
 def test_a_part_that_had_to_be_ended_has_failed(benchmarks, tmp_path, monkeypatch):
-    import harness
+    from benchmarks import harness
 
     script = tmp_path / "bench_slow.py"
     script.write_text("import time\nprint('ROW {\"rate\": 1}', flush=True)\ntime.sleep(60)\n")
-    monkeypatch.setattr(sys, "argv", [str(script)])
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, str(script)])
     run = harness.Run("slow", Namespace(size="tiny", budget=2, results=tmp_path, engine_kwargs={}, part=None))
     assert list(run.rows("engine")) == [{"rate": 1}]
     with pytest.raises(SystemExit, match="ended after 2 seconds; rows from before are kept"):
@@ -99,9 +96,8 @@ def test_a_part_that_had_to_be_ended_has_failed(benchmarks, tmp_path, monkeypatc
 
 
 def test_kernels_that_no_trainer_takes_are_labelled(benchmarks, tmp_path, monkeypatch):
-    from bench_rollout import kernels_of, precision_and_variant
-    from table import rollout
-
+    from benchmarks.bench_rollout import kernels_of, precision_and_variant
+    from benchmarks.table import rollout
     from trl_fp8.engine.vllm import numerics
 
     assert precision_and_variant("fp8_linears_kv_deep_gemm") == ("fp8_linears_kv", "deep_gemm")
@@ -120,7 +116,7 @@ def test_kernels_that_no_trainer_takes_are_labelled(benchmarks, tmp_path, monkey
 
 
 def test_a_step_that_cannot_fit_is_refused(benchmarks):
-    from bench_step import require_memory
+    from benchmarks.bench_step import require_memory
 
     def options(size, lora=0):
         return Namespace(size=size, lora=lora, utilization=0.3)
@@ -143,7 +139,8 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     done = [stage(number, DRY_RUN="1", **places) for number in range(1, 11)]
     assert all(one.returncode == 0 for one in done), [one.stderr for one in done]
     printed = "".join(one.stdout + one.stderr for one in done)
-    scripts = set(re.findall(r"(?:benchmarks|examples)/\w+\.py", printed))
+    scripts = set(re.findall(r"examples/\w+\.py", printed))
+    scripts |= {f"benchmarks/{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", printed)}
     assert len(scripts) >= 6 and all((ROOT / name).exists() for name in scripts), scripts
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
     asked_for = {word for word in printed.split() if word.startswith("tests/")}
@@ -162,7 +159,7 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
 
 
 def test_a_run_goes_on_from_its_own_results_only(benchmarks, tmp_path, monkeypatch):
-    import record
+    from benchmarks import record
 
     monkeypatch.setenv("TRL_FP8_COMMIT", "abc123")
     assert record.held("depth", 8, tmp_path) is None
@@ -174,7 +171,7 @@ def test_a_run_goes_on_from_its_own_results_only(benchmarks, tmp_path, monkeypat
 
 
 def test_a_padded_policy_computes_the_same(benchmarks):
-    from deep_policies import padded_to_blocks
+    from benchmarks.deep_policies import padded_to_blocks
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 96, "intermediate_size": 160, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -252,8 +249,8 @@ def test_only_the_first_stage_tries_again_and_only_with_a_remedy(number, log, me
     python.write_text(
         f"""#!/usr/bin/env bash
 case $1 in gpu/*) exec "{sys.executable}" "$@" ;; esac
-echo "CALLED $VLLM_LOGGING_LEVEL ${{VLLM_USE_V2_MODEL_RUNNER:-unset}} $1"
-[ "$1" = benchmarks/bench_sync.py ] && [ -z "${{VLLM_USE_V2_MODEL_RUNNER:-}}" ] || exit 0
+echo "CALLED $VLLM_LOGGING_LEVEL ${{VLLM_USE_V2_MODEL_RUNNER:-unset}} $2"
+[ "$2" = benchmarks.bench_sync ] && [ -z "${{VLLM_USE_V2_MODEL_RUNNER:-}}" ] || exit 0
 cat "{tmp_path}/failure"
 exit 1
 """
@@ -261,7 +258,7 @@ exit 1
     python.chmod(0o755)
     done = stage(number, PYTHON=str(python), SITE=str(tmp_path / "none"), OUT=str(tmp_path))
     synced = [line for line in done.stdout.splitlines() if line.startswith("CALLED") and "bench_sync" in line]
-    first = f"CALLED {'INFO' if number == 1 else 'WARNING'} unset benchmarks/bench_sync.py"
+    first = f"CALLED {'INFO' if number == 1 else 'WARNING'} unset benchmarks.bench_sync"
     assert synced == ([first, first.replace("unset", "0")] if mended else [first])
     assert done.returncode == (0 if mended else 1), done.stdout
     assert ("SETTINGS='VLLM_USE_V2_MODEL_RUNNER=0'" if mended else "failed: sync") in done.stdout

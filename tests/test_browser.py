@@ -1,7 +1,8 @@
 """What `look_at` is there to see."""
 
 import pytest
-from browser import chromium, look_at
+
+from testing.browser import chromium, look_at
 
 
 BROKEN = {

@@ -3,15 +3,15 @@
 import json
 
 import pytest
-import tiny_models
 import torch
 from safetensors.torch import load_file
 
+from testing import published, tiny_models
 from trl_fp8.cli import main
 
 
 def test_plan_of_an_8b_model_from_its_config_alone(tmp_path, capsys):
-    tiny_models.qwen3_8b().save_pretrained(tmp_path)
+    published.qwen3_8b().save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "model.layers.*.mlp.down_proj" in out and "4096 x 12288" in out
@@ -23,7 +23,7 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     """NeMo-RL's PR 1212, Qwen3-8B on one H100: 249,952 tokens in BF16, 299,344 with FP8 linears, 598,672 with FP8 KV
     cache too. What its engine had is not stated; 0.66 of 80 GiB is what the first figure needs, the others follow.
     """
-    tiny_models.qwen3_8b().save_pretrained(tmp_path)
+    published.qwen3_8b().save_pretrained(tmp_path)
     words = ["plan", str(tmp_path), "--gpu-memory", "80", "--gpu-memory-utilization", "0.66"]
     assert main([*words, "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)
@@ -48,13 +48,13 @@ def test_what_deserves_a_look_is_named_with_its_flag(tmp_path, capsys):
     assert "kv_cache_skip_layers='auto'" in found["qwen2"] and "kv_cache_skip_layers" not in found["llama"]
     assert "router_replay='monitor'" in found["qwen2_moe"] and "router_replay" not in found["qwen2"]
     assert "model.layers.0.mlp.gate_proj" in found["llama"]
-    tiny_models.qwen3_30b_a3b().save_pretrained(tmp_path / "30b")
+    published.qwen3_30b_a3b().save_pretrained(tmp_path / "30b")
     assert main(["plan", str(tmp_path / "30b"), "--gpu-memory", "24"]) == 0
     assert "A GPU of 24 GiB x 0.6 does not hold the weights." in capsys.readouterr().out
 
 
 def test_plan_of_experts_says_where_they_are_fp8(tmp_path, capsys):
-    tiny_models.qwen3_30b_a3b().save_pretrained(tmp_path)
+    published.qwen3_30b_a3b().save_pretrained(tmp_path)
     assert main(["plan", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "128 x 2048 x 768" in out and "56.9 GiB" in out and "29.0 GiB" in out and "bf16 (router)" in out

@@ -11,7 +11,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from browser import LAPTOP, chromium, look_at
+
+from testing.browser import LAPTOP, chromium, look_at
 
 
 ROOT = Path(__file__).parents[1]

@@ -2,19 +2,17 @@
 
 import ctypes
 import shutil
-import sys
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+from gpu import dry_run, pretended_gpu
+from gpu.dry_run import FOLLOWED, OWN, PINNED, Found
+
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "gpu"))
-import dry_run  # noqa: E402
-import pretended_gpu  # noqa: E402
-from dry_run import FOLLOWED, OWN, PINNED, Found  # noqa: E402
 
 
 def rows(markdown, table):

@@ -12,9 +12,9 @@ import sys
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
-import tiny_models
 import torch
 import yaml
 from accelerate import FullyShardedDataParallelPlugin
@@ -22,12 +22,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from engine import engines
 from safetensors.torch import load_file
-from trainer.runs import arguments
-from transformers import AutoModelForCausalLM, Qwen3Config, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 from trl import ModelConfig, TrlParser
 
+from testing import engines, published
+from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.planning.plan import plan_for_model
 
@@ -51,24 +51,12 @@ RECIPES = {  # file -> processes, prompts a generation, updates a generation
     "qwen3_1_7b_gsm8k_lora_1xh100": (1, 32, 1),
 }
 OF_REAL_MODELS = [name for name in RECIPES if not name.startswith("addition")]
-QWEN3 = dict(vocab_size=151936, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 ARCHITECTURES = {  # the models' config.json, and the parameters that their cards state, in billions
-    "Qwen/Qwen3-8B-Base": (
-        Qwen3Config(**QWEN3, hidden_size=4096, intermediate_size=12288, tie_word_embeddings=False),
-        8.19,
-    ),
-    "Qwen/Qwen3-4B": (Qwen3Config(**QWEN3, hidden_size=2560, intermediate_size=9728, tie_word_embeddings=True), 4.02),
-    "meta-llama/Llama-3.1-8B-Instruct": (tiny_models.llama3_1_8b(), 8.03),
-    "Qwen/Qwen3-1.7B": (
-        Qwen3Config(
-            **(QWEN3 | {"num_hidden_layers": 28, "num_attention_heads": 16}),
-            hidden_size=2048,
-            intermediate_size=6144,
-            tie_word_embeddings=True,
-        ),
-        1.72,
-    ),
-    "Qwen/Qwen3-30B-A3B-Base": (tiny_models.qwen3_30b_a3b(), 30.53),  # the card rounds to 30.5
+    "Qwen/Qwen3-8B-Base": (published.qwen3_8b(), 8.19),
+    "Qwen/Qwen3-4B": (published.qwen3_4b(), 4.02),
+    "meta-llama/Llama-3.1-8B-Instruct": (published.llama3_1_8b(), 8.03),
+    "Qwen/Qwen3-1.7B": (published.qwen3_1_7b(), 1.72),
+    "Qwen/Qwen3-30B-A3B-Base": (published.qwen3_30b_a3b(), 30.53),  # the card rounds to 30.5
 }
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 GPU_GIB = {"h100": 79, "h200": 139}  # what the driver offers of 80 GB and 141 GB
@@ -88,11 +76,8 @@ def example(script: str):
     spec = importlib.util.spec_from_file_location(f"{script}_under_test", EXAMPLES / f"{script}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(EXAMPLES))
-    try:
+    with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):  # as where it is run
         spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(EXAMPLES))
     return module
 
 

@@ -13,10 +13,10 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
-import tiny_models
 import yaml
 
 import trl_fp8
+from testing import published
 
 
 ROOT = Path(__file__).parents[1]
@@ -50,7 +50,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(built, tmp_path):
     required = metadata.get_all("Requires-Dist")
     assert {"cuda", "cpu", "report"} <= set(metadata.get_all("Provides-Extra"))
     assert any(line.startswith("vllm==0.31.*") and 'extra == "cuda"' in line for line in required)
-    tiny_models.qwen3_8b().save_pretrained(tmp_path / "model")
+    published.qwen3_8b().save_pretrained(tmp_path / "model")
     code = "import sys, trl_fp8; from trl_fp8.cli import main; print(trl_fp8.__file__); main(['plan', sys.argv[1]])"
     done = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "model"],

@@ -27,10 +27,10 @@ ALLOWED = {
     "engine": {"quantization", "recipe", "sync", "upstream"},
     "policy": {"quantization", "recipe"},
     "flags": {"correction", "quantization", "recipe"},
-    "config": {"correction", "flags", "quantization", "recipe", "run"},
+    "config": {"correction", "flags", "recipe"},
     "report": {"correction", "planning", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
-    "run": {"correction", "engine", "export", "policy", "quantization", "recipe", "sync"},
+    "run": {"correction", "engine", "export", "flags", "policy", "quantization", "recipe", "sync"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
@@ -46,8 +46,8 @@ ALLOWED = {
 }
 FOREIGN = {  # packages that only some folders may import
     "vllm": {"engine", "upstream"},
-    "trl": {"commands", "config", "engine", "features", "policy", "run", "trainer"},
-    "transformers": {"commands", "engine", "export", "policy", "run", "trainer"},
+    "trl": {"commands", "config", "engine", "features", "flags", "run", "trainer"},
+    "transformers": {"commands", "engine", "export", "features", "policy", "run", "trainer"},
 }
 # Instance attributes of other libraries' classes
 NAMES_THAT_ARE_WRITTEN = {name for names in trl.PRIVATE_NAMES.values() for name in names if name.startswith("_")}
@@ -154,6 +154,29 @@ def test_every_patch_is_in_the_list_and_every_entry_is_made():
     listed = {(entry.by, target.rpartition(".")[2]) for target, entry in PATCHES.items() if entry.how in by_name}
     assert made == listed
     assert elsewhere - {"upstream/patches.py"} == {entry.by for entry in PATCHES.values() if entry.how not in by_name}
+
+
+def imported(path):
+    """Names of the modules that a file imports, relative ones as they are written."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names)
+
+
+def test_what_tests_share_stands_in_testing():
+    """No test module is imported by another, nothing is found by a changed path, and oracles share no code with us."""
+    bent = re.compile(r"sys\.path(?:\.(?:insert|append|extend)|\[|\s*\+?=)")
+    for folder in ("tests", "testing", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not bent.search(path.read_text()), f"{path} changes the path of imports"
+            for name in imported(path):
+                assert not re.search(r"(?:^|\.)test_", name), f"{path} imports a test module: {name}"
+                assert folder == "tests" or not name.startswith("tests."), f"{path} imports {name}"
+    for oracle in ("oracles", "fp8_oracle"):
+        ours = [name for name in imported(ROOT / "testing" / f"{oracle}.py") if re.match(r"\.|trl_fp8|testing", name)]
+        assert ours == []
 
 
 def test_every_module_says_what_it_is():

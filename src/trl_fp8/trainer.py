@@ -1,61 +1,53 @@
 """`FP8GRPOTrainer`: TRL's `GRPOTrainer` with FP8 rollouts.
 
-What it adds to a step, all of it around TRL's own code:
+A step, and who takes part in it. Everything optional is a feature: an object with the hooks of features/feature.py.
 
-    rollouts due   -> remember the prompts -> [sync: KV scales, stream, audit] -> generate (FP8)
-    old log-probs  -> q, k, v observed for the next scales -> importance ratios -> TRL's loss and optimizer step
-    both forwards  -> optionally with k and v as the KV cache held them, under the scales of those rollouts, and with
-                      the experts that the rollouts used
-    metrics        -> fp8/*, mismatch/*, correction/*                                             (logged as TRL's)
+    rollouts due   -> [sync: KV scales, stream, audit] -> generate (FP8)     Syncs, KVCache, Routes
+    old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes
+    batch          -> importance ratios, mismatch/*, correction/*            RunLog, Correction, Flow
+    loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes
 """
 
 from contextlib import ExitStack
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
-from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
-from trl_fp8.correction.apply import apply_correction, warn_once
-from trl_fp8.correction.importance import RolloutCorrection
-from trl_fp8.features.instruments import follow_attention, precision_flow, tap_attention
-from trl_fp8.planning.plan import Plan, plan_for_model
-from trl_fp8.policy.attention.calibration import KVCalibrator
-from trl_fp8.policy.attention.tap import AttentionTap
-from trl_fp8.policy.flow.check import flow_warning
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
-from trl_fp8.policy.model import is_reference
-from trl_fp8.policy.router.replay import RouterReplay
-from trl_fp8.policy.router.routes import RolloutRoutes
-from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.facts import run_facts
-from trl_fp8.run.launch import check_launch
-from trl_fp8.run.log import RunLog
-from trl_fp8.run.metrics import SyncLog
-from trl_fp8.run.prompt_checks import require_prompts, require_rows
-from trl_fp8.run.saving import Saving
-from trl_fp8.upstream.patches import substituted
-
 from .config import FP8GRPOConfig
+from .correction.importance import RolloutCorrection
+from .features.correction import Correction
+from .features.feature import Batch, Feature, Rollouts
+from .features.flow import Flow
+from .features.kv_cache import KVCache
+from .features.routes import Routes
+from .features.run_log import RunLog
+from .features.syncs import Syncs
+from .planning.plan import Plan, plan_for_model
+from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
+from .policy.model import is_reference
+from .recipe.recipe import FP8Recipe
+from .run.launch import check_launch, require_rows
+from .run.saving import Saving
+from .upstream.patches import substituted
 
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
-    from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+    from .engine.vllm.generation import FP8VLLMGeneration
 
 
 AnyDataset = Dataset | IterableDataset
-logger = get_logger(__name__)
+AnyFeature = TypeVar("AnyFeature", bound=Feature)
+# The run log keeps log-probs that a correction may replace; the flow looks at the mismatch that a correction measured
+ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -79,6 +71,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         recipe: `FP8Recipe` of the run; None if every FP8 flag is off.
         plan: `Plan` printed at the start; None likewise.
         correction: `RolloutCorrection` in force; None if TRL does without one, or alone with everything FP8 off.
+        features: What takes part in a step, in the order of `ORDER`.
 
     Raises:
         ValueError: `args` is not an `FP8GRPOConfig`, or the model or launcher does not go with its FP8 flags.
@@ -92,12 +85,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     recipe: FP8Recipe | None = None
     plan: Plan | None = None
     correction: RolloutCorrection | None = None
-    _tap: AttentionTap | None = None
-    _calibrator: KVCalibrator | None = None
-    _flow: PrecisionFlow | None = None
-    _flow_warned = False
-    _routes: RolloutRoutes | None = None
-    _run_log: RunLog | None = None
+    features: tuple[Feature, ...] = ()
 
     def __init__(
         self,
@@ -131,8 +119,6 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         elif quantization_config is None and "quantization_config" not in (loading := args.model_init_kwargs or {}):
             trusted = loading.get("trust_remote_code", args.trust_remote_code)
             quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
-        self.correction = args.correction
-        self._warned: set[str] = set()
         with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
             super().__init__(
                 model=model,
@@ -151,178 +137,125 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 environment_factory=environment_factory,
             )
         save_in_high_precision(self.model)
-        if self._flow is not None:
-            self.add_callback(self._flow)
-        writes = args.fp8_run_log and self.accelerator.is_main_process
-        self._run_log = RunLog(args.output_dir, partial(run_facts, self), writes)
-        self.add_callback(self._run_log)
+        self.correction = args.correction
+        if self.correction is not None:
+            self._add(Correction(self))
+        if args.fp8_run_log:
+            self._add(RunLog(self))
+        for feature in self.features:
+            self.add_callback(feature)
+
+    def feature(self, kind: type[AnyFeature]) -> AnyFeature | None:
+        """The run's feature of a kind, None if it does without."""
+        return next((feature for feature in self.features if isinstance(feature, kind)), None)
+
+    @property
+    def logged(self) -> dict[str, list]:
+        """Values by metric that TRL will average into the next log, of training or of evaluation."""
+        return self._metrics["train" if self.model.training else "eval"]
+
+    def _add(self, feature: Feature) -> None:
+        self.features = tuple(sorted([*self.features, feature], key=lambda one: ORDER.index(type(one))))
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.logged[name].append(value)
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
-        """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments."""
-        if not self.args.own_engine and (self.args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
+        """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: the plan, the engine, and the
+        features that follow it.
+        """
+        args = self.args
+        if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
             from trl.generation.vllm_generation import VLLMGeneration
 
             return VLLMGeneration(**kwargs)
-        from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
-        from trl_fp8.sync.policy_checks import require_servable
+        from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+        from .sync.policy_checks import require_servable
 
         require_servable(self.model)
-        check_launch(self.accelerator, self.args.vllm_tensor_parallel_size)
-        recipe = self.args.recipe_for(self.model)
+        check_launch(self.accelerator, args.vllm_tensor_parallel_size)
+        recipe = args.recipe_for(self.model)
         if recipe.fp8_kv_cache:
-            self._tap, self._calibrator, recipe = tap_attention(self, recipe)
-        if self.args.own_engine:
+            self._add(KVCache(self, recipe))
+            recipe = self.feature(KVCache).recipe
+        if args.own_engine:
             self.recipe, self.plan = recipe, plan_for_model(self.model, recipe)
-            self._sync_log = SyncLog(recipe)
+            self._add(Syncs(self))
             self.accelerator.print(self.plan.table())
-        if self.args.routes_returned:
-            replay = RouterReplay(self.model, f"router_replay={self.args.router_replay!r}")
-            self._routes = RolloutRoutes(replay, self.args.router_replay)
+        if args.routes_returned:
+            self._add(Routes(self))
+        kv_cache = self.feature(KVCache)
         generation = FP8VLLMGeneration(
             recipe=recipe,
-            calibrate=lambda: self._calibrator.next_scales(self.model_wrapped),
-            engine_kwargs=self.args.vllm_engine_kwargs,
-            return_routes=self.args.routes_returned,
-            match_rounding=self.args.fp8_forward == "full",
+            calibrate=kv_cache and kv_cache.calibrate,
+            engine_kwargs=args.vllm_engine_kwargs,
+            return_routes=args.routes_returned,
+            match_rounding=args.fp8_forward == "full",
             **kwargs,
         )
-        if self._tap is not None:
-            follow_attention(self, generation, self._tap)
-        if self.args.fp8_flow_on:
-            self._flow = precision_flow(self, generation, self._tap)
-            generation.share = self._flow.keep_weight if self._flow.keeps_weights else None
-        if self.args.own_engine:
-            kernels = (
-                ", ".join(f"{name} ({count})" for name, count in generation.numerics.kernels.items())
-                or "high precision"
-            )
+        if kv_cache:
+            kv_cache.follow(generation.numerics)
+        if args.fp8_flow_on:
+            self._add(Flow(self, generation.numerics, kv_cache and kv_cache.tap))
+            generation.share = self.feature(Flow).share
+        if args.own_engine:
+            kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
+            flow = self.feature(Flow)
             self.accelerator.print(
-                f"Engine: {kernels}. Trainer: {self._flow.flow if self._flow else 'as TRL computes'}.\n"
+                f"Engine: {', '.join(kernels) or 'high precision'}. Trainer: {flow or 'as TRL computes'}.\n"
             )
         return generation
 
     def _generate(self, prompts: list) -> tuple:
-        if self.recipe is None:
-            return super()._generate(prompts)
-        if self._calibrator and self.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self._calibrator.coming_prompts = self._tokenize_prompts(prompts)[0]
-        several_turns, llm = self.tools or self.environments or self.rollout_func, self.vllm_generation.llm
-        llm.keep_weights = bool(several_turns) or not self.model.training
-        llm.occasion = self.state.global_step, int(self.model.training)
-        if self._routes:
-            llm.routes.clear()
+        for feature in self.features:
+            feature.before_generation(prompts)
         output = super()._generate(prompts)
-        rollouts = zip(*output[:2], strict=True)  # prompt_ids, completion_ids
-        sequences = [list(prompt) + list(completion) for prompt, completion in rollouts]
-        if self._routes:
-            self._routes.arrived(llm.routes.of(sequences), [len(prompt) for prompt in output[0]])
-        if self._calibrator:
-            self._calibrator.rollouts_arrived(sequences, self.vllm_generation.last_sync.kv_scales)
-            self._simulate(self._kv_scales_in_force)
-        if self._flow is not None and is_peft_model(self.model):
-            self._flow.weights_changed()  # the sync merged and unmerged adapters
-        self._log_sync()
+        if self.features:
+            rollouts = Rollouts(*output[:2])
+            for feature in self.features:
+                self._log(feature.after_generation(rollouts))
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
-        if self.recipe is not None:
-            require_prompts(prompt_ids, self.args.vllm_max_model_length)
-        if self._calibrator:
-            self._calibrator.coming_prompts = prompt_ids
+        for feature in self.features:
+            feature.before_turn(prompt_ids)
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
-        with ExitStack() as watched:
-            if (self._calibrator or self._routes) and model is not self.ref_model and not is_reference(model):
-                if self._calibrator:
-                    watched.enter_context(self._calibrator.watching())
-                if self._routes:
-                    scoring = self._routes.old_log_probs(input_ids.shape, logits_to_keep, input_ids.device)
-                    watched.enter_context(scoring)
+        with ExitStack() as around:
+            if self.features and model is not self.ref_model and not is_reference(model):
+                for feature in self.features:
+                    around.enter_context(feature.scoring(input_ids.shape, logits_to_keep))
             inputs = input_ids, attention_mask, logits_to_keep
             return super()._get_per_token_logps_and_entropies(model, *inputs, *args, **kwargs)
 
+    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
+        batch = Batch(super()._generate_and_score_completions(inputs))
+        for feature in self.features:
+            feature.extend_batch(batch)
+        self._log(batch.metrics)
+        return batch.tensors
+
     def compute_loss(self, model, inputs: dict, *args, **kwargs):
-        if "kv_scales" in inputs:
-            self._simulate(inputs["kv_scales"][0])
-        if "routed_experts" in inputs:
-            self._routes.replay.begin(inputs["routed_experts"], replay=True)
+        for feature in self.features:
+            feature.begin_loss(inputs)
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         try:
             return super().training_step(*args, **kwargs)
         finally:  # not before: gradient checkpointing runs the forward again in the backward pass
-            self._end_forward()
+            self._end_loss()
 
     def prediction_step(self, *args, **kwargs) -> tuple:
         try:
             return super().prediction_step(*args, **kwargs)
         finally:
-            self._end_forward()
+            self._end_loss()
 
-    def _end_forward(self) -> None:
-        self._simulate(None)
-        if self._routes:
-            self._routes.replay.end()
-
-    @property
-    def _kv_scales_in_force(self) -> torch.Tensor:
-        return self.vllm_generation.last_sync.kv_scales.values.to(self.accelerator.device)
-
-    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
-        if self._tap is not None and self.args.simulate_kv_cache:
-            self._tap.scales_L3 = scales_L3
-
-    def _generate_and_score_completions(self, inputs: list[dict]) -> dict:
-        output = super()._generate_and_score_completions(inputs)
-        logged = self._metrics["train" if self.model.training else "eval"]
-        if self._tap is not None and self.args.simulate_kv_cache:
-            # a copy per sequence, because TRL shuffles and splits batches by sequence
-            output["kv_scales"] = self._kv_scales_in_force.expand(len(output["prompt_ids"]), -1, -1)
-        if self._routes:
-            columns = output["prompt_ids"].shape[1], output["prompt_ids"].shape[1] + output["completion_ids"].shape[1]
-            if (routes := self._routes.batch_field(*columns)) is not None:
-                output["routed_experts"] = routes
-            for name, value in self._routes.metrics(lambda sums: self.accelerator.reduce(sums, "sum")).items():
-                logged[name].append(value)
-        if self._calibrator and (saturation := self._calibrator.saturation()) is not None:
-            logged["fp8/kv_saturation_fraction"].append(saturation)
-        training, log = self.model.training, self._run_log
-        sample = log.sample(output) if training and log else None  # before log-probs are corrected
-        if self.correction is not None:
-            self._correct(output, logged)
-        if training and log:
-            scales = self.vllm_generation.last_sync.kv_scales if self._calibrator else None
-            saturated = self._calibrator.saturated_L2 if self._calibrator else None
-            log.generation(self.state.global_step, sample, scales, saturated)
-        return output
-
-    def _correct(self, output: dict, logged: dict[str, list]) -> None:
-        wanted = self.correction.trl_mode, self.correction.bound_min, self.correction.bound_max
-        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
-        from_trl = wanted == (self.vllm_importance_sampling_mode, *bounds)
-        if not from_trl:  # TRL described a ratio that is not used
-            for statistic in ("min", "mean", "max"):
-                logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(output, self.correction, self.accelerator, ratio_from_trl=from_trl)
-        for name, value in metrics.items():
-            logged[name].append(value)
-        warn_once(metrics, self.correction, self._warned)
-        if self.args.fp8_forward == "full" and not self._flow_warned:
-            self._check_flow(metrics["mismatch/logp_difference_mean"])
-
-    def _check_flow(self, mismatch: float) -> None:
-        left_out = self.recipe.fp8_kv_cache and not self.args.simulate_kv_cache
-        known = {"adapters": is_peft_model(self.model), "kv_cache_left_out": left_out}
-        if warning := flow_warning(mismatch, self.recipe.model_type, **known):
-            self._flow_warned = True
-            logger.warning(warning)
-
-    def _log_sync(self) -> None:
-        margin = self._calibrator and self._calibrator.margin_used
-        logged = self._metrics["train" if self.model.training else "eval"]
-        for name, value in self._sync_log.new_metrics(self.vllm_generation.last_sync, margin).items():
-            logged[name].append(value)
+    def _end_loss(self) -> None:
+        for feature in self.features:
+            feature.end_loss()

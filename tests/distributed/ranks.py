@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 SECONDS = 280  # below the tests' own limit, so that a hang ends with the ranks' output in the report
 
@@ -50,7 +50,7 @@ def run(function: str, folder: Path, *, config: Path | None = None, ranks: int =
     else:
         command = [BIN / "accelerate", "launch", "--config_file", config, "--num_processes", ranks]
         command += ["--main_process_port", port]
-    command += [WORKER, function, folder, json.dumps(options)]
+    command += ["-m", "tests.distributed.worker", function, folder, json.dumps(options)]
     # PYTHONDONTWRITEBYTECODE would have every rank compile torch, vLLM and transformers from source: 40 s
     dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
     inherited = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -60,6 +60,7 @@ def run(function: str, folder: Path, *, config: Path | None = None, ranks: int =
     try:
         done = subprocess.run(
             [str(part) for part in command],
+            cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.ranks import launch, run
+from .ranks import launch, run
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]

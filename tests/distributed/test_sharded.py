@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.ranks import launch
+from .ranks import launch
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]

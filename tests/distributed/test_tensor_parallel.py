@@ -2,7 +2,7 @@
 
 import pytest
 
-from distributed.ranks import launch
+from .ranks import launch
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(600)]

@@ -1,4 +1,4 @@
-"""One rank of a distributed test: `worker.py FUNCTION FOLDER OPTIONS` writes FOLDER/rank_<n>.json."""
+"""One rank of a distributed test: the module with FUNCTION FOLDER OPTIONS writes FOLDER/rank_<n>.json."""
 
 import json
 import os
@@ -11,16 +11,15 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch  # noqa: E402
 from accelerate.state import DistributedType, PartialState  # noqa: E402
-from engine import engines  # noqa: E402
-from engine.reference_experts import offered_fp8_experts  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from trainer.runs import arguments, dataset, reward_digits  # noqa: E402
 
+from testing import engines  # noqa: E402
+from testing.reference_experts import offered_fp8_experts  # noqa: E402
+from testing.runs import arguments, dataset, reward_digits  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.export.export import verify_export  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402

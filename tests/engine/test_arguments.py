@@ -1,8 +1,8 @@
 """What the engine is told, on CPU and on each generation of GPU; no engine is started."""
 
 import pytest
-import tiny_models
 
+from testing import tiny_models
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.recipe.recipe import FP8Recipe
 

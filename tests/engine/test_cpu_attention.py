@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.quantization.e4m3 import E4M3

@@ -6,7 +6,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_
 from vllm import SamplingParams, ir
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
 from trl_fp8.upstream.vllm import engine_model
 

@@ -5,8 +5,8 @@ The kernel is a reference (reference_experts.py).
 import pytest
 import torch
 
-from engine import engines
-from engine.reference_experts import reference_fp8_experts
+from testing import engines
+from testing.reference_experts import reference_fp8_experts
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.check import VERIFIED_WITH_FP8_EXPERTS
@@ -156,7 +156,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
     generation.calibrate = lambda: scales
     generation.sync_weights()
     theirs = [torch.tensor(prompt) for _, _, prompt in engines.log_probs(generation.llm)]
-    tap.scales_L3 = scales.values
+    tap.simulate(scales.values)
 
     def off():
         differences = []

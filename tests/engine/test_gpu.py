@@ -1,7 +1,7 @@
 """The sync on CUDA: kernels, CUDA graphs and FlashAttention. Run with `pytest -m gpu`.
 
 Written from vLLM's source and not yet run: no GPU was at hand. The other engine tests run on CUDA as well where there
-is one (tests/engine/engines.py starts the engine on it).
+is one (testing/engines.py starts the engine on it).
 """
 
 import gc
@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine import engines
-from engine.test_precision_flow import calls_of, flow_of
-from engine.test_routes import agreement, sample
+from testing import engines
+from testing.rollouts import agreement, calls_of, flow_of, sample
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
@@ -89,7 +88,8 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     assert generation.numerics.query_rounded and generation.numerics.linears.scale_format == "fp32"
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
-    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    tap.simulate(scales.values.cuda())
+    tap.follow(query_rounded=True)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)
@@ -106,10 +106,11 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     generation.calibrate = lambda: scales
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
-    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    tap.simulate(scales.values.cuda())
+    tap.follow(query_rounded=True)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
     without = distance(generation.model, rollouts)
-    tap.round_weights(generation.numerics.attention_weight_offset)
+    tap.follow(True, generation.numerics.attention_weight_offset)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), without, 0.8)
 
@@ -218,7 +219,8 @@ def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkp
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
-    tap.scales_L3, tap.quantize_query = scales.values.cuda(), True
+    tap.simulate(scales.values.cuda())
+    tap.follow(query_rounded=True)
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap, experts_flow)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm import kv_scales as kv_cache
 from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import (
@@ -109,9 +109,9 @@ def trainer_bytes(generation, tap, scales, ids, mask, monkeypatch):
 
     with monkeypatch.context() as patch, torch.no_grad():
         patch.setattr(attention_tap, "cache_round_trip", record)
-        tap.scales_L3 = scales.values
+        tap.simulate(scales.values)
         generation.model(input_ids=ids, attention_mask=mask)
-        tap.scales_L3 = None
+        tap.simulate(None)
     return [(seen[i], seen[i + 1]) for i in range(0, len(seen), 2)]
 
 
@@ -138,7 +138,7 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     monkeypatch.setattr(AttentionTap, "_before_forward", lambda self, module, args, kwargs: None)
     tap.remove()
     shifted_tap = AttentionTap(generation.model)
-    shifted_tap.attend_in_fp64 = True
+    shifted_tap.sum_in_fp64()
     shifted = trainer_bytes(generation, shifted_tap, scales, ids, mask, monkeypatch)
     for layer, (_, _, slots) in written.items():
         for column, held in enumerate(cached(generation, layer, slots)):  # k, v

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from quantization_counter import QuantizationCounter
 from vllm import SamplingParams
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
-from engine import engines
-from engine.played_attention import engine_with, played_attention
+from testing import engines
+from testing.played_attention import engine_with, played_attention
+from testing.quantization_counter import QuantizationCounter
+from testing.rollouts import DECODED, PROMPTS, calls_of, flow_of, sampled
 from trl_fp8.engine.protocol import ActivationScaling
 from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
 from trl_fp8.engine.vllm.numerics import activation_scaling
@@ -22,7 +23,6 @@ from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow import precision_flow
 from trl_fp8.policy.flow.bf16_modules import BF16Modules
 from trl_fp8.policy.flow.check import VERIFIED
-from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.gemm import fake_quant_gemm
 from trl_fp8.policy.flow.linear import FP8Linears
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
@@ -38,8 +38,6 @@ from trl_fp8.upstream.vllm import engine_model
 
 pytestmark = pytest.mark.engine
 
-PROMPTS = [[4 + 7 * p % 50 for p in range(20)], [4 + (11 * p + 3) % 50 for p in range(31)]]
-DECODED = 16
 # log_softmax on both sides: FP32 logits of a few units, 64 exponentials, a logarithm; 2**-24 of about 10 each time
 ROUNDING = 5e-6
 
@@ -54,39 +52,15 @@ def synced(checkpoint, **flags):
     return generation, tap, scales.values
 
 
-def flow_of(generation, **fields):
-    scaling = generation.numerics.linears
-    return FP8Flow(
-        weight_format=generation.recipe.scale_format,
-        activation_format=scaling.scale_format,
-        activation_amax_floor=scaling.amax_floor,
-        **fields,
-    )
-
-
-def sampled(generation):
-    """Sequences of two lengths and the engine's log-probs of all their tokens but the first, prompt and decode."""
-    parameters = SamplingParams(
-        temperature=1.0, seed=1, max_tokens=DECODED, logprobs=1, prompt_logprobs=1, ignore_eos=True
-    )
-    sequences, log_probs = [], []
-    for output in generation.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False):
-        completion = output.outputs[0]
-        sequences.append(list(output.prompt_token_ids) + list(completion.token_ids))
-        rows = [*output.prompt_logprobs[1:], *completion.logprobs]
-        log_probs.append(torch.tensor([row[t].logprob for row, t in zip(rows, sequences[-1][1:], strict=True)]))
-    return sequences, log_probs
-
-
 def policy_log_probs(generation, tap, scales, sequences):
     """The trainer's, from one left-padded batch."""
     length = max(map(len, sequences))
     ids = torch.tensor([[0] * (length - len(tokens)) + tokens for tokens in sequences])
     mask = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
-    tap.scales_L3 = scales
+    tap.simulate(scales)
     with torch.no_grad():
         logits = generation.model(input_ids=ids, attention_mask=mask).logits
-    tap.scales_L3 = None
+    tap.simulate(None)
     found = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return [row[length - len(tokens) :] for row, tokens in zip(found, sequences, strict=True)]
 
@@ -208,19 +182,6 @@ def test_an_engine_that_rounds_attention_weights_is_followed(tile, left, checkpo
             off[offset] = torch.cat(parts).mean().item()
         engines.shutdown(generation.llm)
     assert off[None] > 1e-3 and off[256.0] < left * off[None], off
-
-
-def calls_of(generation, name):
-    """Inputs and outputs of one of the engine's layers while it generates."""
-    seen = []
-
-    def record(module, args, output):
-        seen.append((args[0].clone(), output[0].clone()))
-
-    hook = engine_model(generation.llm).get_submodule(name).register_forward_hook(record)
-    sampled(generation)
-    hook.remove()
-    return seen
 
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

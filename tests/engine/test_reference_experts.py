@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from trl.trainer.utils import ensure_master_addr_port
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
-from engine import engines
-from engine.reference_experts import ReferenceExperts, reference_fp8_experts
+from testing import engines
+from testing.reference_experts import ReferenceExperts, reference_fp8_experts
 from trl_fp8.quantization.blockwise import quantize_weight
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -8,7 +8,7 @@ import pytest
 from vllm.config import CompilationConfig, KernelConfig
 from vllm.config.compilation import CompilationMode
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import engine_config

@@ -4,47 +4,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from transformers import AutoModelForCausalLM
-from vllm import SamplingParams
 from vllm.outputs import CompletionOutput
 
-from engine import engines
+from testing import engines, tiny_models
+from testing.rollouts import agreement, sample
 from trl_fp8.engine.vllm import routes
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.engine.vllm.routes import RouteLog, RouterCapture, returned_routes
-from trl_fp8.policy.router.replay import RouterReplay
 from trl_fp8.recipe.experts import NOWHERE
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
 without_repetitions = routes._without_repetitions
-
-
-def sample(generation, max_tokens=12):
-    """Rollouts of the engine: token ids of each, prompt and completion."""
-    parameters = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
-    prompts = [{"prompt_token_ids": ids} for ids in engines.PROMPTS]
-    outputs = generation.llm.generate(prompts, parameters, use_tqdm=False)
-    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
-
-
-def agreement(model, sequences, found, shift=0):
-    """Share of (token, layer) where the BF16 model's routers choose what the engine's did, `shift` tokens earlier."""
-    replay = RouterReplay(model)
-    same = total = 0
-    for tokens, rows in zip(sequences, found, strict=True):
-        with torch.no_grad(), replay.during(None, replay=False, record=True):
-            model(input_ids=torch.tensor([tokens[:-1]]))
-        own = replay.recorded()[0].sort(-1).values.long()
-        theirs = torch.from_numpy(rows).sort(-1).values.long()
-        if shift:
-            own, theirs = own[shift:], theirs[:-shift]
-        same += (own == theirs).all(-1).sum().item()
-        total += own[..., 0].numel()
-    return same / total
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
-from engine import engines
+from testing import engines
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.sync.weight_stream import Named, StreamReport, weight_stream
 

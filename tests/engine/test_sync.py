@@ -4,7 +4,7 @@ import pytest
 import torch
 from vllm import SamplingParams
 
-from engine import engines
+from testing import engines
 
 
 pytestmark = pytest.mark.engine

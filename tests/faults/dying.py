@@ -1,4 +1,6 @@
-"""`dying.py CHECKPOINT FOLDER`: training runs that are killed (SIGKILL) in their third step or in the save before it.
+"""Training runs that are killed (SIGKILL) in their third step or in the save before it.
+
+    python -m tests.faults.dying CHECKPOINT FOLDER
 
 FOLDER/<place> is the output folder of the run that died at that place. Each is a fork of this process,
 which imports what they need once.
@@ -13,10 +15,8 @@ from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from trainer.runs import arguments, training  # noqa: E402
-
+from testing.runs import arguments, training  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 
 

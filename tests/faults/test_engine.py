@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from trainer.runs import arguments, training
 
+from testing.runs import arguments, training
 from trl_fp8.run.file import read_run
 
 

@@ -6,8 +6,8 @@ import pytest
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trainer.runs import arguments, dataset, training
 
+from testing.runs import arguments, dataset, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
 

@@ -1,10 +1,9 @@
 """Weights at the edges of the formats, through quantizer, stream and engine, and read back: 10,000 blocks and more."""
 
 import pytest
-import tiny_models
 import torch
-from engine import engines
 
+from testing import engines, tiny_models
 from trl_fp8.upstream.vllm import engine_model
 
 

@@ -9,13 +9,14 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from trainer.runs import arguments, training
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from faults.dying import FLAGS, PLACES
+from testing.runs import arguments, training
 from trl_fp8.export.export import export_fp8, verify_export
 from trl_fp8.run.checkpoints import marker
 from trl_fp8.run.file import FILE
+
+from .dying import FLAGS, PLACES
 
 
 EXPORT = """
@@ -107,8 +108,10 @@ def dead(checkpoint, tmp_path_factory):
     # an engine of an earlier test leaves its ranks in the environment, and listens on its port
     of_a_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     alone = {name: value for name, value in os.environ.items() if name not in of_a_group}
-    command = [sys.executable, Path(__file__).with_name("dying.py"), checkpoint("qwen3"), folder]
-    done = subprocess.run(command, env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, "-m", "tests.faults.dying", checkpoint("qwen3"), folder]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, done.stdout[-6000:]
     return folder
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -23,6 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from testing import tiny_models
 from trl_fp8.policy.attention.observation import QKVObservation
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.model import transformers_model
@@ -54,7 +54,7 @@ def build(architecture="qwen3", implementation="sdpa", **overrides):
     elif architecture == "gemma3n":
         model = Gemma3nForCausalLM(gemma3n_config())
     else:
-        model = tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
+        model = tiny_models.build(architecture, **overrides)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.5)
@@ -170,7 +170,7 @@ def attention_of(model, change: Callable | None = None):
 
 def cached(x: torch.Tensor, scale: float) -> torch.Tensor:
     """The round trip as torch's cast makes it;
-    tests/numerics/test_fake_quant.py has the bytes from first principles.
+    tests/quantization/test_fake_quant.py has the bytes from first principles.
     """
     return ((x.bfloat16().float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
@@ -246,7 +246,7 @@ def test_layers_that_share_kv_are_observed_and_rounded_like_their_source(impleme
         assert torch.equal(observed.amax_L3, expected)
         assert torch.equal(observed.amax_L3[2:, 1:], observed.amax_L3[:2, 1:])
         scales = kv_scales_from_amax(observed.amax_L3).values
-        tap.scales_L3 = scales
+        tap.simulate(scales)
         tapped = logits(model, inputs)
         assert torch.equal(attention.qkv[2][1], attention.qkv[0][1])  # rounded twice under one scale is rounded once
         tap.remove()
@@ -381,7 +381,7 @@ def test_no_trace_after_removal_and_no_effect_while_idle(architecture, implement
     observe(tap, model, batch(), moments=True)
     assert tap.observation is None
     assert torch.equal(logits(model, batch()), plain)
-    tap.scales_L3 = torch.ones(2, 3)
+    tap.simulate(torch.ones(2, 3))
     assert not torch.equal(logits(model, batch()), plain)
     tap.remove()
     assert fingerprint(model) == before
@@ -416,7 +416,7 @@ def test_other_models_are_unaffected(implementation, config):
         other.eval()
     plain = logits(other, batch())
     tap = AttentionTap(model)
-    tap.scales_L3 = torch.ones(2, 3)
+    tap.simulate(torch.ones(2, 3))
     with tap.observing(QKVObservation(2, tap.device)) as observation:
         assert torch.equal(logits(other, batch()), plain)
         assert observation.elements_L3.sum() == 0
@@ -452,18 +452,20 @@ def test_attention_reads_what_the_cache_holds(architecture, implementation, quer
     with attention_of(model, round_trip):
         expected = logits(model, inputs)
     tap = AttentionTap(model)
-    tap.scales_L3, tap.quantize_query = scales, query
+    tap.simulate(scales)
+    tap.follow(query_rounded=query)
     tapped = logits(model, inputs)
     assert torch.equal(tapped, expected)
     assert not torch.equal(tapped, plain)
-    tap.quantize_query = not query
+    tap.follow(query_rounded=not query)
     assert not torch.equal(logits(model, inputs), expected)
-    tap.quantize_query, tap.scales_L3 = query, scales[:, [0, 2, 1]]
+    tap.follow(query_rounded=query)
+    tap.simulate(scales[:, [0, 2, 1]])
     assert not torch.equal(logits(model, inputs), expected)
 
 
 @pytest.mark.parametrize("skipped", [{0}, {1}])
-def test_high_precision_layers_are_left_alone_but_observed(skipped):
+def test_skip_layers_are_left_alone_but_observed(skipped):
     model = build()
     scales, inputs = some_scales(model), {"input_ids": torch.tensor([SEQUENCES[0]])}
 
@@ -475,10 +477,11 @@ def test_high_precision_layers_are_left_alone_but_observed(skipped):
     with attention_of(model, round_trip):
         expected = logits(model, inputs)
     tap = AttentionTap(model, skipped)
-    tap.scales_L3, tap.quantize_query = scales, True
+    tap.simulate(scales)
+    tap.follow(query_rounded=True)
     assert torch.equal(logits(model, inputs), expected)
     assert (observe(tap, model, inputs).amax_L3 > 0).all()
-    tap.high_precision_layers = frozenset()
+    tap.skip(())
     assert not torch.equal(logits(model, inputs), expected)
 
 
@@ -487,7 +490,7 @@ def test_observation_comes_before_the_round_trip(dtype):
     model = build().to(dtype)
     tap, inputs = AttentionTap(model), batch(SEQUENCES[:1])
     before = observe(tap, model, inputs)
-    tap.scales_L3 = torch.full((2, 3), 2.0**-12)  # everything saturates at 448 / 4096 = 0.11
+    tap.simulate(torch.full((2, 3), 2.0**-12))  # everything saturates at 448 / 4096 = 0.11
     after = observe(tap, model, inputs, scales_L3=tap.scales_L3)
     assert torch.equal(after.amax_L3[0], before.amax_L3[0])  # layer 1 gets what layer 0 made of it
     assert before.amax_L3[0].min() > 0.11 and (after.saturated_fraction_L3[0, 1:] > 0.5).all()
@@ -509,7 +512,7 @@ def test_positions_count_from_the_first_real_token(implementation):
     tap, counted = AttentionTap(model), torch.arange(6)[None]
     left, right = batch(side="left"), batch(side="right")
     assert torch.equal(positions_seen(model, left), counted)  # nothing to round: transformers' own
-    tap.scales_L3 = torch.ones(2, 3)
+    tap.simulate(torch.ones(2, 3))
     expected = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 2, 3]])
     assert torch.equal(positions_seen(model, left), expected)
     assert torch.equal(positions_seen(model, right)[right["attention_mask"].bool()], _counted(SEQUENCES))
@@ -538,7 +541,7 @@ def test_left_padding_changes_no_byte_of_the_cache():
     plain, plain_left = [logits(model, batch([ids]))[0] for ids in SEQUENCES], logits(model, left)
     with attention_of(model) as attention:
         tap = AttentionTap(model)
-        tap.scales_L3 = scales
+        tap.simulate(scales)
         alone = defaultdict(list)
         for ids in SEQUENCES:
             alone["logits"].append(logits(model, {"input_ids": torch.tensor([ids])})[0])
@@ -590,7 +593,7 @@ def test_gradients_are_straight_through(implementation):
 
     expected, without_saturated = with_change(straight_through), with_change(clamped)
     tap = AttentionTap(model)
-    tap.scales_L3 = scales
+    tap.simulate(scales)
     gradients = backward(model, inputs)
     assert gradients.keys() == plain.keys()
     for name, gradient in gradients.items():
@@ -614,7 +617,7 @@ def test_gradient_checkpointing_runs_the_same_forward_again(architecture, implem
     model.train()
     plain = backward(model, inputs)
     tap = AttentionTap(model)
-    tap.scales_L3 = scales
+    tap.simulate(scales)
     expected = backward(model, inputs)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     gradients = backward(model, inputs)
@@ -628,13 +631,13 @@ def test_gradient_checkpointing_runs_the_same_forward_again(architecture, implem
 def test_scales_that_end_before_the_backward_pass_change_the_gradient():
     model = build()
     tap, inputs = AttentionTap(model), batch(SEQUENCES[:1])
-    tap.scales_L3 = some_scales(model)
+    tap.simulate(some_scales(model))
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     expected = backward(model, inputs)
     model.zero_grad()
     out = model(**inputs, use_cache=False).logits.double()
-    tap.scales_L3 = None
+    tap.simulate(None)
     out[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None]).mean().backward()
     name = "model.layers.0.self_attn.k_proj.weight"
     assert not torch.equal(model.get_parameter(name).grad, expected[name])
@@ -647,7 +650,7 @@ def test_peft_models_are_looked_through(order, implementation):
     scales = some_scales(model)
     plain_tap = AttentionTap(model)
     amax = observe(plain_tap, model, batch()).amax_L3
-    plain_tap.scales_L3 = scales
+    plain_tap.simulate(scales)
     expected = logits(model, batch())
     plain_tap.remove()
 
@@ -660,7 +663,7 @@ def test_peft_models_are_looked_through(order, implementation):
         policy = get_peft_model(model, lora)
     policy.eval()  # new LoRA adapters add exactly nothing
     assert torch.equal(observe(tap, policy, batch()).amax_L3, amax)
-    tap.scales_L3 = scales
+    tap.simulate(scales)
     assert torch.equal(logits(policy, batch()), expected)
     gradients = backward(policy, batch())
     assert all("lora_" in name for name in gradients)
@@ -684,7 +687,7 @@ def test_a_copy_of_a_tapped_model_has_a_tap_of_its_own(implementation):
     tap = AttentionTap(model)
     logits(model, batch())
     twin = copy.deepcopy(model)
-    tap.scales_L3 = torch.ones(2, 3)
+    tap.simulate(torch.ones(2, 3))
     with tap.observing(QKVObservation(2, tap.device)) as observation:
         assert torch.equal(logits(twin, batch()), plain)
     assert observation.elements_L3.sum() == 0
@@ -700,7 +703,7 @@ def test_what_is_saved_knows_nothing_of_the_tap(implementation, tmp_path):
     model.save_pretrained(tmp_path / "plain")
     before = fingerprint(model)
     tap = AttentionTap(model)
-    tap.scales_L3 = torch.ones(2, 3)
+    tap.simulate(torch.ones(2, 3))
     logits(model, batch())
     assert list(model.state_dict()) == before["state"]
     assert model.config.to_dict() == before["config"]

@@ -4,12 +4,12 @@ import copy
 from functools import partial
 
 import pytest
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
+from testing import tiny_models
 from trl_fp8.policy.flow.bf16_modules import BF16Modules
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.linear import FP8Linear, FP8Linears
@@ -21,10 +21,7 @@ MODELS = [("qwen3", False), ("qwen3", True), ("qwen2", False), ("llama", False),
 
 def build(architecture="qwen3", tied=False, implementation="sdpa"):
     """FP32, and no parameter at its initial 0 or 1, where a cast that is left out would not show."""
-    torch.manual_seed(0)
-    config = tiny_models.config(architecture, tied=tied)
-    config._attn_implementation = implementation
-    model = tiny_models.ARCHITECTURES[architecture][1](config)
+    model = tiny_models.build(architecture, tied=tied, attn_implementation=implementation)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter) * (parameter.dim() == 1))

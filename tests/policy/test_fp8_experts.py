@@ -1,22 +1,17 @@
 """FP8 experts of the trained model against the formula, expert by expert, and their straight-through gradients."""
 
 import pytest
-import tiny_models
 import torch
 import torch.nn.functional as F
-from quantization_counter import QuantizationCounter
 
+from testing.quantization_counter import QuantizationCounter
+from testing.tiny_models import build
 from trl_fp8.policy.flow.experts import FP8ExpertModules
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
 NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
-
-
-def build(architecture="qwen3_moe", **overrides):
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
 
 
 def routed(tokens=9, experts=4, seed=0, dtype=torch.float32):
@@ -61,7 +56,7 @@ def by_expert(module, hidden, chosen, weights, flow):
 @pytest.mark.parametrize("forward", ["weights", "full"])
 def test_a_layers_experts_compute_the_formula(forward, fused):
     flow = FP8Flow(forward=forward, activation_format="fp32", fused_activation=fused)
-    model = build()
+    model = build("qwen3_moe")
     FP8ExpertModules.install(model, NAMES, flow)
     module = model.model.layers[0].mlp.experts
     hidden, chosen, weights = routed()
@@ -70,14 +65,14 @@ def test_a_layers_experts_compute_the_formula(forward, fused):
     expected = by_expert(module, hidden, chosen, weights, flow)
     error = (found - expected).norm() / expected.norm()
     assert error < (1e-6 if forward == "weights" else 2e-3)
-    plain = build().model.layers[0].mlp.experts(hidden, chosen, weights)
+    plain = build("qwen3_moe").model.layers[0].mlp.experts(hidden, chosen, weights)
     assert (found - plain).norm() / plain.norm() > 0.02  # quantization is an order above that
 
 
 @pytest.mark.parametrize("forward", ["weights", "full"])
 def test_gradients_are_those_of_unquantized_experts_at_the_same_activations(forward):
     """Straight through: with weights and inputs that e4m3 holds exactly, gradients are the plain layer's."""
-    plain, twin = build(), build()
+    plain, twin = build("qwen3_moe"), build("qwen3_moe")
     for model in (plain, twin):
         experts = model.model.layers[0].mlp.experts
         with torch.no_grad():
@@ -102,7 +97,7 @@ def test_gradients_are_those_of_unquantized_experts_at_the_same_activations(forw
 def test_gradients_reach_a_master_weight_in_its_own_dtype_and_checkpointing_changes_nothing():
     grads = []
     for checkpointing in (False, True):
-        model = build().train()
+        model = build("qwen3_moe").train()
         FP8ExpertModules.install(model, NAMES, FP8Flow(activation_format="fp32"))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -136,7 +131,7 @@ def test_weights_are_quantized_once_until_they_change(architecture, monkeypatch)
 
 
 def test_without_a_cache_nothing_is_kept(monkeypatch):
-    model = build()
+    model = build("qwen3_moe")
     FP8ExpertModules.install(model, NAMES, FP8Flow(cache_weights=False))
     counter, tokens = QuantizationCounter(monkeypatch), torch.arange(4, 20)[None]
     assert [counter.during(lambda: model(input_ids=tokens)) for _ in range(2)] == [4, 4]
@@ -144,4 +139,4 @@ def test_without_a_cache_nothing_is_kept(monkeypatch):
 
 def test_an_fp8_backward_of_experts_is_refused():
     with pytest.raises(ValueError, match=r"fp8_backward='fp8' with FP8 experts \(model.layers.0.mlp.experts"):
-        FP8ExpertModules.install(build(), NAMES, FP8Flow(backward="fp8"))
+        FP8ExpertModules.install(build("qwen3_moe"), NAMES, FP8Flow(backward="fp8"))

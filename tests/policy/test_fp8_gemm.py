@@ -5,9 +5,10 @@ Run the second half with `pytest -m gpu`; it was written without a GPU at hand a
 
 import pytest
 import torch
-from fp8_oracle import Wrapped, gamma, inputs, installed, pair
 from torch.nn.functional import ScalingType, scaled_mm
 
+from testing.fp8_oracle import gamma
+from testing.linears import Wrapped, inputs, installed, pair
 from trl_fp8.policy.flow import gemm as fp8_gemm
 from trl_fp8.policy.flow import linear as fp8_linear
 from trl_fp8.policy.flow.linear import FP8Flow

@@ -7,9 +7,10 @@ added for the rest); e4m3 rounds by at most 1/16 of a normal value and by scale 
 
 import pytest
 import torch
-from fp8_oracle import Wrapped, gamma, gradients, inputs, installed, pair, rounded
 from torch import nn
 
+from testing.fp8_oracle import gamma, rounded
+from testing.linears import Wrapped, gradients, inputs, installed, pair
 from trl_fp8.policy.flow import matmul as fp8_matmul
 from trl_fp8.policy.flow.linear import FP8Flow
 

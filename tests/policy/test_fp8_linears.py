@@ -4,13 +4,13 @@ import copy
 import pickle
 
 import pytest
-import tiny_models
 import torch
-from fp8_oracle import Wrapped, inputs, installed, pair
 from peft import LoraConfig, get_peft_model
-from quantization_counter import QuantizationCounter
 from torch import nn
 
+from testing import tiny_models
+from testing.linears import Wrapped, inputs, installed, pair
+from testing.quantization_counter import QuantizationCounter
 from trl_fp8.policy.flow import matmul as fp8_matmul
 from trl_fp8.policy.flow.linear import FP8Flow, FP8Linear, FP8Linears
 from trl_fp8.recipe.recipe import recipe_for_model

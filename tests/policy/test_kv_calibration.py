@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 import pytest
-import tiny_models
 import torch
 from transformers.models.qwen3 import modeling_qwen3
 
+from testing.tiny_models import build
 from trl_fp8.policy.attention.calibration import (
     PROMPTS_ONLY_MARGIN,
     SATURATION_LIMIT,
@@ -28,11 +28,6 @@ from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scale
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]
 ROLLOUTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15], [11, 12, 13, 14, 20, 21, 22]]
 MARGIN = 1.05
-
-
-def build(architecture="qwen3", **overrides):
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides)).eval()
 
 
 def calibrator(model, mode="rollout", **options) -> KVCalibrator:
@@ -530,12 +525,12 @@ def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
 
 def test_layers_in_high_precision_are_not_warned_of(caplog):
     model = with_k_bias(100.0)
-    tap = AttentionTap(model, high_precision_layers={0})
+    tap = AttentionTap(model, skip_layers={0})
     calibrator(model, tap=tap).next_scales(model)
     [record] = caplog.records
     assert "kv_cache_skip_layers=[1]" in record.message
     caplog.clear()
-    tap.high_precision_layers = frozenset({0, 1})
+    tap.skip_layers = frozenset({0, 1})
     calibrator(model, tap=tap).next_scales(model)
     assert not caplog.records
     assert list(layers_with_outliers(model, tap, PROMPTS)) == [0, 1]  # which is how they are found in the first place

@@ -136,15 +136,15 @@ def test_a_tap_rounds_under_scales_only_and_in_layers_with_an_fp8_cache_only(imp
 
     plain = logits()
     tap = AttentionTap(model)
-    tap.round_weights(1.0)
+    tap.follow(weight_offset=1.0)
     assert torch.equal(logits(), plain)  # no scales: nothing is simulated
-    tap.scales_L3 = torch.full((2, 3), 2.0**-5)
+    tap.simulate(torch.full((2, 3), 2.0**-5))
     rounded = logits()
-    tap.weight_offset = None
+    tap.follow()
     assert not torch.equal(rounded, logits())
-    tap.high_precision_layers = frozenset({0, 1})
+    tap.skip({0, 1})
     unsimulated = logits()
-    tap.weight_offset = 1.0
+    tap.follow(weight_offset=1.0)
     assert torch.equal(logits(), unsimulated)
 
 
@@ -155,10 +155,10 @@ def test_what_cannot_be_simulated_is_named(checkpoint):
     with pytest.raises(
         ValueError, match="simulate_attention_weights=True with attn_implementation='flash_attention_2'.*'sdpa'"
     ):
-        tap.round_weights(1.0)
+        tap.follow(weight_offset=1.0)
     tap._implementation = "sdpa"
-    tap.round_weights(1.0)
-    tap.scales_L3 = torch.ones(2, 3)
+    tap.follow(weight_offset=1.0)
+    tap.simulate(torch.ones(2, 3))
     for beyond in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=f"has {next(iter(beyond))}, which the simulation does not"):
             tap.attend(None, model.model.layers[0].self_attn, *states(), None, scaling=1.0, **beyond)

@@ -1,21 +1,16 @@
 """Replay in the policy's routers: other experts, the model's own gate weights, and gradients as ever."""
 
 import pytest
-import tiny_models
 import torch
 from peft import LoraConfig, get_peft_model
 
+from testing.tiny_models import build
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
 from trl_fp8.recipe.experts import NOWHERE
 
 
 MOE = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
 TOKENS = torch.arange(4, 64)[torch.randint(60, (4, 11), generator=torch.Generator().manual_seed(1))]
-
-
-def build(architecture="qwen3_moe", **overrides):
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides)).eval()
 
 
 def other_experts(recorded, count=4):
@@ -77,7 +72,7 @@ def test_given_experts_get_the_models_own_gate_weights(architecture):
 
 
 def test_tokens_without_known_experts_choose_for_themselves():
-    model = build()
+    model = build("qwen3_moe")
     replay = RouterReplay(model)
     own = own_routes(model, replay)
     routes = other_experts(own)
@@ -92,7 +87,7 @@ def test_tokens_without_known_experts_choose_for_themselves():
 
 
 def test_chunks_of_a_batch_get_their_own_rows():
-    model = build()
+    model = build("qwen3_moe")
     replay = RouterReplay(model)
     routes = other_experts(own_routes(model, replay))
     with torch.no_grad(), replay.during(routes, replay=True, record=True):
@@ -108,7 +103,7 @@ def test_chunks_of_a_batch_get_their_own_rows():
 
 
 def test_recording_ends_with_its_block():
-    model = build()
+    model = build("qwen3_moe")
     replay = RouterReplay(model)
     recorded = own_routes(model, replay)
     model(input_ids=TOKENS[:2])  # another forward, such as the reference's
@@ -116,7 +111,7 @@ def test_recording_ends_with_its_block():
 
 
 def test_rows_that_do_not_fit_are_refused():
-    model = build()
+    model = build("qwen3_moe")
     replay = RouterReplay(model)
     routes = own_routes(model, replay)
     with (
@@ -133,7 +128,7 @@ def test_rows_that_do_not_fit_are_refused():
 def test_gradient_checkpointing_replays_again():
     gradients = []
     for checkpointing in (False, True):
-        model = build()
+        model = build("qwen3_moe")
         replay = RouterReplay(model)
         routes = other_experts(own_routes(model, replay))
         model.train()
@@ -157,7 +152,7 @@ def test_agreement_is_counted_over_real_known_tokens_as_sets():
 
 @pytest.mark.parametrize("replays", [True, False])
 def test_disagreement_is_that_of_the_experts_that_were_used(replays):
-    model = build()
+    model = build("qwen3_moe")
     replay = RouterReplay(model)
     routes, tally = other_experts(own_routes(model, replay)), RouteTally(torch.device("cpu"))
     mask = torch.ones_like(TOKENS)
@@ -171,30 +166,30 @@ def test_disagreement_is_that_of_the_experts_that_were_used(replays):
 
 
 def test_adapters_do_not_matter():
-    model = build()
+    model = build("qwen3_moe")
     plain = own_routes(model, RouterReplay(model))
-    wrapped = get_peft_model(build(), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    wrapped = get_peft_model(build("qwen3_moe"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     replay = RouterReplay(wrapped)
     assert replay.layers == (0, 1)
     assert torch.equal(own_routes(wrapped, replay), plain)
 
 
 def test_layers_without_a_router_have_no_column():
-    model = build(num_hidden_layers=3, mlp_only_layers=[1])
+    model = build("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1])
     assert RouterReplay(model).layers == (0, 2)
 
 
 def test_models_that_cannot_replay_are_refused():
     with pytest.raises(ValueError, match=r"router_replay='rollout': Qwen3ForCausalLM has no routers"):
         RouterReplay(build("qwen3"), "router_replay='rollout'")
-    odd = build()
+    odd = build("qwen3_moe")
     odd.model.layers[1].mlp.gate.__class__ = torch.nn.Linear
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.gate is a Linear, and replay knows routers"):
         RouterReplay(odd)
 
 
 def test_a_router_with_two_choices_is_refused_when_it_routes():
-    model = build()
+    model = build("qwen3_moe")
     router = model.model.layers[1].mlp.gate
     once = type(router).forward
 

@@ -1,10 +1,10 @@
 """Q(x) is made once for the layers that read x, which changes no bit, and is not kept."""
 
 import pytest
-import tiny_models
 import torch
 from transformers import Qwen3ForCausalLM
 
+from testing import tiny_models
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.linear import FP8Linears
 from trl_fp8.policy.flow.shared_input import SharedInput

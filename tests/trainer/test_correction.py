@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from trainer.runs import arguments, training
+from testing.runs import arguments, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
 from trl_fp8.correction.apply import apply_correction
 from trl_fp8.correction.presets import PRESETS, correction_from

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trainer.runs import arguments, training
+from testing.runs import arguments, training
 from trl_fp8.export.export import export_fp8
 from trl_fp8.policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
 

@@ -8,16 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from hub_stand_in import HubStandIn
 from safetensors.torch import load
+
+from testing.hub_stand_in import HubStandIn
 
 
 # What engines of other tests in this process leave behind, and what forbids the network
 FOREIGN = ("HF_HUB_OFFLINE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
-import sys
-sys.path.insert(0, {tests!r})
-from trainer.runs import arguments, training
+from testing.runs import arguments, training
 
 args = arguments({output!r}, max_steps=1, push_to_hub=True, hub_model_id="user/policy", hub_token="hf_secret")
 with training({checkpoint!r}, args) as trainer:
@@ -34,12 +33,13 @@ def contents(folder):
 
 @pytest.mark.engine
 def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_other_with_cards(checkpoint, tmp_path):
-    paths = dict(tests=str(Path(__file__).parents[1]), output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
+    paths = dict(output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
     with HubStandIn() as hub:
         environment = {k: v for k, v in os.environ.items() if k not in FOREIGN}
         environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT.format(**paths)],
+            cwd=Path(__file__).parents[2],
             env=environment,
             capture_output=True,
             text=True,

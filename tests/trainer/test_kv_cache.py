@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trainer.runs import arguments, dataset, training
+from testing.runs import arguments, dataset, training
+from trl_fp8.features.kv_cache import KVCache
 
 
 pytestmark = pytest.mark.engine
@@ -69,12 +70,12 @@ def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoin
         def record(model, inputs, *rest, **kwargs):
             loss = compute_loss(model, inputs, *rest, **kwargs)
             synced = trainer.vllm_generation.last_sync.kv_scales.values
-            seen.append((model.training, trainer._tap.scales_L3.clone(), synced))
+            seen.append((model.training, trainer.feature(KVCache).tap.scales_L3.clone(), synced))
             return loss
 
         trainer.compute_loss = record
         trainer.train()
-        assert trainer._tap.scales_L3 is None
+        assert trainer.feature(KVCache).tap.scales_L3 is None
     (_, first, first_synced), (_, second, second_synced) = (row for row in seen if row[0])
     assert torch.equal(first, first_synced)
     assert torch.equal(second, first) and not torch.equal(second_synced, first_synced)
@@ -83,7 +84,8 @@ def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoin
 
 def test_saturation_is_measured_and_widens_the_margin(checkpoint, tmp_path, caplog):
     with training(checkpoint("qwen3"), arguments(tmp_path, **KV_ONLY)) as trainer:
-        trainer._calibrator.margin = 0.25  # prompts-only: 0.5; then scales of at most half the largest value
+        calibrator = trainer.feature(KVCache).calibrator
+        calibrator.margin = 0.25  # prompts-only: 0.5; then scales of at most half the largest value
         with caplog.at_level(logging.WARNING, logger="trl_fp8"):
             trainer.train()
     saturated, margins = column(trainer, "fp8/kv_saturation_fraction"), column(trainer, "fp8/kv_margin")

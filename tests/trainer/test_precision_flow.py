@@ -4,16 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine import engines
-from engine.played_attention import engine_with, played_attention
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from trainer.runs import arguments, training
+from testing import engines
+from testing.played_attention import engine_with, played_attention
+from testing.runs import arguments, training
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.instruments import follow_attention, precision_flow
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.features.flow import Flow
 from trl_fp8.policy.flow.linear import FP8Linear
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
@@ -90,13 +90,13 @@ def test_simulated_attention_weights_follow_an_engine_that_rounds_them(checkpoin
 
 
 def test_attention_weights_that_the_engine_does_not_round_are_not_simulated(checkpoint, tmp_path, monkeypatch):
-    started = []
+    started, init_vllm = [], FP8VLLMGeneration._init_vllm
 
-    def follow(trainer, generation, tap):
+    def noted(generation):
+        init_vllm(generation)
         started.append(generation.llm)
-        follow_attention(trainer, generation, tap)
 
-    monkeypatch.setattr("trl_fp8.trainer.follow_attention", follow)
+    monkeypatch.setattr(FP8VLLMGeneration, "_init_vllm", noted)
     with pytest.raises(ValueError, match="simulate_attention_weights=True, but the engine's attention does not round"):
         run(checkpoint("qwen3"), tmp_path, **FULL, simulate_attention_weights=True)
     engines.shutdown(started.pop())
@@ -106,10 +106,9 @@ def test_an_engine_without_fp8_kernels_has_nothing_to_follow():
     trainer = SimpleNamespace(
         args=SimpleNamespace(fp8_forward="full"), recipe=FP8Recipe(("a", "b"), fp8_experts=("c",))
     )
-    generation = SimpleNamespace(numerics=EngineNumerics(kernels={}))
     expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
-        precision_flow(trainer, generation, None)
+        Flow(trainer, EngineNumerics(kernels={}), None)
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):
@@ -149,7 +148,7 @@ def test_a_fused_optimizers_steps_reach_trainer_and_engine(checkpoint, tmp_path)
 def test_without_the_callback_each_sync_brings_trainer_and_engine_to_the_current_weights(
     checkpoint, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(PrecisionFlow, "on_optimizer_step", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Flow, "on_optimizer_step", lambda *args, **kwargs: None)
     with training(checkpoint("qwen3"), arguments(tmp_path, **(FULL | {"optim": "adamw_torch_fused"}))) as trainer:
         trainer.train()
         linears = [module for module in trainer.model.modules() if isinstance(module, FP8Linear)]

@@ -2,15 +2,13 @@
 
 import json
 
-import other_models
 import pytest
-import tiny_models
 import torch
-from engine import engines
 from transformers import CONFIG_MAPPING, dynamic_module_utils
 from vllm.model_executor.models import registry
 
-from trainer.runs import arguments, training
+from testing import engines, other_models, tiny_models
+from testing.runs import arguments, training
 from trl_fp8.engine.vllm import generation as fp8_generation
 from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration

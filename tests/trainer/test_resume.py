@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer.runs import arguments, training
-from trl_fp8.run.rollout_buffer import load_rollouts, save_rollouts
+from testing.runs import arguments, training
+from trl_fp8.run.checkpoints import load_rollouts, save_rollouts
 
 
 pytestmark = pytest.mark.engine

@@ -4,11 +4,12 @@ import math
 
 import pytest
 import torch
-from engine.reference_experts import offered_fp8_experts
 from peft import LoraConfig
 
-from trainer.runs import arguments, dataset, training
-from trainer.test_trl_features import SMALL_K3, Keypad, chat_tokenizer, chats, generate_calls, recorded, rows, turns
+from testing.chats import Keypad, chat_tokenizer, chats, turns
+from testing.reference_experts import offered_fp8_experts
+from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, rows, training
+from trl_fp8.features.routes import Routes
 from trl_fp8.recipe.experts import NOWHERE
 
 
@@ -92,7 +93,7 @@ def test_later_updates_replay_the_old_log_prob_pass(moe, tmp_path):
         scored = [
             used.view(8, -1, 2) for gradients, used in seen if not gradients and used.numel() == updates[0].numel()
         ]
-        assert trainer._routes.replay._routes_BSLK is None
+        assert trainer.feature(Routes).replay._routes_BSLK is None
     assert len(updates) == 2 and len(scored) == 1
     assert as_set(scored[0]) == as_set(updates[0]) == as_set(updates[1])
 
@@ -119,7 +120,9 @@ def test_rollout_replay_goes_with_what_trl_does_around_it(flags, lora, moe, tmp_
     adapter = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]) if lora else None
     args = arguments(tmp_path, bf16=False, router_replay="rollout", **flags)
     with training(moe, args, peft_config=adapter) as trainer:
-        begun = recorded(trainer._routes.replay, "begin", lambda _, routes, replay, **__: (routes is not None, replay))
+        begun = recorded(
+            trainer.feature(Routes).replay, "begin", lambda _, routes, replay, **__: (routes is not None, replay)
+        )
         trainer.train()
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
     updates = 3 * args.gradient_accumulation_steps

@@ -6,10 +6,10 @@ parameters and KV cache, level 1 keeps a copy of the parameters, and waking brin
 
 import pytest
 import torch
-from engine import engines
 from vllm import LLM
 
-from trainer.runs import arguments, dataset, reward_digits
+from testing import engines
+from testing.runs import arguments, dataset, reward_digits
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM

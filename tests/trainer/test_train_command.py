@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import accelerate.commands.launch
 import pytest
 import yaml
-from engine import engines
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import trl_fp8.trainer
+from testing import engines
 from trl_fp8.cli import main
 from trl_fp8.commands import train
 from trl_fp8.run.file import read_run

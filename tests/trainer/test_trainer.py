@@ -7,13 +7,12 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 import torch
-from engine import engines
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer.runs import arguments, dataset, reward_digits, training
+from testing import engines, tiny_models
+from testing.runs import arguments, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.run.launch import check_launch
 

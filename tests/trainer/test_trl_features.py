@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
-import tiny_models
 import torch
-from datasets import Dataset
-from engine import engines
 from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
-from trainer.runs import arguments, dataset, reward_digits, training
+from testing import engines, tiny_models
+from testing.chats import ROLES, Keypad, chat_tokenizer, chats, turns
+from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, reward_digits, rows, training
+from trl_fp8.features.kv_cache import KVCache
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.quantization.blockwise import quantize_weight
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
@@ -23,61 +23,10 @@ from trl_fp8.recipe.names import checkpoint_name
 
 pytestmark = pytest.mark.engine
 
-# FP8 moves log-probs of these random models by less than 0.3 on average (test_trainer.py), and k3 is about half of the
-# square. Tokens scored under another policy are off by whole nats.
-SMALL_K3 = 0.3**2 / 2
-# Names roles, ends assistant turns and renders calls, which TRL asks of a chat template for tools.
-ROLES = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments }}>{% endfor %}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
-# The first digit of a turn calls a tool with it, so that a random model calls tools, but not in every turn.
-PRESS = {"type": "function", "function": {"name": "press", "arguments": {"key": "{digit}"}}}
-CALLS = {"open_pattern": "(?P<digit>[0-9])", "repeats": True, "content": "text", "transform": PRESS}
-DIGITS_CALL = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "assistant:",
-    "fields": {"tool_calls": CALLS, "content": {"close": "<eos>", "content": "text"}},
-}
-
-
-def rows(trainer):
-    return [row for row in trainer.state.log_history if "loss" in row]
-
-
-def chats():
-    return Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in dataset()])
-
-
-def chat_tokenizer():
-    tokenizer = tiny_models.tokenizer()
-    tokenizer.chat_template, tokenizer.response_template = ROLES, DIGITS_CALL
-    return tokenizer
-
-
-def recorded(owner, name, note):
-    """From now on `note(result, *args, **kwargs)` follows each `owner.name`; returns the list of what it returned."""
-    original, notes = getattr(owner, name), []
-
-    def call(*args, **kwargs):
-        result = original(*args, **kwargs)
-        notes.append(note(result, *args, **kwargs))
-        return result
-
-    setattr(owner, name, call)
-    return notes
-
 
 def sync_steps(trainer):
     """Number of optimizer steps done before each sync."""
     return recorded(trainer.vllm_generation, "sync_weights", lambda _: trainer.state.global_step)
-
-
-def generate_calls(trainer):
-    """Token ids of prompts (one list per completion) and of completions, for each call of the engine."""
-    return recorded(trainer.vllm_generation, "generate", lambda out, prompts, *_, **__: (prompts, out[1]))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +69,7 @@ def test_the_next_scales_are_those_of_the_policy_on_whole_rollouts(flags, lora, 
         generations = generate_calls(trainer)
         trainer.train()
         rollouts = [prompt + list(completion) for prompt, completion in zip(*generations[0], strict=True)]
-        seen = observe_sequences(trainer.model, trainer._tap, rollouts)
+        seen = observe_sequences(trainer.model, trainer.feature(KVCache).tap, rollouts)
     expected = kv_scales_from_amax(seen.amax_L3, args.kv_scale_margin)
     assert torch.equal(trainer.vllm_generation.last_sync.kv_scales.values, expected.values)
 
@@ -226,7 +175,9 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
     options = {"train": chats(), "processing_class": tokenizer, "reward_funcs": reward}
     with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2, shuffle_dataset=False), **options) as trainer:
         generations = generate_calls(trainer)
-        calibrated = recorded(trainer.vllm_generation, "calibrate", lambda _: trainer._calibrator.coming_prompts)
+        calibrated = recorded(
+            trainer.vllm_generation, "calibrate", lambda _: trainer.feature(KVCache).calibrator.coming_prompts
+        )
         trainer.train()
     asked = [f"user:{row['prompt']}assistant:" for row in dataset(4) for _ in range(4)]
     assert [text for prompts, _ in generations for text in tokenizer.batch_decode(prompts)] == asked
@@ -235,28 +186,6 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     assert messages == [[{"role": "assistant", "content": text}] for text in texts]
     assert all(0 < row["mismatch/k3_kl"] < SMALL_K3 for row in rows(trainer))
-
-
-class Keypad:
-    """An environment with one tool, which owns the reward."""
-
-    def reset(self, **kwargs):
-        return None
-
-    def press(self, key: str) -> str:
-        """Press a key.
-
-        Args:
-            key: The key.
-        """
-        return f"key {key}"
-
-    def get_reward(self) -> float:
-        return 1.0
-
-
-def turns(completions, **kwargs):
-    return [float(len(messages)) for messages in completions]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +199,7 @@ def test_tools_are_called_and_their_output_is_not_corrected(source, checkpoint, 
     args = arguments(tmp_path, max_steps=2, generation_kwargs={"max_tokens": 8}, **budget)
     options = {"train": chats(), "processing_class": chat_tokenizer(), "reward_funcs": turns} | source
     with training(checkpoint("qwen3"), args, **options) as trainer:
-        watched = recorded(trainer._tap, "observing", lambda _, observation: observation)
+        watched = recorded(trainer.feature(KVCache).tap, "observing", lambda _, observation: observation)
         syncs, generations = sync_steps(trainer), generate_calls(trainer)
         outputs = recorded(trainer, "_generate_and_score_completions", lambda output, _: dict(output))
         trainer.train()

@@ -1,6 +1,8 @@
 """Flags of the trainer's own forward and backward in FP8."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from .flag import flag
 
 
 FP8_FORWARDS = ("off", "weights", "full")
@@ -10,32 +12,26 @@ FP8_FORWARDS = ("off", "weights", "full")
 class ForwardFlags:
     """How much of the engine's precision flow the trainer's linear layers share."""
 
-    fp8_forward: str = field(
-        default="off",
-        metadata={
-            "help": "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute "
-            "with the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's "
-            "kernel does, and everything between in the engine's BF16, whose roundings the engine then keeps when it "
-            "is compiled). Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than "
-            "any part: on CPU to nothing in the models that were measured, on a GPU nothing has been measured "
-            "(docs/unified_flow.md). Master weights and checkpoints stay as they are."
-        },
+    fp8_forward: str = flag(
+        "off",
+        "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute "
+        "with the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's "
+        "kernel does, and everything between in the engine's BF16, whose roundings the engine then keeps when it "
+        "is compiled). Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than "
+        "any part: on CPU to nothing in the models that were measured, on a GPU nothing has been measured "
+        "(docs/unified_flow.md). Master weights and checkpoints stay as they are.",
     )
-    fp8_backward: str = field(
-        default="bf16",
-        metadata={
-            "help": "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer, "
-            "in the trainer's dtype) or 'fp8' (both GEMMs with quantized operands, as in Jet-RL). Only "
-            "with fp8_forward."
-        },
+    fp8_backward: str = flag(
+        "bf16",
+        "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer, "
+        "in the trainer's dtype) or 'fp8' (both GEMMs with quantized operands, as in Jet-RL). Only "
+        "with fp8_forward.",
     )
-    fp8_gemm_backend: str = field(
-        default="fake_quant",
-        metadata={
-            "help": "How FP8 GEMMs of the trainer are computed: 'fake_quant' (dequantized operands in the trainer's "
-            "dtype, any device), 'scaled_mm' (cuBLASLt block scaling, Hopper) or 'torchao' (its prototype of FP8 "
-            "training, Hopper, fp32 scales, with fp8_backward='fp8')."
-        },
+    fp8_gemm_backend: str = flag(
+        "fake_quant",
+        "How FP8 GEMMs of the trainer are computed: 'fake_quant' (dequantized operands in the trainer's "
+        "dtype, any device), 'scaled_mm' (cuBLASLt block scaling, Hopper) or 'torchao' (its prototype of FP8 "
+        "training, Hopper, fp32 scales, with fp8_backward='fp8').",
     )
 
     @property
@@ -67,9 +63,9 @@ class ForwardFlags:
             "fp8_backward": (self.fp8_backward, "bf16"),
             "fp8_gemm_backend": (self.fp8_gemm_backend, "fake_quant"),
         }
-        for flag, (value, default) in given.items():
+        for name, (value, default) in given.items():
             if value != default and not self.fp8_flow_on:
                 raise ValueError(
-                    f"{flag}={value!r} with fp8_forward='off': there are no FP8 linear layers that it would concern. "
-                    f"Set fp8_forward='full', or remove {flag}."
+                    f"{name}={value!r} with fp8_forward='off': there are no FP8 linear layers that it would concern. "
+                    f"Set fp8_forward='full', or remove {name}."
                 )

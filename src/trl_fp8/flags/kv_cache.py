@@ -1,6 +1,8 @@
 """Flags of the engine's FP8 KV cache."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from .flag import flag
 
 
 KV_CACHE_DTYPES = ("fp8", "auto")
@@ -11,64 +13,50 @@ KV_CALIBRATIONS = ("rollout", "policy")
 class KVCacheFlags:
     """What is FP8 in the KV cache, and where its scales come from."""
 
-    kv_cache_dtype: str = field(
-        default="fp8",
-        metadata={
-            "help": "Type of the engine's KV cache: 'fp8' (e4m3 with per-tensor scales, recalibrated on the policy at "
-            "every sync) or 'auto' (the model's type)."
-        },
+    kv_cache_dtype: str = flag(
+        "fp8",
+        "Type of the engine's KV cache: 'fp8' (e4m3 with per-tensor scales, recalibrated on the policy at "
+        "every sync) or 'auto' (the model's type).",
     )
-    kv_cache_skip_layers: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k "
-            "has outliers on the first prompts of the dataset, as in models with a bias on k and no "
-            "normalization (Qwen2)."
-        },
+    kv_cache_skip_layers: list[str] | None = flag(
+        None,
+        "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k "
+        "has outliers on the first prompts of the dataset, as in models with a bias on k and no "
+        "normalization (Qwen2).",
     )
-    kv_calibration: str | None = field(
-        default=None,
-        metadata={
-            "help": "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the "
-            "latest rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming "
-            "prompts and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
-            "or 'policy' where that pass does not see every token: with vllm_importance_sampling_correction=False TRL "
-            "leaves it out, with mask_truncated_completions=True it hides truncated completions from it."
-        },
+    kv_calibration: str | None = flag(
+        None,
+        "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the "
+        "latest rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming "
+        "prompts and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
+        "or 'policy' where that pass does not see every token: with vllm_importance_sampling_correction=False TRL "
+        "leaves it out, with mask_truncated_completions=True it hides truncated completions from it.",
     )
-    kv_scale_margin: float = field(
-        default=1.05,
-        metadata={
-            "help": "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
-            "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, "
-            "and whenever rollouts saturate. The scale is then rounded up to a power of two."
-        },
+    kv_scale_margin: float = flag(
+        1.05,
+        "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
+        "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, "
+        "and whenever rollouts saturate. The scale is then rounded up to a power of two.",
     )
-    kv_calibration_tokens: int = field(
-        default=8192,
-        metadata={
-            "help": "Most tokens per process that an extra forward for calibration runs through the policy. They are "
-            "taken from the coming prompts and the previous rollouts."
-        },
+    kv_calibration_tokens: int = flag(
+        8192,
+        "Most tokens per process that an extra forward for calibration runs through the policy. They are "
+        "taken from the coming prompts and the previous rollouts.",
     )
-    simulate_kv_cache: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
-            "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
-            "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
-            "fp8_forward='full' or fp8_weights=False."
-        },
+    simulate_kv_cache: bool | None = flag(
+        None,
+        "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
+        "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
+        "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
+        "fp8_forward='full' or fp8_weights=False.",
     )
 
-    simulate_attention_weights: bool = field(
-        default=False,
-        metadata={
-            "help": "Whether the trainer's attention, with simulate_kv_cache, also rounds its weights to e4m3, as "
-            "FlashAttention 3 and vLLM's Triton kernel do over an FP8 KV cache. It is then computed in plain torch, "
-            "which takes time and memory for the scores of 256 queries at a time. For completions that are not long; "
-            "not run on a GPU yet."
-        },
+    simulate_attention_weights: bool = flag(
+        False,
+        "Whether the trainer's attention, with simulate_kv_cache, also rounds its weights to e4m3, as "
+        "FlashAttention 3 and vLLM's Triton kernel do over an FP8 KV cache. It is then computed in plain torch, "
+        "which takes time and memory for the scores of 256 queries at a time. For completions that are not long; "
+        "not run on a GPU yet.",
     )
 
     @property
@@ -87,11 +75,13 @@ class KVCacheFlags:
             "max_tokens": self.kv_calibration_tokens,
         }
 
-    def check_kv_cache(self, blind_pass: str | None) -> None:
-        """Bring the flags into one form. Raises `ValueError` naming flag, value, reason and remedy.
+    def resolve_kv_cache(self, blind_pass: str | None, alone: bool) -> None:
+        """Bring the flags into one form and fill in defaults. Raises `ValueError` naming flag, value, reason and
+        remedy.
 
         Args:
             blind_pass: The other flag, with its value, for which rollouts cannot be observed in the old-log-prob pass.
+            alone: Nothing larger hides the mismatch that simulate_kv_cache takes away.
         """
         if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
             self.kv_cache_dtype = "fp8"
@@ -123,11 +113,10 @@ class KVCacheFlags:
             )
         self._check_skip_layers()
         self._check_needs_fp8()
-
-    def check_attention_weights(self) -> None:
-        """Raise `ValueError` unless what `simulate_attention_weights` builds on is there. Defaults have to be
-        resolved.
-        """
+        if self.simulate_kv_cache is None:
+            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
+        if self.kv_calibration is None:
+            self.kv_calibration = "rollout" if blind_pass is None else "policy"
         if self.simulate_attention_weights and not self.simulate_kv_cache:
             raise ValueError(
                 f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside "

@@ -1,6 +1,8 @@
 """The flag of the routers of a mixture of experts."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from .flag import flag
 
 
 ROUTER_REPLAYS = ("off", "monitor", "rollout", "policy")
@@ -10,14 +12,12 @@ ROUTER_REPLAYS = ("off", "monitor", "rollout", "policy")
 class RouterFlags:
     """Which experts the trainer's routers use."""
 
-    router_replay: str = field(
-        default="off",
-        metadata={
-            "help": "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (so they do, and "
-            "metrics say how often the engine chose otherwise), 'rollout' (every forward uses the experts that the "
-            "engine chose when it sampled, with the trainer's own gate weights) or 'policy' (the training forwards "
-            "use those of the old-log-prob pass). All but 'off' have the engine return its choices."
-        },
+    router_replay: str = flag(
+        "off",
+        "Mixture of experts only: 'off' (routers choose for themselves), 'monitor' (so they do, and "
+        "metrics say how often the engine chose otherwise), 'rollout' (every forward uses the experts that the "
+        "engine chose when it sampled, with the trainer's own gate weights) or 'policy' (the training forwards "
+        "use those of the old-log-prob pass). All but 'off' have the engine return its choices.",
     )
 
     @property

@@ -8,7 +8,7 @@ Why torchao's own `Float8Tensor.from_hp` is not called: it takes the scale in th
 BF16-rounded scales), turns an all-zero block into NaN, refuses ragged shapes, has no power-of-two scales, and needs
 8.5 times the weight in temporary memory. On aligned weights with fp32 scales the bytes here equal
 `Float8Tensor.from_hp(w.float(), granularity=PerBlock([128, 128]), hp_value_lb=1e-12)`:
-tests/numerics/test_blockwise.py.
+tests/quantization/test_blockwise.py.
 
 Shape letters: N out-features, K in-features, `...` any leading dims (experts).
 """

@@ -1,17 +1,22 @@
-"""What a launcher started, checked before an engine is: ranks that know of each other, sharded in a supported way."""
+"""What a run was started with, checked before an engine is: a dataset with rows, ranks that know of each other."""
 
 import os
+from collections.abc import Sized
 
 from accelerate import Accelerator
 from trl.distributed import DistributedBackend
 
+from trl_fp8.flags.engine import fsdp1_message
+
+
+def require_rows(dataset: object) -> None:
+    """Raise `ValueError` for a dataset of known length without rows: training would end at once, without a word."""
+    if isinstance(dataset, Sized) and not len(dataset):
+        raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
+
 
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
     """Refuse launches that would train something else than they seem to.
-
-    Args:
-        accelerator: Of the trainer.
-        tensor_parallel_size: `vllm_tensor_parallel_size`.
 
     Raises:
         ValueError: Several processes were started but each of them is alone, they cannot be divided among engines, or
@@ -32,11 +37,3 @@ def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> Non
         )
     if DistributedBackend(accelerator).fsdp_version == 1:
         raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))
-
-
-def fsdp1_message(given: str, remedy: str) -> str:
-    """Why FSDP1 is refused, for the flag or launcher setting `given` and its `remedy`."""
-    return (
-        f"{given} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the weight "
-        f"sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."
-    )

@@ -11,20 +11,18 @@ from trl_fp8.export.model_card import fp8_section
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.sync.policy_checks import require_finite
 
-from .checkpoints import checkpoint_to_resume, marker
+from .checkpoints import checkpoint_to_resume, load_rollouts, marker, save_rollouts
 from .facts import run_facts
-from .rollout_buffer import load_rollouts, save_rollouts
 
 
 class Saving:
     """Methods of `FP8GRPOTrainer`; to be inherited before `GRPOTrainer`."""
 
     def save_fp8_model(self, folder: str | Path) -> None:
-        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one;
-        see `trl_fp8.hub.export_fp8`.
+        """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one.
 
         A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
-        one at a time; adapters are merged while it lasts.
+        one at a time; adapters are merged while it lasts. See `trl_fp8.hub.export_fp8`.
 
         Raises:
             ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
@@ -69,8 +67,8 @@ class Saving:
         Args:
             repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it
                 does not exist, private with `hub_private_repo`.
-            folder: Where the export is written first, and stays; None: `output_dir/_fp8`, which `push_to_hub` leaves
-                alone. An earlier export is replaced.
+            folder: The export is written here first, and stays, in place of an earlier one. None: `output_dir/_fp8`,
+                which `push_to_hub` leaves alone.
             commit_message: Of the one commit.
 
         Raises:
@@ -117,8 +115,8 @@ class Saving:
         if self.accelerator.is_main_process:
             unfinished.touch()
         self.accelerator.wait_for_everyone()
-        if self._calibrator:
-            self._calibrator.save(folder, self.accelerator.process_index)
+        for feature in self.features:
+            feature.save(folder)
         if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
             save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
         super()._save_checkpoint(model, trial)  # may delete older ones at its end
@@ -130,8 +128,8 @@ class Saving:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or not self.args.own_engine:
             return
-        if self._calibrator:
-            self._calibrator.load(checkpoint, self.accelerator.process_index)
+        for feature in self.features:
+            feature.load(checkpoint)
         if rollouts := load_rollouts(checkpoint, self.accelerator):
             self._step, self._buffered_inputs = rollouts
 

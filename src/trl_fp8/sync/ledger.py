@@ -74,7 +74,11 @@ class Ledger:
             "were sent but are not in the engine": self.unknown,
             "are not the same on every rank": ranks_differ,
         }
-        found = [f"{len(names)} tensors {what}: {_some(names)}" for what, names in problems.items() if names]
+        found = [
+            f"{len(names)} tensors {what}: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+            for what, names in problems.items()
+            if names
+        ]
         if found:
             cause = (
                 "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
@@ -126,14 +130,11 @@ class Seal:
         changed = [name for name, a, b in zip(self.layout.pieces, self.values, now, strict=True) if a != b]
         if changed:
             raise RuntimeError(
-                f"{len(changed)} tensors of the engine have changed since the last sync: {_some(changed)}. Something "
-                "other than the sync wrote to them (a callback, a hook, memory that was handed out twice), so that "
-                "the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
+                f"{len(changed)} tensors of the engine have changed since the last sync: {', '.join(changed[:12])}"
+                f"{', ...' if len(changed) > 12 else ''}. Something other than the sync wrote to them (a callback, a "
+                "hook, memory that was handed out twice), so that the engine would sample from another policy. "
+                "Nothing was sampled; the next sync repairs it."
             )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
 
 
 def _held(layout: Layout) -> torch.Tensor:

@@ -56,7 +56,7 @@ PATCHES = {
         ON_INSTANCES, "policy/fp8_checkpoint.py", "save_pretrained would quantize what was dequantized on loading."
     ),
     "trl.GRPOTrainer._batch_environments": Patch(
-        ON_INSTANCES, "policy/attention/outliers.py", "TRL tokenizes prompts with the tools of their environments."
+        ON_INSTANCES, "features/kv_cache.py", "TRL tokenizes prompts with the tools of their environments."
     ),
     "torch.nn.Linear": Patch(ON_INSTANCES, "policy/flow/linear.py", "The class: names and state_dict stay."),
     "torch.nn.Module": Patch(ON_INSTANCES, "policy/flow/bf16_modules.py", "The class of what lies between linears."),

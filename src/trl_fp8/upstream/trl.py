@@ -6,7 +6,7 @@ version; another test finds private names that are missing here. vLLM's stand in
 
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "trl.GRPOTrainer": {
-        "_batch_environments": "policy",
+        "_batch_environments": "features",
         "_buffered_inputs": "run",
         "_generate": "trainer",
         "_generate_and_score_completions": "trainer",
@@ -14,11 +14,11 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         "_get_per_token_logps_and_entropies": "trainer",
         "_metrics": "trainer",
         "_step": "run",
-        "_tokenize_prompts": "policy trainer",
+        "_tokenize_prompts": "features",
         "_tokenizer": "features run",
-        "vllm_importance_sampling_clip_max": "trainer",
-        "vllm_importance_sampling_clip_min": "trainer",
-        "vllm_importance_sampling_mode": "trainer",
+        "vllm_importance_sampling_clip_max": "features",
+        "vllm_importance_sampling_clip_min": "features",
+        "vllm_importance_sampling_mode": "features",
     },
     "trl.generation.vllm_generation.VLLMGeneration": {
         "_dist": "engine",

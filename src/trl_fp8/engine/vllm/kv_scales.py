@@ -60,7 +60,8 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
         raise RuntimeError(
             f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  "
             + "\n  ".join(wrong[:8])
-            + "\nRemove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
+            + "\n"
+            "Remove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
             f"{READ_EACH_TIME}."
         )
     return fp8

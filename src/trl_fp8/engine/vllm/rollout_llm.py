@@ -69,6 +69,12 @@ class RolloutLLM(LLM):
         if routes_from is not None:
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
+    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+        """Note what the next generation is for, and forget the routes of the last one; see the attributes."""
+        self.occasion, self.keep_weights = occasion, keep_weights
+        if self.routes is not None:
+            self.routes.clear()
+
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
         of_this_step = {occasion: calls for occasion, calls in self._calls.items() if occasion[0] == self.occasion[0]}
         self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}

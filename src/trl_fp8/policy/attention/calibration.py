@@ -42,16 +42,14 @@ class KVCalibrator:
 
     Args:
         tap: The policy's attention tap.
-        mode: `"rollout"` or `"policy"`.
-        margin: `kv_scale_margin`.
-        max_tokens: Most tokens of a calibration forward.
-        pad_token_id: Any valid token id; padding is masked.
-        fused_lm_head: Whether the policy has TRL's fused output head, see `observe_sequences`.
-        reduce_max: Replaces a tensor by its maximum over ranks, in place; None on one process.
+        mode, margin, max_tokens: Flags `kv_calibration`, `kv_scale_margin` and `kv_calibration_tokens`.
+        pad_token_id, fused_lm_head: See `observe_sequences`.
+        reduce_max: Replaces a tensor by its maximum over ranks, in place. None on one process.
 
     Attributes:
-        margin_factor: What saturation made of the margin: 1, 2, 4, ... at most 16.
-        margin_used: What the latest calibration multiplied magnitudes by; None before the first.
+        margin_factor: Saturation widens the margin by this: 1, 2, 4, ... at most 16.
+        margin_used: The latest calibration multiplied magnitudes by this; None before the first.
+        saturated_L2: Share of k and v that the scales of the latest rollouts did not hold, on the host.
     """
 
     def __init__(
@@ -75,18 +73,10 @@ class KVCalibrator:
         self._due: KVScales | None = None
         self._seen: QKVObservation | None = None
         self._saturation: float | None = None
-        # Share of k and v that the scales of the latest rollouts did not hold, on the host
         self.saturated_L2: torch.Tensor | None = None
 
     def next_scales(self, model: nn.Module) -> KVScales:
-        """Scales for the policy as it is now.
-
-        Args:
-            model: The policy as the trainer calls it.
-
-        Raises:
-            ValueError: A magnitude is NaN, infinite or zero; see `kv_scales_from_amax`.
-        """
+        """Scales for the policy as it is now, run as the trainer calls it. Raises as `kv_scales_from_amax`."""
         self._harvest()
         self.margin_used = self.margin * self.margin_factor
         if self._rollout_amax_L3 is not None:
@@ -107,6 +97,10 @@ class KVCalibrator:
             self._warn_of_outliers(error_L1[:, 0])
         return kv_scales_from_amax(amax_L3, self.margin_used)
 
+    def expect(self, prompts: list[list[int]]) -> None:
+        """Note the tokens of prompts that are about to be continued."""
+        self.coming_prompts = prompts
+
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
         """Note the tokens of new rollouts (prompt and completion) and the scales that they were sampled under."""
         if self.mode == "policy":
@@ -126,29 +120,23 @@ class KVCalibrator:
         self._seen = observation
 
     def saturation(self) -> float | None:
-        """Share of k and v elements that the scales in force did not hold, of the worst rank; None if nothing new.
-
-        Has to be called on every rank or on none.
-        """
+        """Share of k and v beyond the scales in force, of the worst rank; None if nothing is new. A collective."""
         self._harvest()
         saturation, self._saturation = self._saturation, None
         return saturation
 
     def save(self, folder: str | Path, rank: int) -> None:
-        """Write what a resumed run needs to calibrate as the uninterrupted one would. On every rank or on none."""
+        """Write `state_dict`: what a resumed run needs to calibrate as the uninterrupted one would."""
         _state_file(folder, rank).write_text(json.dumps(self.state_dict()))
 
     def load(self, folder: str | Path, rank: int) -> None:
-        """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start.
-
-        A rank that was not there before takes the first rank's state: ranks have to calibrate all or none.
-        """
+        """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start."""
+        # a rank that was not there before takes the first rank's state: ranks have to calibrate all or none
         paths = [path for number in (rank, 0) if (path := _state_file(folder, number)).exists()]
         if paths:
             self.load_state_dict(json.loads(paths[0].read_text()))
 
     def state_dict(self) -> dict:
-        """State as plain numbers and lists; see `save`."""
         self._harvest()
         amax = self._rollout_amax_L3
         return {
@@ -204,7 +192,7 @@ class KVCalibrator:
         )
 
     def _warn_of_outliers(self, logit_error_L: torch.Tensor) -> None:
-        skipped = self.tap.high_precision_layers
+        skipped = self.tap.skip_layers
         errors = {layer: e for layer, e in outlier_layers(logit_error_L).items() if layer not in skipped}
         if errors:
             logger.warning(outlier_message(errors))
@@ -253,13 +241,10 @@ def observe_sequences(
     Args:
         model: The policy as the trainer calls it (a transformers model, or a PEFT, DDP or FSDP2 wrapping of one).
         tap: Its tap.
-        sequences: Token ids, one list a sequence. Repeated sequences are run once; the first `max_tokens` tokens are
-            used, so the most telling sequences should come first.
+        sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
-        max_tokens: Bound on the tokens of the forward.
-        fused_lm_head: Whether the model has TRL's fused output head, which is then asked for no token at all. Not only
-            cheaper: ZeRO-3 fetches modules ahead in the order of the previous forward, and in TRL's own forwards the
-            head is no module call. A forward that made it one would have the next one gather it twice.
+        max_tokens: The forward has at most so many tokens.
+        fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
 
     Raises:
         ValueError: There is no token to observe.
@@ -271,6 +256,8 @@ def observe_sequences(
     ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=tap.device)
     mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=tap.device)
     observation = QKVObservation(tap.layers, tap.device, moments=True)
+    # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no module
+    # call: a forward that made it one would have the next one gather it twice
     head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True} if fused_lm_head else {"logits_to_keep": 1}
     with torch.no_grad(), tap.observing(observation):
         model(input_ids=ids, attention_mask=mask, use_cache=False, **head)

@@ -14,15 +14,15 @@ class QKVObservation:
 
     Args:
         layers: Number of decoder layers L.
+        device: The model's.
         scales_L3: fp32 `[L, 3]`; elements beyond `448 * scale` are counted. None: nothing is counted.
-        moments: Whether mean squares of q and k are taken per channel, which `logit_error_L` needs.
+        moments: Take mean squares of q and k per channel, which `logit_error_L` needs.
 
     Attributes:
         amax_L3: fp32 `[L, 3]`, largest magnitude; 0 where a layer was not run.
         saturated_L3: fp64 `[L, 3]`, number of elements beyond 448 * scale.
         elements_L3: fp64 `[L, 3]`, number of elements of real tokens.
-        logit_error_L: fp32 `[L]`, see `quantization.kv_scales.logit_error`, the largest over forwards; None
-            without moments.
+        logit_error_L: fp32 `[L]`, the largest `kv_scales.logit_error` over forwards; None without moments.
     """
 
     def __init__(

@@ -40,20 +40,16 @@ def rounded_attention(
     offset: float,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
-    """Attention in FP32 with weights rounded to e4m3.
+    """Attention in FP32 with weights rounded to e4m3: `[B, T, H, D]`; a query that sees no key gets zeros.
 
     Args:
         query: `[B, H, T, D]`.
         key, value: `[B, G, S, D]`, with H a multiple of G.
         mask: `[B or 1, 1, T, S]`, as transformers makes it: true where a key is seen, or added to the scores. None:
             causal, with T = S.
-        scaling: Factor on the scores.
-        offset: Factor on the weights, at most 1, before they are rounded: 256 in FlashAttention 3, 1 in vLLM's
-            Triton kernel.
-        chunk: Queries at a time; of no effect on the result.
-
-    Returns:
-        `[B, T, H, D]` in FP32. A query that sees no key gets zeros.
+        scaling: Multiplier applied to the scores.
+        offset: Multiplier applied to the weights before rounding: 256 in FlashAttention 3, 1 in vLLM's Triton kernel.
+        chunk: Queries at a time. It does not change the result.
 
     Raises:
         ValueError: No mask, and another number of queries than of keys.

@@ -35,33 +35,24 @@ _TAPPED: set[Callable] = set()  # registered attention functions that look for a
 
 
 class AttentionTap:
-    """Installed on a policy until `remove`. Does nothing while `observation` and `scales_L3` are None.
+    """Installed on a policy until `remove`. Does nothing but inside `observing`, or under `simulate`d scales.
 
     Args:
         model: A transformers causal LM, or a PEFT, DDP or FSDP2 wrapping of one.
-        high_precision_layers: Layers whose KV cache is not FP8: observed, never round-tripped.
+        skip_layers: Layers whose KV cache is not FP8; see `skip`.
 
     Attributes:
-        observation: `QKVObservation` to fill, or None.
-        scales_L3: fp32 `[L, 3]` on the model's device, or None. When set, attention sees k and v as an FP8 KV cache
-            under these scales holds them, and padded sequences get the engine's positions (see `_before_forward`).
-            Has to stay as it was until the backward pass is through, because gradient checkpointing runs the forward
-            again.
-        quantize_query: Whether q is round-tripped too, which is up to the engine's attention backend.
-        attend_in_fp64: Whether attention computes in FP64 and returns the dtype of q, as the engine's CPU
-            reference does.
-        weight_offset: Under scales, attention is `rounded_attention` with this offset; None: the model's own.
+        scales_L3: fp32 `[L, 3]` on the model's device: the scales that are simulated. None: none are.
     """
 
-    def __init__(self, model: nn.Module, high_precision_layers: Collection[int] = ()):
+    def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
-        self.high_precision_layers = frozenset(high_precision_layers)
-        self.observation: QKVObservation | None = None
         self.scales_L3: torch.Tensor | None = None
-        self.quantize_query = False
-        self.attend_in_fp64 = False
-        self.weight_offset: float | None = None
+        self.observation: QKVObservation | None = None
+        self._query_rounded = self._in_fp64 = False
+        self._weight_offset: float | None = None
+        self.skip(skip_layers)
         self._mask_BT: torch.Tensor | None = None
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
@@ -76,19 +67,34 @@ class AttentionTap:
             setattr(module, _TAP, self)
         self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def round_weights(self, offset: float) -> None:
-        """Simulate a kernel that rounds its attention weights (`weight_offset`).
+    def skip(self, layers: Collection[int]) -> None:
+        """Observe these layers, and never simulate them: their KV cache is not FP8."""
+        self.skip_layers = frozenset(layers)
+
+    def follow(self, query_rounded: bool = False, weight_offset: float | None = None) -> None:
+        """Simulate an engine that rounds q, too, or multiplies attention weights by an offset and rounds them.
 
         Raises:
-            ValueError: The model's attention gets no mask of queries by keys.
+            ValueError: Weights are to be rounded, and the model's attention gets no mask of queries by keys.
         """
-        if self._implementation not in ("sdpa", "eager"):
+        if weight_offset is not None and self._implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation "
                 "needs the masks of 'sdpa' or 'eager'. Load the model with one of them "
                 "(model_init_kwargs={'attn_implementation': 'sdpa'})."
             )
-        self.weight_offset = offset
+        self._query_rounded, self._weight_offset = query_rounded, weight_offset
+
+    def sum_in_fp64(self) -> None:
+        """Compute attention in FP64 and return the dtype of q, as the engine's CPU reference does."""
+        self._in_fp64 = True
+
+    def simulate(self, scales_L3: torch.Tensor | None) -> None:
+        """Let attention see k and v as an FP8 KV cache under these scales holds them, until the backward is through.
+
+        None: no longer. Padded sequences also get the engine's positions, see `_before_forward`.
+        """
+        self.scales_L3 = scales_L3
 
     def remove(self) -> None:
         """Leave the model as it was."""
@@ -123,9 +129,9 @@ class AttentionTap:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The attention function `attend` behind the tap; q, k, v are `[B, H, T, D]`."""
         states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
-        if self.weight_offset is not None and self._simulates(module.layer_idx):
+        if self._weight_offset is not None and self._simulates(module.layer_idx):
             return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
-        if not self.attend_in_fp64:
+        if not self._in_fp64:
             return attend(module, *states, *args, **kwargs)
         with torch.autocast(query.device.type, enabled=False):
             output, weights = attend(module, *(tensor.double() for tensor in states), *args, **kwargs)
@@ -146,10 +152,10 @@ class AttentionTap:
                 f"simulate_attention_weights=True, but this model's attention has {', '.join(beyond)}, which the "
                 "simulation does not. Set simulate_attention_weights=False."
             )
-        return rounded_attention(*states, attention_mask, scaling or states[0].shape[-1] ** -0.5, self.weight_offset)
+        return rounded_attention(*states, attention_mask, scaling or states[0].shape[-1] ** -0.5, self._weight_offset)
 
     def _simulates(self, layer: int) -> bool:
-        return self.scales_L3 is not None and layer not in self.high_precision_layers
+        return self.scales_L3 is not None and layer not in self.skip_layers
 
     def _pass_through(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
@@ -161,7 +167,7 @@ class AttentionTap:
         if self._simulates(layer):
             q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
             key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
-            if self.quantize_query:
+            if self._query_rounded:
                 query = cache_round_trip(query, q_scale)
         return query, key, value
 

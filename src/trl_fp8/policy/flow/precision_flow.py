@@ -2,10 +2,8 @@
 BF16 between.
 """
 
-import torch
 from torch import nn
 from torchao.quantization import Float8Tensor
-from transformers import TrainerCallback
 
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -16,7 +14,7 @@ from .flow import FP8Flow
 from .linear import FP8Linears
 
 
-class PrecisionFlow(TrainerCallback):
+class PrecisionFlow:
     """Installed on a policy, and told by the trainer when its weights change.
 
     Args:
@@ -45,11 +43,8 @@ class PrecisionFlow(TrainerCallback):
         self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
         if flow.forward == "full":
             BF16Modules.install(model)
-            if tap is not None:  # as the engine's CPU reference
-                tap.attend_in_fp64 = tap.device == torch.device("cpu")
-
-    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.weights_changed()
+            if tap is not None and tap.device.type == "cpu":  # as the engine's reference
+                tap.sum_in_fp64()
 
     def weights_changed(self) -> None:
         """Quantized weights are made again when they are next needed."""

@@ -25,12 +25,7 @@ from trl_fp8.recipe.names import full_shape
 
 
 class RouteTally:
-    """Counts of (token, layer) routes, on the device: known ones, and of these the ones equal to the
-    rollout's as sets.
-
-    Attributes:
-        counts: fp64 `[3]`: known, used as the rollout did, own choice as the rollout's.
-    """
+    """Counts (token, layer) routes on the device: fp64 `[3]`: known, used as in the rollout, own choice as there."""
 
     def __init__(self, device: torch.device):
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
@@ -83,9 +78,9 @@ class RouterReplay:
 
         Args:
             routes_BSLK: Experts of each token and layer, on any device, or None.
-            replay: Whether routers use them (except where `NOWHERE`), or are only compared with them.
-            tally: Where to count agreement.
-            record: Whether to keep the routers' own choices for `recorded`.
+            replay: Routers use them, except where `NOWHERE`. False: they are only compared with them.
+            tally: Agreement is counted here.
+            record: Keep the routers' own choices for `recorded`.
         """
         self._routes_BSLK, self._replay, self._tally = routes_BSLK, replay, tally
         self._chunk_NLK: torch.Tensor | None = None

@@ -1,0 +1,1 @@
+"""Scripts to run and to copy. Tests and benchmarks take the demo's task from here."""

@@ -1,0 +1,36 @@
+"""The correction in force, applied to each generation batch, with what it gives reason to worry about."""
+
+from accelerate.logging import get_logger
+from trl import GRPOTrainer
+
+from trl_fp8.correction.apply import apply_correction
+from trl_fp8.correction.health import health_warnings
+
+from .feature import Batch, Feature
+
+
+logger = get_logger(__name__)
+
+
+class Correction(Feature):
+    """Replaces TRL's ratio where another one is wanted, and adds `mismatch/*` and `correction/*`."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        super().__init__(trainer)
+        self._warned: set[str] = set()
+
+    def extend_batch(self, batch: Batch) -> None:
+        trainer, correction = self.trainer, self.trainer.correction
+        bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+        from_trl = (trainer.vllm_importance_sampling_mode, *bounds) == (
+            *(correction.trl_mode, correction.bound_min, correction.bound_max),
+        )
+        if not from_trl:  # TRL described a ratio that is not used
+            for statistic in ("min", "mean", "max"):
+                trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
+        metrics = apply_correction(batch.tensors, correction, trainer.accelerator, ratio_from_trl=from_trl)
+        batch.metrics |= metrics
+        for name, text in health_warnings(metrics, correction).items():
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(text)

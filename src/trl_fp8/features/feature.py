@@ -1,0 +1,83 @@
+"""What an optional part of a step is to the trainer: an object with these hooks. Each of them does nothing by itself.
+
+    before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
+    before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
+    after_generation(rollouts)       all turns are through
+    scoring(shape, logits_to_keep)   around each pass of the policy that scores rollouts (TRL's old log-probs)
+    extend_batch(batch)              TRL's batch is complete: add to it, correct it, measure it
+    begin_loss(inputs)               a forward for the loss is about to start
+    end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
+    save(folder), load(folder)       a checkpoint is written or read, on every rank
+
+The trainer calls a hook of all features in the order of `trainer.ORDER`. A feature is a callback of the trainer, too.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from transformers import TrainerCallback
+from trl import GRPOTrainer
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Token ids of one generation, a list for each rollout."""
+
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+
+    @cached_property
+    def sequences(self) -> list[list[int]]:
+        """Prompt and completion of each rollout."""
+        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
+        return [list(prompt) + list(completion) for prompt, completion in pairs]
+
+
+@dataclass
+class Batch:
+    """One generation batch on its way from TRL's scoring to its loss.
+
+    Attributes:
+        tensors: TRL's dictionary, whose keys its loss reads.
+        metrics: What features measured of it; the trainer logs all of them.
+        record: What the run's log keeps of it besides (`run/file.py`).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    metrics: dict[str, float] = field(default_factory=dict)
+    record: dict = field(default_factory=dict)
+
+
+class Feature(TrainerCallback):
+    """Base of all features.
+
+    Args:
+        trainer: The trainer whose step the feature takes part in.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        self.trainer = trainer
+
+    def before_generation(self, prompts: list) -> None: ...
+
+    def before_turn(self, prompt_ids: list[list[int]]) -> None: ...
+
+    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+        """Return metrics to log."""
+        return {}
+
+    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
+        return nullcontext()
+
+    def extend_batch(self, batch: Batch) -> None: ...
+
+    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None: ...
+
+    def end_loss(self) -> None: ...
+
+    def save(self, folder: str) -> None: ...
+
+    def load(self, folder: str) -> None: ...

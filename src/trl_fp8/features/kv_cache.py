@@ -1,0 +1,138 @@
+"""The engine's FP8 KV cache, from the trainer's side: its scales calibrated, its roundings simulated.
+
+prompts -> coming tokens of a calibration that has no rollouts yet
+rollouts -> the scales that they were sampled under; those of the next ones, from the pass that scores these
+batch -> a copy of the scales in force for each sequence, because TRL shuffles and splits batches by sequence
+loss -> k and v (and q) as the cache held them, under the scales of these rollouts
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from itertools import islice
+
+import torch
+from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
+
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.policy.attention.calibration import KVCalibrator, layers_with_outliers
+from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.replicas import all_reduce_max
+
+from .feature import Batch, Feature, Rollouts
+
+
+FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
+
+
+class KVCache(Feature):
+    """Installed before the engine starts, which needs the layers whose cache stays in BF16.
+
+    Attributes:
+        tap: The policy's attention tap.
+        calibrator: What makes the scales.
+        recipe: The run's recipe, with kv_cache_skip_layers='auto' resolved.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, recipe: FP8Recipe):
+        super().__init__(trainer)
+        args = trainer.args
+        reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
+        self.tap = AttentionTap(trainer.model, recipe.kv_cache_skip_layers)
+        if args.skip_layers is None:
+            tokens = self._first_prompts()
+            with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
+                errors = layers_with_outliers(trainer.model, self.tap, tokens, reduce_max, fused_lm_head=True)
+            recipe = args.recipe_for(trainer.model, tuple(errors))
+            self.tap.skip(recipe.kv_cache_skip_layers)
+        self.recipe = recipe
+        self.calibrator = KVCalibrator(
+            self.tap,
+            **args.calibration,
+            pad_token_id=trainer._tokenizer.pad_token_id,
+            fused_lm_head=True,
+            reduce_max=reduce_max,
+        )
+        self._logged: KVScales | None = None
+
+    def calibrate(self) -> KVScales:
+        """Scales for the policy as it is now."""
+        return self.calibrator.next_scales(self.trainer.model_wrapped)
+
+    def follow(self, numerics: EngineNumerics) -> None:
+        """Let simulated attention round what the engine's attention rounds."""
+        rounds_weights = self.trainer.args.simulate_attention_weights
+        if rounds_weights and numerics.attention_weight_offset is None:
+            raise ValueError(
+                "simulate_attention_weights=True, but the engine's attention does not round its weights to e4m3 "
+                "(vLLM's GPU kernels over an FP8 KV cache do, the CPU reference does not). Set "
+                "simulate_attention_weights=False."
+            )
+        self.tap.follow(numerics.query_rounded, numerics.attention_weight_offset if rounds_weights else None)
+
+    def before_generation(self, prompts: list) -> None:
+        if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
+            self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
+
+    def before_turn(self, prompt_ids: list[list[int]]) -> None:
+        self.calibrator.expect(prompt_ids)
+
+    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+        sync = self.trainer.vllm_generation.last_sync
+        self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales)
+        self._simulate(self._scales_in_force)
+        if sync.kv_scales is self._logged:
+            return {}
+        self._logged = sync.kv_scales
+        return {
+            "fp8/calibration_seconds": sync.calibration_seconds,
+            "fp8/kv_scale_min": sync.kv_scales.values.min().item(),
+            "fp8/kv_scale_max": sync.kv_scales.values.max().item(),
+            "fp8/kv_margin": self.calibrator.margin_used,
+        }
+
+    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
+        return self.calibrator.watching()
+
+    def extend_batch(self, batch: Batch) -> None:
+        if self.trainer.args.simulate_kv_cache:
+            batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
+        if (saturation := self.calibrator.saturation()) is not None:
+            batch.metrics["fp8/kv_saturation_fraction"] = saturation
+        batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
+        if self.calibrator.saturated_L2 is not None:
+            batch.record["kv_saturation"] = self.calibrator.saturated_L2.tolist()
+
+    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        if "kv_scales" in inputs:
+            self._simulate(inputs["kv_scales"][0])
+
+    def end_loss(self) -> None:
+        self._simulate(None)
+
+    def save(self, folder: str) -> None:
+        self.calibrator.save(folder, self.trainer.accelerator.process_index)
+
+    def load(self, folder: str) -> None:
+        self.calibrator.load(folder, self.trainer.accelerator.process_index)
+
+    @property
+    def _scales_in_force(self) -> torch.Tensor:
+        return self.trainer.vllm_generation.last_sync.kv_scales.values.to(self.trainer.accelerator.device)
+
+    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
+        if self.trainer.args.simulate_kv_cache:
+            self.tap.simulate(scales_L3)
+
+    def _first_prompts(self) -> list[list[int]]:
+        rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]
+        if not rows:  # as with environments that make their own
+            raise ValueError(
+                f"kv_cache_skip_layers='auto' looks at the first {FIRST_ROWS} rows of train_dataset, and none of them "
+                "has a prompt. Name the layers instead, or set kv_cache_skip_layers=None."
+            )
+        # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
+        self.trainer._batch_environments = [row.get("environment") for row in rows]
+        return self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]

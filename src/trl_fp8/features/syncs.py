@@ -1,0 +1,71 @@
+"""What the engine is told before it generates, which prompts it takes, and what its syncs came to."""
+
+from collections.abc import Mapping, Sequence
+
+from accelerate.logging import get_logger
+from trl import GRPOTrainer
+
+from trl_fp8.sync.delivery import SyncReport
+
+from .feature import Feature, Rollouts
+
+
+logger = get_logger(__name__)
+
+
+class Syncs(Feature):
+    """Metrics of each sync, once; everything in them is on the host already. Warns of weights that went dead."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        super().__init__(trainer)
+        self._logged: SyncReport | None = None
+        self._dead: set[str] = set()
+
+    def before_generation(self, prompts: list) -> None:
+        trainer = self.trainer
+        several_turns = trainer.tools or trainer.environments or trainer.rollout_func
+        trainer.vllm_generation.llm.begin(
+            occasion=(trainer.state.global_step, int(trainer.model.training)),
+            keep_weights=bool(several_turns) or not trainer.model.training,
+        )
+
+    def before_turn(self, prompt_ids: list[list[int]]) -> None:
+        require_prompts(prompt_ids, self.trainer.args.vllm_max_model_length)
+
+    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+        sync = self.trainer.vllm_generation.last_sync
+        if sync is self._logged:
+            return {}
+        self._logged = sync
+        if new := [name for name in sync.dead_blocks if name not in self._dead]:
+            self._dead.update(new)
+            listed = ", ".join(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new[:6])
+            logger.warning(
+                f"{len(new)} weights have 128x128 blocks without an element above 1e-12, which the engine holds as "
+                f"good as zero: {listed}{', ...' if len(new) > 6 else ''}. Usual causes: experts that get no "
+                "tokens, pruned weights."
+            )
+        metrics = {
+            "fp8/sync_seconds": sync.seconds,
+            "fp8/quantize_seconds": sync.quantize_seconds,
+            "fp8/audited_tensors": float(sync.audited_tensors),
+        }
+        if self.trainer.recipe.fp8_weights:
+            metrics["fp8/weight_relative_error"] = sync.weight_relative_error
+            metrics["fp8/dead_blocks"] = float(sum(sync.dead_blocks.values()))
+        return metrics
+
+
+def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:
+    """Raise `ValueError` for prompts without tokens, or with more than the engine's context holds (None: unknown)."""
+    if empty := sum(not prompt for prompt in prompt_ids):
+        raise ValueError(
+            f"{empty} of {len(prompt_ids)} prompts are empty: there is no token to continue from. Filter them out of "
+            "train_dataset, or put a system message before them."
+        )
+    longest = max(map(len, prompt_ids), default=0)
+    if max_model_length is not None and longest > max_model_length:
+        raise ValueError(
+            f"vllm_max_model_length={max_model_length}, but a prompt has {longest} tokens, and its completion comes "
+            "on top. Raise vllm_max_model_length, or filter long prompts out of train_dataset."
+        )

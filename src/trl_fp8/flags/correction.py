@@ -1,0 +1,131 @@
+"""Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
+
+from dataclasses import dataclass
+
+from trl import GRPOConfig
+
+from trl_fp8.correction.importance import RolloutCorrection
+from trl_fp8.correction.presets import correction_from
+
+from .flag import flag
+
+
+TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+@dataclass
+class CorrectionFlags:
+    """What is done about the mismatch of rollouts and policy. To be inherited beside `GRPOConfig`."""
+
+    rollout_correction: dict | str | None = flag(
+        None,
+        "Correction of the rollout's mismatch beyond TRL's four modes: the name of a preset (e.g. "
+        "'fp8_geometric_token_tis', 'nemo_icepop', 'monitor') or the fields of `RolloutCorrection` as JSON, e.g. "
+        '\'{"level": "token", "bound_max": 2.0, "reject": ["token_veto:1e-4:"]}\'. Not set: what '
+        "`vllm_importance_sampling_mode` says. See docs/rollout_correction.md.",
+    )
+    vllm_importance_sampling_mode: str | None = flag(
+        None,
+        "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
+        "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
+        "anything is FP8, else 'sequence_mask', as in TRL.",
+    )
+    vllm_importance_sampling_clip_max: float | str | None = flag(
+        "auto",
+        "Upper bound of the importance ratio, or None for no upper bound. 'auto': 2.0 if anything is FP8, "
+        "else 3.0, as in TRL.",
+    )
+
+    def resolve_correction(self, any_fp8: bool) -> None:
+        """Fill in the defaults that depend on whether anything is FP8."""
+        self._mode_set_by_user = self.vllm_importance_sampling_mode is not None
+        if not self._mode_set_by_user:
+            self.vllm_importance_sampling_mode = (
+                "token_truncate" if any_fp8 else GRPOConfig.vllm_importance_sampling_mode
+            )
+        if self.vllm_importance_sampling_clip_max == "auto":
+            self.vllm_importance_sampling_clip_max = 2.0 if any_fp8 else GRPOConfig.vllm_importance_sampling_clip_max
+        elif isinstance(self.vllm_importance_sampling_clip_max, str):
+            self.vllm_importance_sampling_clip_max = float(self.vllm_importance_sampling_clip_max)
+
+    def correction_in_force(self, any_fp8: bool) -> RolloutCorrection | None:
+        """None where TRL does without a correction, or does it alone (nothing FP8, no preset)."""
+        if not (self.use_vllm and self.vllm_importance_sampling_correction):
+            return None
+        if self.rollout_correction is not None:
+            return correction_from(self.rollout_correction)
+        if not any_fp8:
+            return None
+        bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        return RolloutCorrection.from_trl_mode(self.vllm_importance_sampling_mode, *bounds)
+
+    @property
+    def blind_pass(self) -> str | None:
+        """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
+        if not self.vllm_importance_sampling_correction:
+            return "vllm_importance_sampling_correction=False"
+        return "mask_truncated_completions=True" if self.mask_truncated_completions else None
+
+    def check_correction(self, any_fp8: bool) -> None:
+        """Raise `ValueError` naming flag, value, reason and remedy."""
+        if any_fp8 and self.vllm_importance_sampling_mode not in TRL_MODES:
+            raise ValueError(
+                f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not a correction mode. Use "
+                f"one of {list(TRL_MODES)}."
+            )
+        if any_fp8 or self.rollout_correction is not None:
+            self._check_sampling()
+            self._check_correction(any_fp8)
+
+    def _check_sampling(self) -> None:
+        """Correction compares log-probs of the full softmax; truncated sampling renormalizes those of the rollout."""
+        if not self.vllm_importance_sampling_correction:
+            return
+        neutral_fields = {
+            "top_p": (1.0,),
+            "top_k": (0, -1, None),
+            "min_p": (None, 0.0),
+            "repetition_penalty": (1.0,),
+            "vllm_structured_outputs_regex": (None,),
+        }
+        neutral = neutral_fields | {  # the rest can only be in generation_kwargs
+            "presence_penalty": (0.0,),
+            "frequency_penalty": (0.0,),
+            "min_tokens": (0,),
+            **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
+        }
+        given = {name: getattr(self, name) for name in neutral_fields} | (self.generation_kwargs or {})
+        changing = {name: value for name, value in given.items() if name in neutral and value not in neutral[name]}
+        if changing:
+            listed = ", ".join(f"{name}={value!r}" for name, value in changing.items())
+            raise ValueError(
+                f"{listed} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
+                "distribution (renormalized over the tokens that survive), the trainer's are not, so every importance "
+                "ratio would be off. Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, "
+                "repetition_penalty=1.0, no other restriction), or set vllm_importance_sampling_correction=False and "
+                "accept uncorrected FP8 rollouts."
+            )
+
+    def _check_correction(self, any_fp8: bool) -> None:
+        given = f"rollout_correction={self.rollout_correction!r}"
+        if self.rollout_correction is not None and self._mode_set_by_user:
+            raise ValueError(
+                f"{given} and vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} both choose the "
+                "correction. Remove one of them."
+            )
+        if self.rollout_correction is not None and not (self.use_vllm and self.vllm_importance_sampling_correction):
+            raise ValueError(
+                f"{given} with use_vllm={self.use_vllm}, vllm_importance_sampling_correction="
+                f"{self.vllm_importance_sampling_correction}: there is nothing to correct. Set both to True, or "
+                "remove rollout_correction (its preset 'monitor' only measures)."
+            )
+        try:
+            correction = self.correction_in_force(any_fp8)
+        except ValueError as error:
+            flag = given if self.rollout_correction is not None else "vllm_importance_sampling_mode and clip bounds"
+            raise ValueError(f"{flag}: {error}") from None
+        if correction is not None and self.loss_type == "vespo" and not correction.fits_vespo:
+            raise ValueError(
+                f"loss_type='vespo' with a correction at level={correction.level!r}: VESPO sums log-weights over the "
+                "tokens, which would count a sequence's ratio once per token. Use level 'token' or 'geometric'."
+            )

@@ -1,0 +1,36 @@
+"""Flags of the engine's FP8 weights."""
+
+from dataclasses import dataclass
+
+from trl_fp8.quantization.e4m3 import check_scale_format
+
+from .flag import flag
+
+
+@dataclass
+class WeightFlags:
+    """Which weights of the engine are FP8, and how they are scaled."""
+
+    fp8_weights: bool = flag(
+        True,
+        "Whether the engine runs the policy's linear layers in FP8 (W8A8, 128x128 weight blocks, 1x128 "
+        "activation groups). Weights are quantized from the policy at every sync.",
+    )
+    fp8_scale_format: str = flag(
+        "pow2",
+        "Format of the weight scales: 'pow2' (powers of two: exact in BF16, and lossless where vLLM's "
+        "DeepGEMM path requantizes) or 'fp32' (amax / 448).",
+    )
+    fp8_ignored_modules: list[str] | None = flag(
+        None,
+        "Linear layers and experts to keep in high precision, by exact name, e.g. "
+        "'model.layers.0.mlp.down_proj' or 'model.layers.0.mlp.experts'. Layers that vLLM fuses with a named one "
+        "(q, k, v and gate, up) are kept too.",
+    )
+
+    def check_weights(self) -> None:
+        """Raise `ValueError` for an unknown format."""
+        try:
+            check_scale_format(self.fp8_scale_format)
+        except ValueError as error:
+            raise ValueError(f"fp8_{error}") from None

@@ -1,0 +1,75 @@
+"""What an engine samples, what its layers and routers computed for it, and its numerics as a trainer's flow."""
+
+import torch
+from vllm import SamplingParams
+
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.upstream.vllm import engine_model
+
+from . import engines
+
+
+PROMPTS = [[4 + 7 * p % 50 for p in range(20)], [4 + (11 * p + 3) % 50 for p in range(31)]]
+DECODED = 16
+
+
+def sampled(generation):
+    """Sequences of two lengths and the engine's log-probs of all their tokens but the first, prompt and decode."""
+    parameters = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=DECODED, logprobs=1, prompt_logprobs=1, ignore_eos=True
+    )
+    sequences, log_probs = [], []
+    for output in generation.llm.generate([{"prompt_token_ids": p} for p in PROMPTS], parameters, use_tqdm=False):
+        completion = output.outputs[0]
+        sequences.append(list(output.prompt_token_ids) + list(completion.token_ids))
+        rows = [*output.prompt_logprobs[1:], *completion.logprobs]
+        log_probs.append(torch.tensor([row[t].logprob for row, t in zip(rows, sequences[-1][1:], strict=True)]))
+    return sequences, log_probs
+
+
+def sample(generation, max_tokens=12):
+    """Rollouts of the engine: token ids of each, prompt and completion."""
+    parameters = SamplingParams(temperature=1.0, max_tokens=max_tokens, ignore_eos=True)
+    prompts = [{"prompt_token_ids": ids} for ids in engines.PROMPTS]
+    outputs = generation.llm.generate(prompts, parameters, use_tqdm=False)
+    return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def agreement(model, sequences, found, shift=0):
+    """Share of (token, layer) where the BF16 model's routers choose what the engine's did, `shift` tokens earlier."""
+    replay = RouterReplay(model)
+    same = total = 0
+    for tokens, rows in zip(sequences, found, strict=True):
+        with torch.no_grad(), replay.during(None, replay=False, record=True):
+            model(input_ids=torch.tensor([tokens[:-1]]))
+        own = replay.recorded()[0].sort(-1).values.long()
+        theirs = torch.from_numpy(rows).sort(-1).values.long()
+        if shift:
+            own, theirs = own[shift:], theirs[:-shift]
+        same += (own == theirs).all(-1).sum().item()
+        total += own[..., 0].numel()
+    return same / total
+
+
+def calls_of(generation, name):
+    """Inputs and outputs of one of the engine's layers while it generates."""
+    seen = []
+
+    def record(module, args, output):
+        seen.append((args[0].clone(), output[0].clone()))
+
+    hook = engine_model(generation.llm).get_submodule(name).register_forward_hook(record)
+    sampled(generation)
+    hook.remove()
+    return seen
+
+
+def flow_of(generation, **fields):
+    scaling = generation.numerics.linears
+    return FP8Flow(
+        weight_format=generation.recipe.scale_format,
+        activation_format=scaling.scale_format,
+        activation_amax_floor=scaling.amax_floor,
+        **fields,
+    )

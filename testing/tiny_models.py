@@ -1,0 +1,111 @@
+"""Tiny checkpoints of the architectures that the tests train: random weights, a character tokenizer, no download."""
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from .tokenizer import tokenizer
+
+
+ARCHITECTURES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "cohere": (CohereConfig, CohereForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+}
+EXPERTS = {
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1),
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+        decoder_sparse_step=1,
+    ),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=128),
+    "olmoe": dict(num_experts=4, num_experts_per_tok=2, intermediate_size=128),
+    "glm4_moe": dict(
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    ),
+}
+
+
+def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
+    """A config whose linear layers are all 128-aligned, unless `overrides` change that."""
+    values = dict(
+        vocab_size=64,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.08,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    if architecture not in ("qwen2", "qwen2_moe", "olmoe"):  # these divide hidden_size by heads: 2 heads of 64
+        values["head_dim"] = 64
+    else:
+        values |= dict(num_attention_heads=2)
+    return ARCHITECTURES[architecture][0](**(values | EXPERTS.get(architecture, {}) | overrides))
+
+
+def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides) -> PreTrainedModel:
+    """The FP32 model of `config`, in evaluation mode."""
+    torch.manual_seed(seed)
+    return ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).eval()
+
+
+def save_checkpoint(
+    folder: Path, architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides
+) -> str:
+    """Write a BF16 checkpoint and its tokenizer; returns the folder as a string."""
+    model = build(architecture, seed=seed, tied=tied, **overrides).to(torch.bfloat16)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("bias"):  # they start at zero, which would hide that they are dropped
+            torch.nn.init.normal_(tensor, std=0.1)
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,11 @@
+"""The tokenizer of every model here: the addition demo's, a token per character."""
+
+from transformers import PreTrainedTokenizerFast
+
+from examples.addition_task import build_tokenizer
+
+
+def tokenizer(max_length: int = 128) -> PreTrainedTokenizerFast:
+    made = build_tokenizer()
+    made.model_max_length = max_length
+    return made

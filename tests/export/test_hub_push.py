@@ -1,0 +1,85 @@
+"""Pushing an FP8 checkpoint through huggingface_hub's real client, against a stand-in server on loopback."""
+
+import json
+
+import huggingface_hub.constants
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing.hub_stand_in import HubStandIn
+from trl_fp8.cli import main
+from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, push_export, verify_export
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with HubStandIn() as hub:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        yield hub
+
+
+@pytest.fixture
+def export(checkpoint, tmp_path):
+    def write(name, **options):
+        folder = checkpoint("qwen3")
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        return export_fp8(model, tokenizer, tmp_path / name, **options)
+
+    return write
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_push_ends_with_exactly_the_files_of_the_export(hub, export):
+    folder = export("fp8", shard_bytes=200_000)
+    url = push_export(folder, "user/policy-FP8", token="hf_secret", private=True)
+    assert hub.repos["user/policy-FP8"] == contents(folder) and hub.commits == ["Upload FP8 checkpoint"]
+    assert url.startswith(f"{hub.endpoint}/user/policy-FP8/commit/") and hub.tokens == {"Bearer hf_secret"}
+    card = hub.repos["user/policy-FP8"]["README.md"].decode()
+    assert card.startswith("---\n") and "- fp8" in card and "model.layers.*.mlp.down_proj" in card
+
+
+def test_an_interrupted_push_is_completed_by_repeating_it(hub, export):
+    folder = export("fp8", shard_bytes=100_000)
+    shards = len(list(folder.glob("*.safetensors")))
+    assert shards > 3
+    hub.broken_after = 2
+    with pytest.raises(OSError, match=r"(?s)was not pushed to user/policy-FP8.*interrupted.*trl-fp8 push"):
+        push_export(folder, "user/policy-FP8", token="t")
+    assert hub.repos["user/policy-FP8"] == {} and hub.commits == [] and len(hub.uploads) == 2
+    hub.broken_after = None
+    push_export(folder, "user/policy-FP8", token="t")
+    assert hub.repos["user/policy-FP8"] == contents(folder)
+    assert len(hub.uploads) == len(set(hub.uploads)) == shards  # nothing was sent twice
+
+
+def test_weights_of_an_earlier_export_do_not_stay(hub, export):
+    push_export(export("first", shard_bytes=60_000), "user/policy-FP8", token="t")
+    before = set(hub.repos["user/policy-FP8"])
+    second = export("second", shard_bytes=200_000)
+    push_export(second, "user/policy-FP8", token="t")
+    assert hub.repos["user/policy-FP8"] == contents(second) and before - set(contents(second))
+    index = json.loads(hub.repos["user/policy-FP8"][INDEX])
+    assert set(index["weight_map"].values()) == {n for n in hub.repos["user/policy-FP8"] if n.endswith("tensors")}
+
+
+def test_what_is_no_whole_export_is_not_pushed(hub, export, tmp_path, capsys):
+    folder = export("fp8")
+    next(folder.glob("*.safetensors")).write_bytes(b"")
+    assert main(["push", str(folder), "user/policy-FP8"]) == 2
+    assert "are not what was exported" in capsys.readouterr().err and hub.repos == {}
+    assert main(["push", str(tmp_path / "none"), "user/policy-FP8"]) == 2
+    assert f"has no {CHECKSUMS}" in capsys.readouterr().err
+
+
+def test_the_command_pushes_too(hub, export, capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    folder = export("fp8")
+    assert main(["push", str(folder), "user/other", "--private"]) == 0
+    out = capsys.readouterr()
+    assert "pushed: http" in out.out and hub.repos["user/other"] == contents(folder)
+    assert verify_export(folder) == len(contents(folder)) - 1

@@ -1,0 +1,223 @@
+"""Which modules are FP8: alignment, fusion, tensor parallelism, names; and the plan's arithmetic."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from testing import published, tiny_models
+from trl_fp8.planning.plan import format_bytes, plan_for_model
+from trl_fp8.recipe.recipe import recipe_for_model
+
+
+def build(architecture="qwen3", **overrides):
+    with torch.device("meta"):
+        return tiny_models.build(architecture, **overrides)
+
+
+PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+PROJECTIONS += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+ALL = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in PROJECTIONS}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
+def test_every_aligned_projection_is_fp8_and_the_head_is_not(architecture):
+    recipe = recipe_for_model(build(architecture))
+    assert set(recipe.fp8_modules) == ALL
+    assert recipe.kept_modules == {"lm_head": "output head"}
+
+
+def test_misaligned_layers_are_kept_with_their_fused_peers_and_the_reason():
+    recipe = recipe_for_model(build(intermediate_size=192))
+    assert {name.rpartition(".")[2] for name in recipe.fp8_modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert recipe.kept_modules["model.layers.0.mlp.down_proj"] == "128 x 192 is not a multiple of 128 x 128"
+    one_kv_head = recipe_for_model(build(num_key_value_heads=1))  # k, v have 64 rows; q alone would be aligned
+    assert one_kv_head.kept_modules["model.layers.1.self_attn.q_proj"] == "fused with k_proj, which is kept"
+    assert "model.layers.1.self_attn.o_proj" in one_kv_head.fp8_modules
+
+
+@pytest.mark.parametrize(
+    "tp_size, fp8",
+    [(1, {"q", "k", "v", "o", "gate", "up", "down"}), (2, {"o", "gate", "up", "down"}), (4, set())],
+)
+def test_tensor_parallel_shards_decide(tp_size, fp8):
+    """q 256, k and v 128 rows of 2 heads; o 256 columns; gate, up 256 rows; down 256 columns."""
+    model = build()
+    if not fp8:
+        with pytest.raises(ValueError, match="vllm_tensor_parallel_size=4"):
+            recipe_for_model(model, tensor_parallel_size=tp_size)
+        return
+    recipe = recipe_for_model(model, tensor_parallel_size=tp_size)
+    assert {name.rpartition(".")[2].removesuffix("_proj") for name in recipe.fp8_modules} == fp8
+
+
+def test_kv_heads_are_replicated_beyond_their_number():
+    model = build(head_dim=128, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024)
+    recipe = recipe_for_model(model, tensor_parallel_size=4)  # one kv head of 128 rows on two ranks each
+    assert set(recipe.fp8_modules) == ALL
+
+
+def test_a_model_with_nothing_to_quantize_is_an_error_that_says_why():
+    small = build(hidden_size=64, intermediate_size=96)
+    with pytest.raises(ValueError) as error:
+        recipe_for_model(small)
+    message = str(error.value)
+    assert "fp8_weights=True" in message and "256 x 64 is not a multiple" in message and "fp8_weights=False" in message
+    assert recipe_for_model(small, fp8_weights=False).fp8_modules == ()
+
+
+def test_ignored_modules_are_exact_and_take_their_fused_peers_along():
+    recipe = recipe_for_model(build(), ignored_modules=("model.layers.0.mlp.up_proj",))
+    assert recipe.kept_modules["model.layers.0.mlp.gate_proj"] == "fused with up_proj, which is kept"
+    assert "model.layers.1.mlp.gate_proj" in recipe.fp8_modules
+    with pytest.raises(ValueError, match=r"\['up_proj', 'model.layers.9.mlp.up_proj'\] are not linear layers"):
+        recipe_for_model(build(), ignored_modules=("up_proj", "model.layers.9.mlp.up_proj"))
+
+
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_experts_are_fp8_together_and_routers_never(architecture):
+    recipe = recipe_for_model(build(architecture))
+    assert recipe.fp8_experts == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert "model.layers.1.mlp.experts.down_proj" in recipe.fp8_tensors
+    assert {recipe.kept_modules[f"model.layers.{layer}.mlp.gate"] for layer in (0, 1)} == {"router"}
+    # q, k, v, o of two layers, and three of each shared expert, but not the gate in front of it
+    assert len(recipe.fp8_modules) == (14 if architecture == "qwen2_moe" else 8)
+    assert ("model.layers.0.mlp.shared_expert_gate" in recipe.kept_modules) == (architecture == "qwen2_moe")
+
+
+def test_experts_stay_in_high_precision_where_the_engine_has_no_kernel_and_the_plan_says_so():
+    model = build("qwen3_moe")
+    recipe = recipe_for_model(model, expert_kernels=False)
+    assert recipe.fp8_experts == () and len(recipe.fp8_modules) == 8 and recipe.has_experts
+    assert "model.layers.0.mlp.experts" in recipe.quantization_config["modules_to_not_convert"]
+    assert "vLLM has no kernel for FP8 experts on CPU" in plan_for_model(model, recipe).table()
+
+
+@pytest.mark.parametrize(
+    "options, flags, reason",
+    [
+        ({"moe_intermediate_size": 192}, {}, "192 x 128, not multiples of 128"),
+        (
+            {"head_dim": 128, "hidden_size": 256},
+            {"tensor_parallel_size": 2},
+            "64 x 256 per rank at tensor parallel size 2",
+        ),
+        ({}, {"fp8_weights": False}, "fp8_weights is off"),
+        ({}, {"ignored_modules": ("model.layers.0.mlp.experts",)}, "listed in fp8_ignored_modules"),
+    ],
+)
+def test_experts_that_cannot_be_fp8_are_kept_with_the_reason(options, flags, reason):
+    recipe = recipe_for_model(build("qwen3_moe", **options), **flags)
+    assert reason in recipe.kept_modules["model.layers.0.mlp.experts"]
+    assert "model.layers.0.mlp.experts" not in recipe.fp8_experts
+
+
+def test_experts_of_another_layout_are_kept():
+    model = build("qwen3_moe")
+    model.model.layers[0].mlp.experts.is_transposed = True
+    recipe = recipe_for_model(model)
+    assert "another layout" in recipe.kept_modules["model.layers.0.mlp.experts"]
+    assert recipe.fp8_experts == ("model.layers.1.mlp.experts",)
+
+
+def test_mixtral_has_the_engines_names_in_what_the_engine_reads():
+    recipe = recipe_for_model(build("mixtral"))
+    assert "model.layers.0.block_sparse_moe.gate" in recipe.quantization_config["modules_to_not_convert"]
+    assert (
+        recipe.engine_name("model.layers.0.mlp.experts.gate_up_proj") == "model.layers.0.block_sparse_moe.experts.w13"
+    )
+    assert recipe_for_model(build("olmoe")).engine_name("model.layers.0.mlp.gate") == "model.layers.0.mlp.gate"
+
+
+def test_quantization_config_is_what_vllm_reads():
+    recipe = recipe_for_model(build(intermediate_size=192))
+    config = recipe.quantization_config
+    assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
+    assert config["modules_to_not_convert"] == list(recipe.kept_modules)
+    kv_only = recipe_for_model(build(), fp8_weights=False).quantization_config
+    assert set(kv_only["modules_to_not_convert"]) == ALL | {"lm_head"}
+    assert recipe_for_model(build(), fp8_weights=False, kv_cache_dtype="auto").quantization_config is None
+
+
+def test_peft_names_are_those_of_the_base_model():
+    torch.manual_seed(0)
+    plain = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+    base = recipe_for_model(plain)
+    wrapped = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    assert recipe_for_model(wrapped) == base
+    before, after = plan_for_model(wrapped, base), plan_for_model(wrapped.unload(), base)
+    assert before.rows == after.rows
+
+
+def test_plan_adds_up():
+    model = build()
+    plan = plan_for_model(model, recipe_for_model(model))
+    parameters = dict(model.named_parameters())
+    total = sum(p.numel() for p in parameters.values())
+    fp8 = sum(p.numel() for name, p in parameters.items() if name.removesuffix(".weight") in ALL)
+    assert plan.parameters == total and plan.fp8_parameters == fp8
+    assert plan.bytes_before == 2 * total
+    assert plan.bytes_after == 2 * total - fp8 + 4 * fp8 // 128**2
+    assert plan.kv_bytes_per_token_before == 2 * 2 * 2 * 2 * 64 and plan.kv_bytes_per_token_after * 2 == 1024
+    assert sum(row.count for row in plan.rows) == len(parameters)
+
+
+def test_plan_table_shows_what_is_kept_and_why():
+    model = build(intermediate_size=192)
+    table = plan_for_model(model, recipe_for_model(model)).table()
+    assert "model.layers.*.mlp.down_proj" in table and "192 is not a multiple of 128" in table
+    assert "output head" in table and "2.0x the tokens" in table and "of parameters fp8" in table
+    off = plan_for_model(model, recipe_for_model(model, kv_cache_dtype="auto")).table()
+    assert "KV cache: the model's dtype" in off
+
+
+def test_plan_of_a_mixture_of_experts_counts_the_experts():
+    model = build("qwen3_moe")
+    plan = plan_for_model(model, recipe_for_model(model))
+    experts = [row for row in plan.rows if "experts" in row.pattern]
+    elements = 2 * 4 * 3 * 128 * 128
+    assert sum(row.parameters for row in experts) == elements
+    assert all(row.precision == "fp8" and row.reason == "" for row in experts)
+    assert sum(row.bytes_after for row in experts) == elements + 4 * elements // 128**2
+    assert [row.reason for row in plan.rows if row.pattern.endswith("mlp.gate")] == ["router"]
+
+
+def test_plan_of_qwen3_30b_a3b_from_its_config_alone():
+    """The memory of the real shapes, against figures worked out from the published config by hand."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(published.qwen3_30b_a3b())
+    plan = plan_for_model(model, recipe_for_model(model))
+    experts = 48 * 128 * 3 * 768 * 2048
+    attention = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048)
+    assert plan.parameters == 30_532_122_624  # the published count
+    assert plan.fp8_parameters == experts + attention
+    assert plan.bytes_before - plan.bytes_after == (experts + attention) * (1 - 4 / 128**2)
+    table = plan.table()
+    assert "128 x 1536 x 2048" in table and "29.0 GiB" in table and "97.9% of parameters fp8" in table
+    split = plan_for_model(model, recipe_for_model(model, tensor_parallel_size=4))
+    assert "192 x 2048 per rank at tensor parallel size 4, not multiples of 128" in split.table()
+
+
+@pytest.mark.parametrize(
+    "count, text", [(512, "512 B"), (1536, "1.5 KiB"), (5 * 2**20, "5.0 MiB"), (2**31, "2.0 GiB")]
+)
+def test_bytes_read_well(count, text):
+    assert format_bytes(count) == text
+
+
+def test_skipped_kv_layers_are_checked_counted_and_shown():
+    model = build()
+    recipe = recipe_for_model(model, kv_cache_skip_layers=(1,))
+    plan = plan_for_model(model, recipe)
+    assert recipe.kv_cache_skip_layers == (1,)
+    per_layer = 2 * 2 * 64  # k and v, 2 heads of 64
+    assert plan.kv_bytes_per_token_before == 2 * per_layer * 2
+    assert plan.kv_bytes_per_token_after == per_layer + 2 * per_layer
+    assert "layers [1] stay in BF16" in plan.table()
+    with pytest.raises(ValueError, match=r"layers \[2, 5\], but the model's layers are 0 .. 1"):
+        recipe_for_model(model, kv_cache_skip_layers=(2, 5))
+    with pytest.raises(ValueError, match="all 2 layers.*kv_cache_dtype='auto'"):
+        recipe_for_model(model, kv_cache_skip_layers=(0, 1))

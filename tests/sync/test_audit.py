@@ -1,0 +1,256 @@
+"""Every guard of the sync, each shown to fire by breaking the thing on purpose between sender and engine."""
+
+import pytest
+import torch
+
+from testing import engines
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.kv_scales import attention_layers, verify_kv_scales
+from trl_fp8.sync.ledger import require_auditable
+from trl_fp8.upstream.vllm import engine_model
+
+
+pytestmark = pytest.mark.engine
+
+VICTIM = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def generation(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    yield generation
+    engines.shutdown(generation.llm)
+
+
+@pytest.fixture(autouse=True)
+def healthy_afterwards(generation):
+    yield
+    engines.tamper(generation, None)
+    generation.calibrate = lambda: engines.some_scales(2, 1)
+    generation.sync_weights()
+
+
+def sync_with(generation, tamper):
+    failures = generation.audit_failures
+    engines.perturb(generation.model, seed=7)
+    engines.tamper(generation, tamper)
+    with pytest.raises(RuntimeError) as error:
+        generation.sync_weights()
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        generation.generate([[5, 6]], None, 1)
+    assert generation.audit_failures == failures + 1
+    return str(error.value)
+
+
+def corrupt(stream):
+    for name, tensor in stream:
+        if name == VICTIM:
+            tensor = tensor.clone()
+            tensor.view(torch.uint8)[5, 77] ^= 1
+        yield name, tensor
+
+
+def drop_scale(stream):
+    return ((name, tensor) for name, tensor in stream if name != f"{VICTIM}_scale_inv")
+
+
+def swap_layers(stream):
+    """layers.0.k_proj and layers.1.k_proj trade places (weights only)."""
+    items = dict(stream)
+    a, b = (f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (0, 1))
+    items[a], items[b] = items[b], items[a]
+    return iter(items.items())
+
+
+def drop_norm(stream):
+    return ((name, tensor) for name, tensor in stream if name != "model.layers.0.input_layernorm.weight")
+
+
+@pytest.mark.parametrize(
+    "tamper, named, innocent",
+    [
+        (corrupt, [VICTIM], ["up_proj", "scale_inv", "layers.0"]),
+        (drop_scale, [f"{VICTIM}_scale_inv"], ["layers.0", "self_attn"]),
+        (swap_layers, ["layers.0.self_attn.k_proj.weight", "layers.1.self_attn.k_proj.weight"], ["q_proj", "mlp"]),
+        (drop_norm, ["model.layers.0.input_layernorm.weight"], ["layers.1", "proj"]),
+    ],
+)
+def test_broken_transport_is_caught_and_named(generation, tamper, named, innocent):
+    message = sync_with(generation, tamper)
+    assert all(name in message for name in named), message
+    assert not any(name in message for name in innocent), message
+
+
+def test_tensors_that_nobody_sent_or_wanted_are_named(generation, monkeypatch):
+    original = FP8VLLMGeneration._iter_named_params
+
+    def without_final_norm(self):  # what FSDP1 does to TRL's sync
+        return (item for item in original(self) if item[0] != "model.norm.weight")
+
+    monkeypatch.setattr(FP8VLLMGeneration, "_iter_named_params", without_final_norm)
+    message = sync_with(generation, lambda stream: stream)
+    assert "never sent: model.norm.weight" in message
+
+
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_a_kv_scale_that_does_not_arrive_is_named(generation, which):
+    generation.sync_weights()
+    generation.calibrate = lambda: engines.some_scales(2, 2)
+
+    def stale(stream):  # layer 1 is sent the scale of the sync before
+        for name, tensor in stream:
+            yield name, tensor / 2 if name == f"model.layers.1.self_attn.{which}_scale" else tensor
+
+    message = sync_with(generation, stale)
+    assert f"layer 1 {which}_scale: device tensor" in message and f"layer 1 {which}_scale: host float" in message
+    assert "layer 0" not in message
+
+
+def test_swapped_kv_scales_of_two_layers_are_named(generation):
+    def swap(stream):
+        for name, tensor in stream:
+            if name.endswith("k_scale"):
+                name = (
+                    name.replace("layers.0", "layers.x")
+                    .replace("layers.1", "layers.0")
+                    .replace("layers.x", "layers.1")
+                )
+            yield name, tensor
+
+    message = sync_with(generation, swap)
+    assert "layer 0 k_scale" in message and "layer 1 k_scale" in message and "v_scale" not in message
+
+
+@pytest.mark.parametrize("copy", ["_k_scale", "_k_scale_float", "_k_scale_cpu", "_v_scale_float", "_q_scale"])
+def test_each_copy_of_a_scale_is_compared(generation, copy):
+    scales = engines.some_scales(2, 1)
+    generation.sync_weights()
+    layer = attention_layers(engine_model(generation.llm))[1]
+    held = getattr(layer, copy)
+    if isinstance(held, torch.Tensor):
+        held.mul_(2)
+    else:
+        setattr(layer, copy, held * 2)
+    with pytest.raises(RuntimeError, match=f"layer 1 {copy[1]}_scale"):
+        verify_kv_scales(engine_model(generation.llm), scales)
+
+
+def flip_a_byte(model):
+    """In the last row of what the second layer's down projection holds."""
+    codes = model.model.layers[1].mlp.down_proj.weight
+    codes.view(torch.uint8)[-1, 7] ^= 1
+    return VICTIM
+
+
+def double_a_norm(model):
+    model.model.layers[0].input_layernorm.weight.data.mul_(2)
+    return "model.layers.0.input_layernorm.weight"
+
+
+@pytest.mark.parametrize("tamper", [flip_a_byte, double_a_norm])
+def test_what_changes_in_the_engine_after_a_sync_is_named_before_anything_is_sampled(generation, tamper):
+    generation.sync_weights()
+    failures, sampled = generation.audit_failures, []
+    generation.llm.generate, generate = lambda *args, **kwargs: sampled.append(args), generation.llm.generate
+    name = tamper(engine_model(generation.llm))
+    with pytest.raises(
+        RuntimeError, match=f"^1 tensors of the engine have changed since the last sync: {name}. Someth"
+    ):
+        generation.generate([[5, 6]], None, 1)
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        generation.generate([[5, 6]], None, 1)
+    generation.llm.generate = generate
+    assert generation.audit_failures == failures + 1 and not sampled
+    generation.sync_weights()
+    assert generation.generate([[5, 6]], None, 1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])  # the last is infinite in BF16 only
+def test_a_diverged_policy_is_refused_before_the_engine_is_touched(generation, bad):
+    generation.sync_weights()
+    before = engines.log_probs(generation.llm)
+    weight = generation.model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        kept = weight[3, 4].item()
+        weight[3, 4] = bad
+    with pytest.raises(ValueError, match=r"1 of \d+ parameters: model\.layers\.1\.mlp\.up_proj\.weight"):
+        generation.sync_weights()
+    assert generation.generate([[5, 6]], None, 1)
+    assert engines.log_probs(generation.llm) == before
+    with torch.no_grad():
+        weight[3, 4] = kept
+
+
+class Broken(Exception):
+    """Anything that a parameter gather can raise."""
+
+
+def break_at(position):
+    def tamper(stream):
+        for index, item in enumerate(stream):
+            if index == position:
+                raise Broken(f"at {item[0]}")
+            yield item
+
+    return tamper
+
+
+def test_a_sync_that_breaks_anywhere_can_be_repeated_with_other_weights(generation):
+    tensors = 25 + 14 + 6
+    generation.sync_weights()
+    expected = engines.log_probs(generation.llm)
+    state = {name: tensor.clone() for name, tensor in generation.model.state_dict().items()}
+    for position in range(tensors):
+        engines.perturb(generation.model, seed=position)
+        engines.tamper(generation, break_at(position))
+        with pytest.raises(Broken):
+            generation.sync_weights()
+        with pytest.raises(RuntimeError, match="no complete policy"):
+            generation.generate([[5, 6]], None, 1)
+        engines.tamper(generation, None)
+        generation.model.load_state_dict(state)
+        generation.sync_weights()
+        if position % 5 == 0:  # generating takes longer than syncing; the audit covers the rest
+            assert engines.log_probs(generation.llm) == expected
+    engines.tamper(generation, break_at(tensors))
+    generation.sync_weights()  # nothing there to break: `tensors` is all of them
+
+
+def test_an_engine_that_fails_once_is_retried(generation):
+    calls = []
+
+    def fail_once(stream):
+        calls.append(1)
+        for index, item in enumerate(stream):
+            if len(calls) == 1 and index == 20:
+                raise RuntimeError("engine hiccup")
+            yield item
+
+    engines.tamper(generation, fail_once)
+    engines.perturb(generation.model, seed=1)
+    generation.sync_weights()
+    assert len(calls) == 2
+    retried = engines.log_probs(generation.llm)
+    engines.tamper(generation, None)
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) == retried
+
+
+def test_requests_in_flight_at_a_sync_are_an_error(generation):
+    from vllm import SamplingParams
+
+    engine = generation.llm.llm_engine
+    engine.add_request(
+        "running", {"prompt_token_ids": list(range(4, 44))}, SamplingParams(max_tokens=4, ignore_eos=True)
+    )
+    engine.step()
+    with pytest.raises(RuntimeError, match="did not reset its prefix cache"):
+        generation.sync_weights()
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def test_kernels_that_repack_weights_are_refused_by_name():
+    require_auditable({"CutlassFp8BlockScaledMMKernel": 28})
+    with pytest.raises(RuntimeError, match="DeepGemmFp8BlockScaledMMKernel.*linear_backend"):
+        require_auditable({"CutlassFp8BlockScaledMMKernel": 1, "DeepGemmFp8BlockScaledMMKernel": 27})

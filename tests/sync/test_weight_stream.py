@@ -1,0 +1,232 @@
+"""What goes out to the engine, without an engine: names, order, dtypes, aliases, and what is refused."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from trl.distributed import DistributedBackend
+
+from testing import published, tiny_models
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.sync.policy_checks import require_finite
+from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+
+
+def stream(model, **options):
+    recipe = recipe_for_model(model, **options)
+    scales = KVScales(torch.full((2, 3), 0.25))
+    return list(weight_stream(model.named_parameters(), recipe, scales, StreamReport())), recipe
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_fp8_weights_are_those_of_the_bf16_rounded_policy(model, scale_format):
+    sent, recipe = stream(model, scale_format=scale_format)
+    tensors = dict(sent)
+    assert len(tensors) == len(sent) == 25 + 14 + 6
+    for name, parameter in model.named_parameters():
+        if name.removesuffix(".weight") in recipe.fp8_modules:
+            expected = quantize_weight(parameter.detach().bfloat16(), scale_format)
+            from_master = quantize_weight(parameter.detach(), scale_format)
+            assert torch.equal(tensors[name].view(torch.uint8), expected.qdata.view(torch.uint8))
+            assert torch.equal(tensors[f"{name}_scale_inv"], expected.scale)
+            # two roundings are not one: this is what quantizing the fp32 master would have sent
+            assert not torch.equal(dequantize_weight(expected, torch.float32), dequantize_weight(from_master))
+        else:
+            assert torch.equal(tensors[name], parameter.detach().bfloat16())
+
+
+def test_kv_scales_come_last_and_scales_follow_their_weight(model):
+    names = [name for name, _ in stream(model)[0]]
+    assert all(name.endswith(("q_scale", "k_scale", "v_scale")) for name in names[-6:])
+    for index, name in enumerate(names):
+        if name.endswith("_scale_inv"):
+            assert names[index - 1] == name.removesuffix("_scale_inv")
+
+
+def test_nothing_aliases_a_policy_that_will_change(model):
+    model = model.bfloat16()
+    recipe = recipe_for_model(model)
+    owned = {parameter.data_ptr() for parameter in model.parameters()}
+    for copy, expected in ((True, 0), (False, 11)):  # embedding, head, final norm and 4 norms in each of 2 layers
+        sent = weight_stream(model.named_parameters(), recipe, None, StreamReport(), copy=copy)
+        assert sum(tensor.data_ptr() in owned for _, tensor in sent) == expected
+
+
+def test_a_loader_that_rounds_gets_the_policys_own_tensors(model):
+    recipe, report = recipe_for_model(model), StreamReport()
+    parameters = dict(model.named_parameters())
+    sent = dict(weight_stream(parameters.items(), recipe, None, report, round_here=False))
+    kept = [name for name in parameters if name not in recipe.fp8_tensors]
+    assert len(kept) == 11 and all(sent[name].data_ptr() == parameters[name].data_ptr() for name in kept)
+    rounded = StreamReport()
+    list(weight_stream(parameters.items(), recipe, None, rounded))
+    assert report.bytes_sent == rounded.bytes_sent  # of the engine's dtype
+
+
+def test_a_module_that_vanished_is_named(model):
+    recipe = recipe_for_model(model)
+    parameters = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]
+    with pytest.raises(RuntimeError, match=r"lacks 1 weights .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        list(weight_stream(parameters, recipe, None, StreamReport()))
+
+
+def test_all_ranks_refuse_what_one_of_them_saw(model):
+    require_finite(model)
+    seen = []
+
+    def other_rank_saw_the_third(flags):
+        seen.append(flags.clone())
+        flags[2] = 1
+
+    with pytest.raises(ValueError, match=f"1 of 25 parameters: {list(dict(model.named_parameters()))[2]}"):
+        require_finite(model, other_rank_saw_the_third)
+    assert seen[0].shape == (25,) and seen[0].count_nonzero() == 0
+
+
+def test_parameters_that_live_elsewhere_are_no_evidence(model):
+    model.lm_head.weight.data = torch.empty(0)  # as ZeRO-3 leaves them
+    require_finite(model)
+    model.model.norm.weight.data[3] = torch.nan
+    with pytest.raises(ValueError, match="1 of 25 parameters: model.norm.weight"):
+        require_finite(model)
+
+
+def test_the_shards_that_zero3_keeps_beside_an_empty_tensor_are_read(model):
+    head = model.lm_head.weight
+    head.ds_tensor, head.data = torch.full((7,), torch.inf), torch.empty(0)
+    with pytest.raises(ValueError, match="1 of 25 parameters: lm_head.weight"):
+        require_finite(model)
+
+
+def test_weights_of_adapters_that_are_not_active_are_not_sent(model):
+    """TRL adds a copy of a PEFT policy's adapter as its reference."""
+    policy = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
+    policy.add_adapter("ref", policy.peft_config["default"])
+    generation = object.__new__(FP8VLLMGeneration)
+    generation.model, generation._dist = policy, DistributedBackend(Accelerator(cpu=True))
+    sent = dict(generation._iter_named_params())
+    assert len(sent) == 25 and "lm_head.weight" in sent
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        VeraConfig(r=8, target_modules=["q_proj"]),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_the_outline_of_a_peft_policy_is_that_of_its_base(model, adapter):
+    """Adapters, TRL's reference among them, are no tensors of the policy: an engine need not have them."""
+    plain = outline_of(model)
+    policy = get_peft_model(model, adapter)
+    policy.add_adapter("ref", adapter)
+    found = outline_of(policy)
+    assert found.parameters == plain.parameters and found.linears == plain.linears
+    assert not dict(persistent_buffers(policy))
+
+
+def test_names_of_checkpointed_layers_are_those_of_the_checkpoint():
+    """As accelerate wraps them for FSDP2's activation_checkpointing."""
+    model = moe("glm4_moe")
+    names = {name for name, _ in persistent_buffers(model)}
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    assert (
+        {name for name, _ in persistent_buffers(model)} == names == {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    )
+
+
+def test_who_shares_the_quantization_gets_what_is_sent(model):
+    recipe, shared = recipe_for_model(model), {}
+    sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport(), share=shared.__setitem__))
+    assert shared.keys() == recipe.fp8_tensors
+    for name, codes in shared.items():
+        assert sent[name] is codes.qdata and sent[f"{name}_scale_inv"] is codes.scale
+
+
+MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
+
+
+def moe(architecture="qwen3_moe", **overrides):
+    torch.manual_seed(0)
+    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
+
+
+@pytest.mark.parametrize("architecture", MOE)
+def test_experts_are_quantized_block_by_block_like_single_linears(architecture):
+    model = moe(architecture)
+    recipe = recipe_for_model(model)
+    sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport()))
+    for name in recipe.fp8_experts:
+        for parameter, tensor in model.get_submodule(name).named_parameters():
+            codes, scales = (sent[recipe.engine_name(f"{name}.{parameter}") + suffix] for suffix in ("", "_scale_inv"))
+            assert codes.dtype == torch.float8_e4m3fn and codes.shape == tensor.shape
+            for expert, weight in enumerate(tensor.detach().bfloat16()):
+                alone = quantize_weight(weight)
+                assert torch.equal(codes[expert].view(torch.uint8), alone.qdata.view(torch.uint8))
+                assert torch.equal(scales[expert], alone.scale)
+    routers = [name for name in sent if name.endswith(".gate.weight")]
+    assert len(routers) == 2 and all(sent[name].dtype == torch.bfloat16 for name in routers)
+
+
+def launches(model) -> int:
+    """Operators dispatched by one pass of the stream."""
+
+    class Counter(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counter() as counter:
+        for _ in weight_stream(model.named_parameters(), recipe_for_model(model), None, StreamReport()):
+            pass
+    return counter.calls
+
+
+def test_launches_of_a_sync_do_not_grow_with_the_number_of_experts():
+    with torch.device("meta"):
+        config = published.qwen3_30b_a3b()
+        full = launches(AutoModelForCausalLM.from_config(config))  # 48 layers of 128 experts, real shapes
+        config.num_experts = 8
+        few = launches(AutoModelForCausalLM.from_config(config))
+        config.num_hidden_layers = 24
+        half = launches(AutoModelForCausalLM.from_config(config))
+    assert full == few
+    assert half < 0.6 * few  # the count does see the work: it follows the layers
+
+
+def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
+    model = moe()
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[0] = 0
+        experts.gate_up_proj[1] = 1e-30
+        experts.gate_up_proj[2] = 1e-9  # small, and alive
+        experts.down_proj[3, :, :64] = 1e-30  # half of a block: its other half decides the scale
+    report = StreamReport()
+    sent = dict(weight_stream(model.named_parameters(), recipe_for_model(model), None, report))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    scale = sent[name + "_scale_inv"]
+    values = sent[name].float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert values.isfinite().all() and (scale > 1e-15).all()  # as the kernels need
+    assert (values[:2] == 0).all()
+    assert torch.allclose(values[2], torch.tensor(1e-9), rtol=1 / 16)
+    error, dead = report.read()
+    assert dead == {name: 4}  # two experts of two blocks each
+    assert 0.02 < error < 0.03
