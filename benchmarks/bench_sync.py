@@ -140,7 +140,8 @@ def measure_part(options: argparse.Namespace) -> None:
 
 def parts(generation) -> dict[str, float]:
     """Seconds of the parts of one sync."""
-    from trl_fp8.engine.vllm import generation as module
+    from trl_fp8.sync import delivery as module
+    from trl_fp8.sync.ledger import Ledger
     from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 
     def quantize() -> None:
@@ -152,14 +153,11 @@ def parts(generation) -> dict[str, float]:
     found = {"quantize": shapes.seconds_of(quantize)}
     watch = shapes.Stopwatch()
     watch.time(module, "require_finite", "finite")
-    for method in ("_reload", "_audit", "_verify_kv_scales"):
-        watch.time(generation, method, method)
+    watch.time(generation.delivery, "_load", "reload")
+    watch.time(Ledger, "audit", "audit")
+    watch.time(generation.engine, "verify_kv_scales", "scales")
     generation.sync_weights()
-    found["finite"] = watch.seconds["finite"]
-    found["reload"] = watch.seconds["_reload"]
-    found["scales"] = watch.seconds["_verify_kv_scales"]
-    found["audit"] = watch.seconds["_audit"] - found["scales"]
-    return found
+    return found | watch.seconds
 
 
 def of_size(options: argparse.Namespace) -> None:

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch import nn
+
+from trl_fp8.upstream import patches, trl, vllm
+from trl_fp8.upstream.patches import PATCHES
 
 
 ROOT = Path(__file__).parents[1]
@@ -55,6 +59,8 @@ FOREIGN = {  # packages that only some folders may import
     "trl": {"commands", "config", "engine", "features", "flags", "run", "trainer"},
     "transformers": {"commands", "engine", "export", "features", "policy", "run", "trainer"},
 }
+# Instance attributes of other libraries' classes
+NAMES_THAT_ARE_WRITTEN = {name for names in trl.PRIVATE_NAMES.values() for name in names if name.startswith("_")}
 
 
 def imports():
@@ -81,6 +87,83 @@ def test_imports_go_one_way():
         or (package in FOREIGN and layer not in FOREIGN[package])
     ]
     assert wrong == []
+
+
+def sources():
+    """(path within the package, syntax tree) of each module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
+def layer_of(path):
+    return path.partition("/")[0].removesuffix(".py")
+
+
+def defined(tree):
+    """Names of functions, classes, variables and attributes of self that a module makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            for part in ast.walk(target) if isinstance(node, ast.Assign | ast.AnnAssign) else ():
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                    yield part.attr
+                elif isinstance(part, ast.Name):
+                    yield part.id
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_of_other_libraries_are_listed_with_who_uses_them():
+    """An attribute with a leading underscore that nothing here defines is another library's."""
+    listed = {}
+    for owners in (trl.PRIVATE_NAMES, vllm.PRIVATE_NAMES):
+        for name, layers in (item for names in owners.values() for item in names.items()):
+            listed.setdefault(name, set()).update(layers.split())
+    own = {name for _, tree in sources() for name in defined(tree)} - vars(nn.Module()).keys() - listed.keys()
+    own |= {"_trl_fp8_replay"}  # an attribute that we give to routers
+    for path, tree in sources():
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        foreign = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+        attributes |= {alias.name for node in foreign for alias in node.names}
+        missing = [name for name in attributes - own if private(name) and layer_of(path) not in listed.get(name, ())]
+        missing = [name for name in missing if name not in defined(tree)]
+        assert not missing, f"{path} uses {sorted(missing)}: list them in upstream/trl.py or upstream/vllm.py"
+    for name, layers in listed.items():
+        for layer in layers:
+            texts = [(PACKAGE / path).read_text() for path, _ in sources() if layer_of(path) == layer]
+            built = "_{which}" + name[2:]  # by an f-string: scales of q, k and v
+            assert any(name in text or built in text for text in texts), f"{layer} does not use {name} any more"
+
+
+def test_every_patch_is_in_the_list_and_every_entry_is_made():
+    made, elsewhere = set(), set()
+    for path, tree in sources():
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+            for alias in node.names
+            if not (getattr(node, "module", None) or alias.name).startswith("trl_fp8")
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in ("patch", "substituted") and isinstance(node.args[1], ast.Constant):
+                    made.add((path, node.args[1].value))
+                elif called == "setattr" or re.search(r"Interface\.register$|register_(backend|impl)$", called):
+                    elsewhere.add(path)
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute) and (owner := ast.unparse(target.value)) != "self":
+                    foreign = owner in imported or target.attr == "__class__"
+                    if foreign or target.attr in NAMES_THAT_ARE_WRITTEN:
+                        elsewhere.add(path)
+    by_name = {patches.FOR_ONE_BLOCK, patches.FOR_GOOD}
+    listed = {(entry.by, target.rpartition(".")[2]) for target, entry in PATCHES.items() if entry.how in by_name}
+    assert made == listed
+    assert elsewhere - {"upstream/patches.py"} == {entry.by for entry in PATCHES.values() if entry.how not in by_name}
 
 
 def imported(path):

@@ -15,15 +15,12 @@ from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from testing import other_models
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
-from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
-from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
-from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
 from trl_fp8.engine.vllm.layout import engine_layout
-from trl_fp8.engine.vllm.names import require_same_names
+from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync.policy_checks import require_same_names
 from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 from trl_fp8.upstream.vllm import engine_class
 
@@ -69,10 +66,12 @@ REFUSED = {
 @pytest.fixture(scope="module", autouse=True)
 def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
-    register_cpu_kernel()
-    register_cpu_experts()
-    register_cpu_ops()
-    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()), socket.socket() as free:
+    with (
+        Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
+        pytest.MonkeyPatch.context() as patch,
+        set_current_vllm_config(VllmConfig()),
+        socket.socket() as free,
+    ):
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         free.close()
@@ -90,7 +89,7 @@ def built(policy, folder):
     some = any(name.endswith("self_attn.o_proj") for name in outline_of(policy).linears)
     recipe = recipe_for_model(policy, kv_cache_dtype="auto", expert_kernels=False, fp8_weights=some)
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
-    arguments = engine_arguments(recipe, policy.config, Device("cpu"), **sizes)
+    arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
     config = EngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):

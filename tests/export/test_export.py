@@ -192,7 +192,7 @@ def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path, 
         held = engines.log_probs(trainer.vllm_generation.llm)
         another_rank = SimpleNamespace(reduce_max=lambda bad: bad.fill_(1.0))  # it saw a NaN where this one did not
         with monkeypatch.context() as ranks, pytest.raises(ValueError, match="NaN or infinite"):
-            ranks.setattr(trainer.vllm_generation, "_replicas", another_rank)
+            ranks.setattr(trainer.vllm_generation, "replicas", another_rank)
             trainer.save_fp8_model(tmp_path / "nan")
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.save_fp8_model(tmp_path / "fp8")

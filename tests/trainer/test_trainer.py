@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
-from testing import tiny_models
+from testing import engines, tiny_models
 from testing.runs import arguments, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.run.launch import check_launch
@@ -162,7 +162,7 @@ def test_lora_trains_and_adapters_are_unmerged_after_a_broken_sync(checkpoint, t
             yield from (next(stream) for _ in range(9))
             raise OSError("link down")
 
-        trainer.vllm_generation._transport = broken
+        engines.tamper(trainer.vllm_generation, broken)
         with pytest.raises(OSError, match="link down"):
             trainer.vllm_generation.sync_weights()
         after = dict(trainer.model.named_parameters())

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from trl_fp8.engine.protocol import SyncReport
 from trl_fp8.listing import listed
+from trl_fp8.sync.delivery import SyncReport
 
 from .feature import Feature, Rollouts
 

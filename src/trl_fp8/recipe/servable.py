@@ -3,7 +3,7 @@
 Three things have to hold: vLLM loads the model into a class of its own, that class takes the tensors that the policy
 sends under the policy's names, and what it made of them can be read back. What of vLLM 0.31 breaks one of them is
 listed here by what gives it away: a part of a parameter's name, or the model type where no name does. Other model
-types go on; once the engine is built its names are compared with the policy's (`engine.names`).
+types go on; once the engine is built its names are compared with the policy's (`sync.policy_checks`).
 tests/engine/test_servable.py holds the lists to what vLLM's classes do.
 """
 

@@ -1,7 +1,6 @@
 """What `FP8GRPOTrainer` writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
 
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
@@ -39,9 +38,9 @@ class Saving:
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        replicas, failure = self.vllm_generation._replicas, None
+        replicas, failure = self.vllm_generation.replicas, None
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
-        with closing(self.vllm_generation._iter_named_params()) as parameters:
+        with self.vllm_generation.policy_tensors() as parameters:
             if self.accelerator.is_main_process:
                 model, scales = transformers_model(self.model), sync.kv_scales if sync else None
                 name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]

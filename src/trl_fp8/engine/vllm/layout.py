@@ -1,8 +1,7 @@
-"""Where in the engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
+"""The `Layout` of a vLLM engine, read off its modules once.
 
 vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns (of experts: the same part of each), and pads the vocabulary. The layout is read off the engine's own modules
-once; the audit uses it to cut the same piece out of what was sent and out of what is held.
+columns (of experts: the same part of each), and pads the vocabulary.
 """
 
 from collections.abc import Collection, Iterator
@@ -25,14 +24,10 @@ from trl_fp8.sync.pieces import Layout, Piece, Span
 
 
 def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
-    """Read the layout off an engine's model. Holds references to its modules, not to its tensors.
+    """The layout of an engine's model; references to its modules, not to its tensors. `RuntimeError` if a module is
+    fused from parts that the model's class does not name.
 
-    Args:
-        model: The engine's.
-        buffers: Names, as the engine has them, of the policy's persistent buffers, which may be buffers there too.
-
-    Raises:
-        RuntimeError: A module is fused from parts that the model's class does not name.
+    `buffers` are those of the policy, by the engine's names: there they may be buffers, too.
     """
     pieces, unreadable, seen = {}, {}, set()
     for prefix, module in model.named_modules():
@@ -40,15 +35,10 @@ def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
             if id(parameter) in seen:  # a tied output head
                 continue
             seen.add(id(parameter))
-            reason = _why_unreadable(module)
-            if isinstance(module, RoutedExperts) and reason:
+            if reason := _why_unreadable(module):
                 unreadable[prefix.partition(".experts.")[0] + ".experts"] = reason
-                continue
-            for piece in _pieces(model, prefix, module, attribute):
-                if reason:
-                    unreadable[piece.name] = reason
-                else:
-                    pieces[piece.name] = piece
+            else:
+                pieces |= {piece.name: piece for piece in _pieces(model, prefix, module, attribute)}
         for attribute, buffer in module.named_buffers(recurse=False):
             if (name := f"{prefix}.{attribute}") in buffers:
                 pieces[name] = Piece(name, module, attribute, buffer.dtype)
@@ -93,9 +83,7 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
 
 
 def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
-    """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) for each part of
-    `module`.
-    """
+    """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) of each part."""
     parent, _, leaf = prefix.rpartition(".")
     if isinstance(module, QKVParallelLinear):
         kv_rank = module.tp_rank // module.num_kv_head_replicas

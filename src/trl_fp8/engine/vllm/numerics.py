@@ -1,6 +1,4 @@
-"""Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has
-to follow.
-"""
+"""`EngineNumerics` of a started vLLM, read off the modules of its model."""
 
 from collections import Counter
 
@@ -17,11 +15,7 @@ from .kv_scales import attention_weight_offset, quantizes_query
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
-    """Read how an engine computes off its model.
-
-    Raises:
-        RuntimeError: Its FP8 linears quantize their input in several ways.
-    """
+    """How an engine computes. `RuntimeError` if its FP8 linears quantize their input in several ways."""
     experts = expert_scaling(model)
     return EngineNumerics(
         kernels=fp8_kernels(model),
@@ -34,7 +28,7 @@ def engine_numerics(model: nn.Module) -> EngineNumerics:
 
 
 def fp8_kernels(model: nn.Module) -> dict[str, int]:
-    """Names of the kernels that run the engine's FP8 linear layers and experts -> number of layers."""
+    """`EngineNumerics.kernels`."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
 
@@ -46,10 +40,8 @@ def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
-    """How the engine's FP8 linears quantize their input; None if there are none.
-
-    Raises:
-        RuntimeError: Layers differ, so that no single trainer flow could follow them.
+    """How the engine's FP8 linears quantize their input; None if there are none. `RuntimeError` if they differ: no
+    single flow of a trainer could follow them.
     """
     found = set()
     for kernel in _kernels(model):
@@ -66,8 +58,7 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 
 def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
-    """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded;
-    None without.
+    """`experts` and `fused_experts` of `EngineNumerics`; None without FP8 experts.
 
     vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is
     in use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization

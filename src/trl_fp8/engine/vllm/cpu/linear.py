@@ -18,6 +18,8 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import PlatformEnum, current_platform
 
+from trl_fp8.upstream.patches import patch
+
 
 class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
     """`y = dequantize(x) @ dequantize(w).T`, summed in fp64; vLLM's base class quantizes `x` in groups of
@@ -38,21 +40,19 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
 
 
 def register_cpu_kernel() -> None:
-    """Put the reference kernel first in vLLM's table of block-FP8 kernels for CPU, and let unquantized layers keep
-    their weights. Does nothing twice.
-
-    vLLM 0.31: `register_linear_kernel` fills the per-tensor table only, so the block table is edited directly.
-    Unquantized layers and embeddings look `dispatch_cpu_unquantized_gemm` up when their weights have been loaded.
+    """Put the reference kernel first in vLLM's table of block-FP8 kernels for CPU, and let unquantized layers and
+    embeddings keep their weights. Does nothing twice.
     """
-    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
-    if ReferenceFp8BlockKernel not in kernels:
-        kernels.insert(0, ReferenceFp8BlockKernel)
-        packing = vllm_layers.dispatch_cpu_unquantized_gemm
+    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS
+    if ReferenceFp8BlockKernel in kernels[PlatformEnum.CPU]:
+        return
+    reference_first = [ReferenceFp8BlockKernel, *kernels[PlatformEnum.CPU]]
+    patch(linear_kernels, "_POSSIBLE_FP8_BLOCK_KERNELS", kernels | {PlatformEnum.CPU: reference_first})
 
-        def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
-            if layer.weight.ndim == 2:
-                layer.cpu_linear = torch.nn.functional.linear
-            else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
-                packing(layer, remove_weight)
+    def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
+            packing(layer, remove_weight)
 
-        vllm_layers.dispatch_cpu_unquantized_gemm = keep_as_loaded
+    packing = patch(vllm_layers, "dispatch_cpu_unquantized_gemm", keep_as_loaded)
