@@ -17,6 +17,7 @@ from trl_fp8.flags.kv_cache import KVCacheFlags
 from trl_fp8.flags.router import RouterFlags
 from trl_fp8.flags.sampling import check_generation_kwargs
 from trl_fp8.quantization.e4m3 import check_scale_format
+from trl_fp8.quantization.formats import FORMATS, format_named
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.run.launch import fsdp1_message
 
@@ -43,9 +44,13 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
     fp8_weights: bool = field(
         default=True,
         metadata={
-            "help": "Whether the engine runs the policy's linear layers in FP8 (W8A8, 128x128 weight blocks, 1x128 "
-            "activation groups). Weights are quantized from the policy at every sync."
+            "help": "Whether the engine runs the policy's linear layers in FP8 (W8A8). Weights are quantized from the "
+            "policy at every sync."
         },
+    )
+    fp8_weight_format: str = field(
+        default="blocks",
+        metadata={"help": "Format of FP8 weights: " + " ".join(f"{name!r}: {f.help}" for name, f in FORMATS.items())},
     )
     fp8_scale_format: str = field(
         default="pow2",
@@ -157,6 +162,7 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
             fp8_weights=self.fp8_weights,
             kv_cache_dtype=self.kv_cache_dtype,
             kv_cache_skip_layers=self.skip_layers or kv_cache_skip_layers,
+            weight_format=self.fp8_weight_format,
             scale_format=self.fp8_scale_format,
             kv_scale_margin=self.kv_scale_margin,
             tensor_parallel_size=self.vllm_tensor_parallel_size,
@@ -174,6 +180,7 @@ class FP8GRPOConfig(ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
     def _check_values(self) -> None:
         self.check_kv_cache(self._blind_pass)
         self.check_forward(self.fp8_weights, self.fp16)
+        format_named(self.fp8_weight_format)
         try:
             check_scale_format(self.fp8_scale_format)
         except ValueError as error:

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 
 from engine import engines
 from engine.played_attention import engine_with, played_attention
-from trl_fp8.engine.protocol import ActivationScaling
 from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
 from trl_fp8.engine.vllm.numerics import activation_scaling
 from trl_fp8.policy.attention.calibration import observe_sequences
@@ -28,10 +27,10 @@ from trl_fp8.policy.flow.linear import FP8Linears
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.quantization.blockwise import (
     ACTIVATION_AMAX_FLOOR,
-    FLOORED_SCALE_AMAX,
     quantize_activation,
     quantize_weight,
 )
+from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
@@ -55,11 +54,10 @@ def synced(checkpoint, **flags):
 
 
 def flow_of(generation, **fields):
-    scaling = generation.numerics.linears
     return FP8Flow(
-        weight_format=generation.recipe.scale_format,
-        activation_format=scaling.scale_format,
-        activation_amax_floor=scaling.amax_floor,
+        format=generation.recipe.format,
+        scale_format=generation.recipe.scale_format,
+        activation=generation.numerics.linears,
         **fields,
     )
 
@@ -127,7 +125,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint
         patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
         installed = PrecisionFlow(generation.model, generation.recipe, flow, tap)
         without_bf16 = off()
-    installed._linears.remove()
+    installed._installed[1].remove()
     weights_only = FP8Linears.install(
         generation.model, generation.recipe.fp8_modules, flow_of(generation, forward="weights")
     )
@@ -266,7 +264,7 @@ def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypat
     held = engine_model(generation.llm).model.layers[1].mlp
     flow = PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
     generation.share = flow.keep_weight
-    calls, linears = QuantizationCounter(monkeypatch), flow._linears.modules
+    calls, linears = QuantizationCounter(monkeypatch), flow.modules
 
     def forward():
         return policy_log_probs(generation, tap, scales, PROMPTS)

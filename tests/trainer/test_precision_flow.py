@@ -160,7 +160,7 @@ def test_without_the_callback_each_sync_brings_trainer_and_engine_to_the_current
 
 def holds(linear, codes):
     """Whether `codes` are those of the layer's weight."""
-    fresh = linear.fp8_flow.quantize_weight(linear.weight)
+    fresh = linear.fp8_flow.quantize_weights([linear.weight])[0]
     return torch.equal(codes.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
 
 

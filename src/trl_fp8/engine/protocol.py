@@ -6,17 +6,9 @@ asks nothing else.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from trl_fp8.quantization.formats import ScaleFormat
+from trl_fp8.quantization.formats.spec import ActivationScaling
 from trl_fp8.quantization.kv_scales import KVScales
-
-
-class ActivationScaling(NamedTuple):
-    """Arguments of `quantization.blockwise.quantize_activation` that give the engine's codes and scales."""
-
-    scale_format: ScaleFormat
-    amax_floor: float
 
 
 @dataclass(frozen=True)

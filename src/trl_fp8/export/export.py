@@ -4,7 +4,7 @@
       model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too),
                                          the rest in BF16
       model.safetensors.index.json       name -> file
-      config.json                        with `quantization_config`: 128x128 blocks, exact names of what is not FP8
+      config.json                        with `quantization_config`: the format, exact names of what is not FP8
       checksums.json                     file -> SHA-256, for `verify_export`
       generation_config.json, tokenizer files, README.md
 
@@ -36,7 +36,7 @@ from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
-from trl_fp8.sync.weight_stream import Named, StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import Named, WeightStream
 
 from .model_card import export_card
 
@@ -107,8 +107,10 @@ def export_fp8(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     plan = plan_for_model(model, recipe)
     try:
-        (unfinished / "README.md").write_text(export_card(card, plan.table(), kv_scales is not None, _hub_id(model)))
-        stream = weight_stream(parameters, recipe, kv_scales, StreamReport(), buffers=persistent_buffers(model))
+        (unfinished / "README.md").write_text(
+            export_card(card, plan.table(), recipe.format, kv_scales is not None, _hub_id(model))
+        )
+        stream = WeightStream(parameters, recipe, kv_scales, buffers=persistent_buffers(model))
         _write(unfinished, model, tokenizer, stream, recipe, shard_bytes)
         unfinished.chmod(0o755)  # temporary folders are private
         unfinished.replace(folder)
@@ -204,12 +206,13 @@ def _write(
     folder: Path,
     model: nn.Module,
     tokenizer: "PreTrainedTokenizerBase",
-    stream: Iterator[Named],
+    stream: Iterable[Named],
     recipe: FP8Recipe,
     shard_bytes: int,
 ) -> None:
     shards, total = [], 0
-    for shard in _shards(_published(stream), shard_bytes):
+    suffix = recipe.format.scale_suffix
+    for shard in _shards(_published(stream, suffix), suffix, shard_bytes):
         path = folder / f"{len(shards)}.safetensors"
         try:
             save_file(shard, path, metadata={"format": "pt"})
@@ -242,11 +245,11 @@ def _hub_id(model: nn.Module) -> str | None:
     return name if name and not Path(name).exists() else None
 
 
-def _shards(stream: Iterator[Named], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
     shard, size = {}, 0
     for name, tensor in stream:
-        if size + tensor.nbytes > shard_bytes and shard and not name.endswith("_scale_inv"):
+        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(scale_suffix):
             yield shard
             shard, size = {}, 0
         shard[name] = tensor.detach().cpu().contiguous().clone()
@@ -255,15 +258,15 @@ def _shards(stream: Iterator[Named], shard_bytes: int) -> Iterator[dict[str, tor
         yield shard
 
 
-def _published(stream: Iterator[Named]) -> Iterator[Named]:
+def _published(stream: Iterable[Named], scale_suffix: str) -> Iterator[Named]:
     """Fused experts taken apart: published checkpoints, and whatever reads them, name each expert's projections."""
     for name, tensor in stream:
         layer, fused, kind = name.partition(".experts.")
-        kind, is_scale, _ = kind.partition("_scale_inv")
+        kind, is_scale, _ = kind.partition(scale_suffix)
         if not fused or kind not in EXPERT_PROJECTIONS:
             yield name, tensor
             continue
-        suffix = "weight_scale_inv" if is_scale else "weight"
+        suffix = f"weight{scale_suffix}" if is_scale else "weight"
         projections = EXPERT_PROJECTIONS[kind]
         for expert, own in enumerate(tensor):
             for projection, part in zip(projections, own.chunk(len(projections)), strict=True):

@@ -63,7 +63,7 @@ def _require_something_to_follow(trainer: GRPOTrainer, generation: "FP8VLLMGener
     if generation.numerics.linears is None and generation.numerics.experts is None:
         recipe = trainer.recipe
         raise RuntimeError(
-            f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's block-FP8 kernels: expected are those of "
+            f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those of "
             f"{len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found is none "
             "(as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or set "
             "fp8_forward='off'."
@@ -73,9 +73,9 @@ def _require_something_to_follow(trainer: GRPOTrainer, generation: "FP8VLLMGener
 def _flow(trainer: GRPOTrainer, scaling: "ActivationScaling", **options) -> FP8Flow:
     return FP8Flow(
         **trainer.args.flow,
-        weight_format=trainer.recipe.scale_format,
-        activation_format=scaling.scale_format,
-        activation_amax_floor=scaling.amax_floor,
+        format=trainer.recipe.format,
+        scale_format=trainer.recipe.scale_format,
+        activation=scaling,
         cache_weights=not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
         **options,
     )

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .digest_kernel import tile
 from .e4m3 import E4M3, E4M3_MAX
-from .formats import BLOCK, ScaleFormat
-from .tile import tile
+from .formats.blocks import BLOCK
+from .formats.spec import ScaleFormat
 
 
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16

@@ -35,9 +35,9 @@ class SyncLog:
             self._dead.update(new)
             listed = ", ".join(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new[:6])
             logger.warning(
-                f"{len(new)} weights have 128x128 blocks without an element above 1e-12, which the engine holds as "
-                f"good as zero: {listed}{', ...' if len(new) > 6 else ''}. Usual causes: experts that get no "
-                "tokens, pruned weights."
+                f"{len(new)} weights ({self.recipe.format.description}) have blocks that the engine holds as good as "
+                f"zero: {listed}{', ...' if len(new) > 6 else ''}. Usual causes: experts that get no tokens, pruned "
+                "weights."
             )
         return sync_metrics(sync, self.recipe, kv_margin)
 

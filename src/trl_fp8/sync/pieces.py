@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trl_fp8.quantization.formats import BLOCK
-
 
 @dataclass(frozen=True)
 class Span:
@@ -19,9 +17,9 @@ class Span:
     start: int
     size: int
 
-    def blocks(self) -> "Span":
-        """The same span counted in blocks of 128 (of a scale)."""
-        return Span(self.start // BLOCK, -(-self.size // BLOCK))
+    def blocks(self, block: int) -> "Span":
+        """The same span counted in blocks of so many elements (of a scale)."""
+        return Span(self.start // block, -(-self.size // block))
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _cuda_arguments(recipe: FP8Recipe, device: Device) -> dict:
     linear, attention = CUDA_BACKENDS.get(major, (None, None))
     arguments = {}
     if recipe.fp8_weights:
-        arguments["linear_backend"] = linear
+        arguments["linear_backend"] = recipe.format.linear_backend or linear
     if recipe.fp8_kv_cache:
         arguments["attention_backend"] = attention
     if recipe.has_experts:  # other kernels shuffle experts, which could not be read back

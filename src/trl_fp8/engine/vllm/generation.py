@@ -30,8 +30,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.ledger import Ledger, Seal, require_auditable
 from trl_fp8.sync.policy_checks import require_finite, require_servable
 from trl_fp8.sync.replicas import Replicas, all_reduce_max
-from trl_fp8.sync.timed_stream import TimedStream
-from trl_fp8.sync.weight_stream import Named, Share, StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import Named, Share, StreamReport, WeightStream
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -171,18 +170,18 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrated = time.perf_counter()
         self._engine_is_whole = False
         try:
-            ledger, stream, waiting = self._reload(kv_scales)
+            ledger, stream = self._reload(kv_scales)
         except RuntimeError as error:
             if self._replicas:  # the other ranks may be through: a lone retry would hang
                 raise
             logger.warning(f"weight sync failed and is repeated once: {error}")
-            ledger, stream, waiting = self._reload(kv_scales)
+            ledger, stream = self._reload(kv_scales)
         audited = self._audit(ledger, kv_scales)
         self._engine_is_whole, self._seal = True, ledger.seal
         relative_error, dead_blocks = stream.read()
         self.last_sync = SyncReport(
             seconds=time.perf_counter() - start,
-            quantize_seconds=waiting,
+            quantize_seconds=stream.seconds,
             calibration_seconds=calibrated - checked,
             audited_tensors=audited,
             bytes_sent=stream.bytes_sent,
@@ -239,31 +238,29 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
 
-    def _reload(self, kv_scales: KVScales | None) -> tuple[Ledger, StreamReport, float]:
+    def _reload(self, kv_scales: KVScales | None) -> tuple[Ledger, StreamReport]:
         """One pass of the whole model into the engine. On any error the engine's own tensors are put back."""
-        ledger, report = Ledger(self._layout, self._replicas), StreamReport()
+        ledger = Ledger(self._layout, self._replicas)
         try:
             with closing(self._iter_named_params()) as parameters:
                 merged = is_peft_model(self.model)
                 # vLLM reads the tensors of a fused layer when it has all of them
                 short_lived = merged or self._dist.is_zero3
-                stream = weight_stream(
+                stream = WeightStream(
                     parameters,
                     self.recipe,
                     kv_scales,
-                    report,
                     copy=short_lived,
                     round_here=False,
                     buffers=persistent_buffers(self.model),
                     share=None if merged else self.share,  # the trainer's own base is another weight then
                 )
-                timed = TimedStream(ledger.record(stream))
-                upstream.reload_weights(self.llm, self._transport(timed))
+                upstream.reload_weights(self.llm, self._transport(stream.timed(ledger.record(stream))))
         except BaseException:
             upstream.abort_reload(self.llm)
             raise
         upstream.rebuild_expert_kernels(fp8_experts(upstream.engine_model(self.llm)))
-        return ledger, report, timed.seconds
+        return ledger, stream.report
 
     def _transport(self, stream: Iterator[Named]) -> Iterator[Named]:
         """What lies between the ledger and the engine. Colocated: nothing."""

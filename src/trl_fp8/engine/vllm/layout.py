@@ -64,7 +64,7 @@ def _why_unreadable(module: nn.Module) -> str | None:
 
 
 def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
-    in_blocks = attribute == "weight_scale_inv"
+    of_scales = attribute == "weight_scale_inv"
     dtype = getattr(module, attribute).dtype
     if isinstance(module, RoutedExperts) and attribute.startswith(("w13_weight", "w2_weight")):
         yield _expert_piece(prefix, module, attribute, dtype)
@@ -75,8 +75,11 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
             continue
         held_rows = Span(offset, rows.size) if rows else None
         spans = (rows, columns), (held_rows, None)
-        if in_blocks:
-            spans = tuple(tuple(span and span.blocks() for span in pair) for pair in spans)
+        if of_scales:
+            blocks = module.weight_block_size
+            spans = tuple(
+                tuple(span and span.blocks(block) for span, block in zip(pair, blocks, strict=True)) for pair in spans
+            )
         dims = 1 if attribute == "bias" else 2
         yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=spans[0][:dims], held=spans[1][:dims])
 

@@ -28,6 +28,7 @@ class PrecisionFlow(TrainerCallback):
 
     Attributes:
         flow: As given.
+        modules: Checkpoint name -> FP8 experts, or FP8 linear.
         keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync's can be kept.
     """
 
@@ -41,8 +42,11 @@ class PrecisionFlow(TrainerCallback):
     ):
         self.flow = flow
         self.keeps_weights = flow.cache_weights and flow.backend != "torchao"  # which quantizes by itself
-        self._experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
-        self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
+        self._installed = (
+            FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow),
+            FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size),
+        )
+        self.modules = self._installed[0].modules | self._installed[1].modules
         if flow.forward == "full":
             BF16Modules.install(model)
             if tap is not None:  # as the engine's CPU reference
@@ -53,14 +57,12 @@ class PrecisionFlow(TrainerCallback):
 
     def weights_changed(self) -> None:
         """Quantized weights are made again when they are next needed."""
-        self._linears.invalidate()
-        self._experts.invalidate()
+        for modules in self._installed:
+            modules.invalidate()
 
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
         """Compute with `codes`, an FP8 weight by checkpoint name as a sync has just quantized it, until the
         weight changes.
         """
-        if (linear := self._linears.modules.get(name.removesuffix(".weight"))) is not None:
-            linear.keep(codes)
-        else:
-            self._experts.keep(name, codes)
+        module, _, parameter = name.rpartition(".")
+        self.modules[module].keep(codes, parameter)
