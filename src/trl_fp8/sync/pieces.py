@@ -34,6 +34,7 @@ class Piece:
         held: For each dim, where in the engine parameter it is (None: everywhere).
         halved: Whether dim 1 is two halves, the gate's rows and the up projection's, each with a dim of its
             own in `sent`.
+        transposed: The engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Piece:
     sent: tuple[Span | None, ...] = ()
     held: tuple[Span | None, ...] = ()
     halved: bool = False
+    transposed: bool = False
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -52,7 +54,7 @@ class Piece:
         return _cut(self._view(tensor), self.sent)
 
     def of_engine(self) -> torch.Tensor:
-        return _cut(self._view(self.parameter), self.held)
+        return _cut(self._view(self.parameter.t() if self.transposed else self.parameter), self.held)
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(1, (2, -1)) if self.halved else tensor

@@ -2,9 +2,10 @@
 
 from .blocks import BLOCKS
 from .spec import FormatSpec
+from .tensor import TENSOR
 
 
-FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS,)}
+FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR)}
 
 
 def format_named(name: str) -> FormatSpec:
