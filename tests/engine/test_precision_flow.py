@@ -105,16 +105,19 @@ MODELS = [
     ("qwen2", {}),
     ("qwen3", {"intermediate_size": 192}),  # the MLP stays in BF16
 ]
+FORMATS = [(*model, {}) for model in MODELS]
+FORMATS += [(*model, {"weight_format": "tensor"}) for model in [*MODELS[:2], MODELS[-2]]]  # qwen2 has biases
+FORMATS += [("qwen3", {"intermediate_size": 208}, {"weight_format": "tensor", "scale_format": "fp32"})]
 
 
 def test_what_is_called_verified_is_tested_here():
     assert sorted({architecture for architecture, _ in MODELS}) == sorted(VERIFIED)
 
 
-@pytest.mark.parametrize("architecture, options", MODELS)
-def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint, monkeypatch):
+@pytest.mark.parametrize("architecture, options, flags", FORMATS)
+def test_the_policys_log_probs_are_the_engines(architecture, options, flags, checkpoint, monkeypatch):
     """Two-sided: with any one part of the flow left out, the two are apart."""
-    generation, tap, scales = synced(checkpoint(architecture, **options))
+    generation, tap, scales = synced(checkpoint(architecture, **options), **flags)
     sequences, theirs = sampled(generation)
 
     def off(scales=scales):
