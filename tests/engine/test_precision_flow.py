@@ -128,7 +128,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, che
         patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
         installed = PrecisionFlow(generation.model, generation.recipe, flow, tap)
         without_bf16 = off()
-    installed._installed[1].remove()
+    installed.installed.remove()
     weights_only = FP8Linears.install(
         generation.model, generation.recipe.fp8_modules, flow_of(generation, forward="weights")
     )
@@ -267,7 +267,7 @@ def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypat
     held = engine_model(generation.llm).model.layers[1].mlp
     flow = PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
     generation.share = flow.keep_weight
-    calls, linears = QuantizationCounter(monkeypatch), flow.modules
+    calls, linears = QuantizationCounter(monkeypatch), flow.installed.modules
 
     def forward():
         return policy_log_probs(generation, tap, scales, PROMPTS)

@@ -102,9 +102,6 @@ class FP8ExpertModules(SwappedModules):
             model: A plain or PEFT-wrapped model.
             names: Names as in the checkpoint (`FP8Recipe.fp8_experts`).
             flow: What they compute; its `backend` is that of the linears.
-
-        Raises:
-            ValueError: The flow's backward is FP8, which experts have not.
         """
         if names and flow.backward == "fp8":
             raise ValueError(

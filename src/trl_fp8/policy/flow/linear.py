@@ -25,11 +25,8 @@ from .swapped_modules import SwappedModules
 
 
 class SharedInput:
-    """Makes Q(x) for the first of several layers that get the same tensor one after another (q, k, v, and gate, up),
-    and forgets it with the last.
-
-    Args:
-        readers: Number of layers.
+    """Makes Q(x) for the first of several layers, `readers` in number, that get the same tensor one after another
+    (q, k, v, and gate, up), and forgets it with the last.
     """
 
     def __init__(self, readers: int):
@@ -90,9 +87,7 @@ class FP8Linears(SwappedModules):
         """Turn linear layers of `model` (plain or PEFT-wrapped) into `FP8Linear`, in place.
 
         Args:
-            model: The model whose layers to turn.
             modules: Names as in the checkpoint (`FP8Recipe.fp8_modules`); each must be a plain `nn.Linear`.
-            flow: What they compute.
             tensor_parallel_size: The engine's; row-parallel layers sum that many partial products.
 
         Raises:

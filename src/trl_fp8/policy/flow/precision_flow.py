@@ -1,6 +1,4 @@
-"""The policy in the engine's precision: FP8 linears and experts, and with a full FP8 forward the engine's
-BF16 between.
-"""
+"""The policy in the engine's precision: FP8 linears, FP8 experts, and with a full FP8 forward BF16 between them."""
 
 import torch
 from torch import nn
@@ -14,6 +12,7 @@ from .bf16_modules import BF16Modules
 from .experts import FP8ExpertModules
 from .flow import FP8Flow
 from .linear import FP8Linears
+from .swapped_modules import SwappedModules
 
 
 class PrecisionFlow(TrainerCallback):
@@ -28,7 +27,7 @@ class PrecisionFlow(TrainerCallback):
 
     Attributes:
         flow: As given.
-        modules: Checkpoint name -> FP8 experts, or FP8 linear.
+        installed: FP8 experts and FP8 linears, by checkpoint name.
         keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync's can be kept.
     """
 
@@ -42,11 +41,9 @@ class PrecisionFlow(TrainerCallback):
     ):
         self.flow = flow
         self.keeps_weights = flow.cache_weights and flow.backend != "torchao"  # which quantizes by itself
-        self._installed = (
-            FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow),
-            FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size),
-        )
-        self.modules = self._installed[0].modules | self._installed[1].modules
+        experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
+        linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
+        self.installed = SwappedModules(experts.modules | linears.modules)
         if flow.forward == "full":
             BF16Modules.install(model)
             if tap is not None:  # as the engine's CPU reference
@@ -57,12 +54,9 @@ class PrecisionFlow(TrainerCallback):
 
     def weights_changed(self) -> None:
         """Quantized weights are made again when they are next needed."""
-        for modules in self._installed:
-            modules.invalidate()
+        self.installed.invalidate()
 
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
-        """Compute with `codes`, an FP8 weight by checkpoint name as a sync has just quantized it, until the
-        weight changes.
-        """
+        """Compute with `codes`, Q(W) of a weight by checkpoint name that a sync has just made, until W changes."""
         module, _, parameter = name.rpartition(".")
-        self.modules[module].keep(codes, parameter)
+        self.installed.modules[module].keep(codes, parameter)
