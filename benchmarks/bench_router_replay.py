@@ -48,13 +48,12 @@ MODES = ("monitor", "rollout", "policy")
 
 def flow_of(generation: FP8VLLMGeneration, scales: KVScales, tap: AttentionTap) -> None:
     """Turn the policy's forward into the engine's FP8, KV cache included."""
-    scaling = generation.numerics.linears
-    flow = FP8Flow("full", "bf16", generation.recipe.scale_format, scaling.scale_format, scaling.amax_floor)
+    recipe = generation.recipe
+    flow = FP8Flow("full", "bf16", recipe.format, recipe.scale_format, generation.numerics.linears)
     experts_flow = None
     if generation.numerics.experts is not None:
         experts, fused = generation.numerics.experts, generation.numerics.fused_experts
-        experts_flow = replace(flow, activation_format=experts.scale_format, activation_amax_floor=experts.amax_floor)
-        experts_flow = replace(experts_flow, fused_activation=fused)
+        experts_flow = replace(flow, activation=experts, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
     tap.simulate(scales.values.to(tap.device))
     tap.follow(generation.numerics.query_rounded)

@@ -142,12 +142,12 @@ def parts(generation) -> dict[str, float]:
     """Seconds of the parts of one sync."""
     from trl_fp8.sync import delivery as module
     from trl_fp8.sync.ledger import Ledger
-    from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+    from trl_fp8.sync.weight_stream import WeightStream
 
     def quantize() -> None:
         scales = generation.last_sync.kv_scales
         parameters = generation.model.named_parameters()
-        for _ in weight_stream(parameters, generation.recipe, scales, StreamReport(), round_here=False):
+        for _ in WeightStream(parameters, generation.recipe, scales, round_here=False):
             pass
 
     found = {"quantize": shapes.seconds_of(quantize)}

@@ -20,7 +20,7 @@ from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
-from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import WeightStream
 
 
 PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]
@@ -82,7 +82,7 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     config["quantization_config"] = generation.recipe.quantization_config
     (folder / "config.json").write_text(json.dumps(config))
     both = dict(parameters=generation.model.named_parameters(), buffers=persistent_buffers(generation.model))
-    stream = weight_stream(recipe=generation.recipe, kv_scales=kv_scales, report=StreamReport(), **both)
+    stream = WeightStream(recipe=generation.recipe, kv_scales=kv_scales, **both)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 

@@ -66,10 +66,5 @@ def calls_of(generation, name):
 
 
 def flow_of(generation, **fields):
-    scaling = generation.numerics.linears
-    return FP8Flow(
-        weight_format=generation.recipe.scale_format,
-        activation_format=scaling.scale_format,
-        activation_amax_floor=scaling.amax_floor,
-        **fields,
-    )
+    recipe, activation = generation.recipe, generation.numerics.linears
+    return FP8Flow(format=recipe.format, scale_format=recipe.scale_format, activation=activation, **fields)

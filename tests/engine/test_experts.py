@@ -12,7 +12,7 @@ from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.check import VERIFIED_WITH_FP8_EXPERTS
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.quantization.blockwise import FLOORED_SCALE_AMAX
+from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
@@ -168,9 +168,9 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
         return torch.cat(differences)
 
     plain = off()
-    flow = FP8Flow(activation_format="fp32", activation_amax_floor=FLOORED_SCALE_AMAX)
+    flow = FP8Flow(activation=ActivationScaling("fp32", FLOORED_SCALE_AMAX))
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
-    experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
+    experts_flow = FP8Flow(activation=scaling, fused_activation=fused)
     PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
     engines.shutdown(generation.llm)
     # nearly all tokens are equal; the rare ones that are not are far from what the plain forward leaves

@@ -130,8 +130,7 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     mask[0, :pad] = 0
     in_fp32 = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)
     flow = FP8Flow(
-        activation_format=generation.numerics.linears.scale_format,
-        activation_amax_floor=generation.numerics.linears.amax_floor,
+        activation=generation.numerics.linears,
     )
     PrecisionFlow(generation.model, generation.recipe, flow, tap)
     ours = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)

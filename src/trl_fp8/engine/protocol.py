@@ -5,16 +5,8 @@ What a delivery asks of an engine is `sync.delivery.Engine`: it stands there bec
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from trl_fp8.quantization.formats import ScaleFormat
-
-
-class ActivationScaling(NamedTuple):
-    """Arguments of `quantization.blockwise.quantize_activation` that give the engine's codes and scales."""
-
-    scale_format: ScaleFormat
-    amax_floor: float
+from trl_fp8.quantization.formats.spec import ActivationScaling
 
 
 @dataclass(frozen=True)

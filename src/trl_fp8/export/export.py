@@ -4,7 +4,7 @@
       model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too),
                                          the rest in BF16
       model.safetensors.index.json       name -> file
-      config.json                        with `quantization_config`: 128x128 blocks, exact names of what is not FP8
+      config.json                        with `quantization_config`: the format, exact names of what is not FP8
       checksums.json                     file -> SHA-256, see `checksums.py`
       generation_config.json, tokenizer files, README.md
 
@@ -33,7 +33,7 @@ from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
-from trl_fp8.sync.weight_stream import Named, StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import Named, WeightStream
 
 from .checksums import write_checksums
 from .model_card import export_card
@@ -93,8 +93,10 @@ def export_fp8(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     plan = plan_for_model(model, recipe)
     try:
-        (unfinished / "README.md").write_text(export_card(card, plan.table(), kv_scales is not None, _hub_id(model)))
-        stream = weight_stream(parameters, recipe, kv_scales, StreamReport(), buffers=persistent_buffers(model))
+        (unfinished / "README.md").write_text(
+            export_card(card, plan.table(), recipe.format, kv_scales is not None, _hub_id(model))
+        )
+        stream = WeightStream(parameters, recipe, kv_scales, buffers=persistent_buffers(model))
         _write(unfinished, model, tokenizer, stream, recipe, shard_bytes)
         unfinished.chmod(0o755)  # temporary folders are private
         unfinished.replace(folder)
@@ -108,12 +110,12 @@ def _write(
     folder: Path,
     model: nn.Module,
     tokenizer: "PreTrainedTokenizerBase",
-    stream: Iterator[Named],
+    stream: Iterable[Named],
     recipe: FP8Recipe,
     shard_bytes: int,
 ) -> None:
     shards, total = [], 0
-    for shard in _shards(stream, shard_bytes):
+    for shard in _shards(stream, recipe.format.scale_suffix, shard_bytes):
         path = folder / f"{len(shards)}.safetensors"
         try:
             save_file(shard, path, metadata={"format": "pt"})
@@ -144,11 +146,11 @@ def _hub_id(model: nn.Module) -> str | None:
     return name if name and not Path(name).exists() else None
 
 
-def _shards(stream: Iterator[Named], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
     shard, size = {}, 0
-    for name, tensor in _published(stream):
-        if size + tensor.nbytes > shard_bytes and shard and not name.endswith("_scale_inv"):
+    for name, tensor in _published(stream, scale_suffix):
+        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(scale_suffix):
             yield shard
             shard, size = {}, 0
         shard[name] = tensor.detach().cpu().contiguous().clone()
@@ -157,10 +159,10 @@ def _shards(stream: Iterator[Named], shard_bytes: int) -> Iterator[dict[str, tor
         yield shard
 
 
-def _published(stream: Iterator[Named]) -> Iterator[Named]:
+def _published(stream: Iterable[Named], scale_suffix: str) -> Iterator[Named]:
     """The stream as published checkpoints name it, and whatever reads them: with the experts one by one."""
     for name, tensor in stream:
-        if not (parts := published_names(name)):
+        if not (parts := published_names(name, scale_suffix)):
             yield name, tensor
             continue
         for expert, own in enumerate(tensor):

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from trl_fp8.quantization.formats.spec import FormatSpec
+
 
 # metric -> what it is called in the card
 SHOWN = {
@@ -47,20 +49,21 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     )
 
 
-def export_card(card: str, plan: str, has_kv_scales: bool, base_model: str | None = None) -> str:
+def export_card(card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, base_model: str | None = None) -> str:
     """A card for an FP8 checkpoint.
 
     Args:
         card: Card of the policy, with header and plan; empty for a model that was not trained here.
         plan: Table of what is FP8.
+        spec: Format of the weights.
         has_kv_scales: The checkpoint brings scales of an FP8 KV cache.
         base_model: Id of the model, for the header if `card` is empty.
     """
     options = ', kv_cache_dtype="fp8"' if has_kv_scales else ""
     section = (
-        "## FP8 checkpoint\n\nWeights are e4m3 in 128x128 blocks with `weight_scale_inv`; "
+        f"## FP8 checkpoint\n\nWeights are {spec.description} with `weight{spec.scale_suffix}`; "
         + ("KV cache scales are included. " if has_kv_scales else "there are no KV cache scales. ")
-        + f"vLLM reads it as it is, transformers dequantizes or runs it.\n\n```python\nfrom vllm import LLM\n\nllm = "
+        + f"{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = "
         f'LLM("THIS_REPOSITORY"{options})\n```\n\n'
         "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
     )
@@ -84,8 +87,8 @@ def _weights(facts: Mapping[str, Any]) -> str:
         return "none"
     experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
     return (
-        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: e4m3 in 128x128 "
-        f"blocks, {facts['scale_format']} scales, quantized at every sync"
+        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: "
+        f"{facts['weight_format']}, {facts['scale_format']} scales, quantized at every sync"
     )
 
 

@@ -42,7 +42,7 @@ class Syncs(Feature):
             self._dead.update(new)
             dead = listed(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new)
             logger.warning(
-                f"{len(new)} weights have 128x128 blocks without an element above 1e-12, which the engine holds as "
+                f"{len(new)} weights ({self.trainer.recipe.format.description}) have blocks that the engine holds as "
                 f"good as zero: {dead}. Usual causes: experts that get no tokens, pruned weights."
             )
         metrics = {

@@ -36,7 +36,7 @@ def risks(plan: Plan, outline: Outline) -> list[Risk]:
     if not_aligned:
         split = recipe.tensor_parallel_size > 1
         text = (
-            f"{len(not_aligned)} modules stay in BF16 because their shards do not fill 128x128 blocks: "
+            f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}: "
             f"{listed(not_aligned, 1)}. "
             f"{'A smaller vllm_tensor_parallel_size may help.' if split else 'No flag helps: it is their shape.'}"
         )

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .digest_kernel import tile
 from .e4m3 import E4M3, E4M3_MAX
-from .formats import BLOCK, ScaleFormat
-from .tile import tile
+from .formats.blocks import BLOCK
+from .formats.spec import ScaleFormat
 
 
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
@@ -44,24 +45,12 @@ def quantize_blocks(
     else:
         scale = torch.empty((count, blocks, rows), dtype=torch.float32, device=values.device).transpose(1, 2)
     height = BLOCK if square else ROWS
+    constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK, "LIMIT": E4M3_MAX}
     if values.numel():
         with torch.cuda.device_of(values):
-            _quantize[triton.cdiv(rows, height), blocks, count](
-                matrices,
-                codes,
-                scale,
-                rows,
-                columns,
-                *matrices.stride(),
-                *scale.stride(),
-                amax_floor,
-                SQUARE=square,
-                POW2=scale_format == "pow2",
-                HEIGHT=height,
-                WIDTH=BLOCK,
-                LIMIT=E4M3_MAX,
-                num_warps=8 if square else 4,
-            )
+            grid, strides = (triton.cdiv(rows, height), blocks, count), (*matrices.stride(), *scale.stride())
+            warps = 8 if square else 4
+            _quantize[grid](matrices, codes, scale, rows, columns, *strides, amax_floor, **constants, num_warps=warps)
     lead = values.shape[:-2] if square else values.shape[:-1]
     return codes.view(values.shape), scale.view(*lead, *scale.shape[1 if square else 2 :])
 
@@ -75,18 +64,10 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
     values = torch.empty(matrices.shape, dtype=dtype, device=codes.device)
     if codes.numel():
         with torch.cuda.device_of(codes):
-            _dequantize[triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK), count](
-                matrices,
-                scales,
-                values,
-                rows,
-                columns,
-                *matrices.stride(),
-                *scales.stride(),
-                SQUARE=square,
-                HEIGHT=ROWS,
-                WIDTH=BLOCK,
-            )
+            grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK), count
+            strides = *matrices.stride(), *scales.stride()
+            constants = {"SQUARE": square, "HEIGHT": ROWS, "WIDTH": BLOCK}
+            _dequantize[grid](matrices, scales, values, rows, columns, *strides, **constants)
     return values.view(codes.shape)
 
 

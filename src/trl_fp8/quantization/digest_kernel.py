@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import tile
-
 
 HEIGHT, WIDTH = 32, 256  # words per program
 
@@ -31,6 +29,14 @@ def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_s
         with torch.cuda.device_of(words):
             grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
             _add_words[grid](total, words, rows, columns, first_row, column_step, HEIGHT=height, WIDTH=width)
+
+
+@triton.jit
+def tile(rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Row numbers `[HEIGHT]` and column numbers `[WIDTH]` in int64, and which pairs of them are inside the matrix."""
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    return row, column, (row < rows)[:, None] & (column < columns)[None, :]
 
 
 @triton.jit

@@ -11,7 +11,7 @@ decide how it is used here:
 
 import torch
 
-from .formats import SCALE_FORMATS, ScaleFormat
+from .formats.spec import SCALE_FORMATS, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn

@@ -7,6 +7,8 @@ The engine computes k and v in BF16, so a trainer in FP32 has to round twice as 
 power-of-two scale, dividing and multiplying are exact, and the result is exact in BF16.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from .e4m3 import saturating_cast_
@@ -22,14 +24,19 @@ def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tens
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 
 
-class _RoundTrip(torch.autograd.Function):
+class _StraightThrough(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-        return cache_codes(states, scale).float().mul_(scale).to(states.dtype)
+    def forward(ctx, values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return rounding(values)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
+
+
+def straight_through(values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`rounding(values)`, of the same shape; the gradient passes unchanged."""
+    return _StraightThrough.apply(values, rounding)
 
 
 def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
@@ -38,4 +45,4 @@ def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch
     Elements beyond 448 * scale come back as 448 * scale and pass their gradient too, as in the straight-through
     estimator of arXiv 2601.14243; `fp8/kv_saturation_fraction` counts them.
     """
-    return _RoundTrip.apply(states, scale)
+    return straight_through(states, lambda s: cache_codes(s, scale).float().mul_(scale).to(s.dtype))

@@ -10,7 +10,7 @@ Shape letters: E experts, I intermediate size of one expert, K hidden size. Othe
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import BLOCK
+from trl_fp8.quantization.formats.spec import FormatSpec
 
 from .names import checkpoint_name, full_shape
 from .outline import Outline
@@ -41,13 +41,15 @@ def is_router(module: "nn.Module") -> bool:
     return type(module).__name__.endswith("TopKRouter")
 
 
-def why_not_fp8(outline: Outline, experts: str, tensor_parallel_size: int) -> str | None:
-    """Why an engine cannot hold a module of experts in block FP8, or None if it can."""
+def why_not_fp8(outline: Outline, experts: str, spec: FormatSpec, tensor_parallel_size: int) -> str | None:
+    """Why an engine cannot hold a module of experts in a format, or None if it can."""
+    if spec.why_no_experts:
+        return spec.why_no_experts
     if not outline.experts[experts]:
         return "experts of another layout than gate_up_proj [E, 2I, K] and down_proj [E, K, I]"
     _, hidden, intermediate = outline.parameters[f"{experts}.down_proj"]
     intermediate /= tensor_parallel_size
-    if intermediate % BLOCK or hidden % BLOCK:
+    if not spec.fits(intermediate, hidden):
         at = f" per rank at tensor parallel size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
-        return f"experts of {intermediate:g} x {hidden}{at}, not multiples of {BLOCK}"
+        return f"experts of {intermediate:g} x {hidden}{at}, not multiples of {spec.alignment}"
     return None

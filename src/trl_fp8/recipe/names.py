@@ -70,12 +70,12 @@ def sent_expert_name(held: str, gate: str) -> str:
     return family.fused[HELD.index(held)]
 
 
-def published_names(sent: str) -> tuple[str, ...]:
+def published_names(sent: str, scale_suffix: str) -> tuple[str, ...]:
     """What published checkpoints hold in place of a tensor of all experts, or of its scales: a name for each part
     along its rows, with {} for the expert's number. Empty for any other tensor.
     """
     layer, is_expert, tensor = sent.partition(".experts.")
-    tensor, is_scale, _ = tensor.partition("_scale_inv")
+    tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
         if is_expert and tensor in family.fused:
             parts = family.published[family.fused.index(tensor)]

@@ -25,8 +25,7 @@ from .ledger import Ledger, Seal
 from .pieces import Layout
 from .policy_checks import require_finite
 from .replicas import Replicas
-from .timed_stream import TimedStream
-from .weight_stream import Named, Share, StreamReport, weight_stream
+from .weight_stream import Named, Share, StreamReport, WeightStream
 
 
 logger = logging.getLogger(__name__)
@@ -118,19 +117,19 @@ class Delivery:
         calibrated = time.perf_counter()
         self._seal = None
         try:
-            ledger, stream, waiting = self._load(kv_scales, share)
+            ledger, stream = self._load(kv_scales, share)
         except RuntimeError as error:
             if self._replicas:  # the other ranks may be through: a lone retry would hang
                 raise
             logger.warning(f"weight sync failed and is repeated once: {error}")
-            ledger, stream, waiting = self._load(kv_scales, share)
+            ledger, stream = self._load(kv_scales, share)
         with self._audited(kv_scales):
             audited = ledger.audit(kv_scales)
         self._engine.reset_prefix_cache()
         relative_error, dead_blocks = stream.read()
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
-            quantize_seconds=waiting,
+            quantize_seconds=stream.seconds,
             calibration_seconds=calibrated - awake,
             audited_tensors=audited,
             bytes_sent=stream.bytes_sent,
@@ -158,18 +157,17 @@ class Delivery:
         with self._audited(self.last.kv_scales):
             self._seal.require_unbroken()
 
-    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, StreamReport, float]:
-        ledger, report = Ledger(self._engine.layout, self._replicas), StreamReport()
+    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, StreamReport]:
+        ledger = Ledger(self._engine.layout, self._replicas)
         try:
             with self._tensors() as parameters:
                 options = {"copy": self._copy, "buffers": persistent_buffers(self._model), "share": share}
-                stream = weight_stream(parameters, self._recipe, kv_scales, report, round_here=False, **options)
-                timed = TimedStream(ledger.record(stream))
-                self._engine.load(timed)
+                stream = WeightStream(parameters, self._recipe, kv_scales, round_here=False, **options)
+                self._engine.load(stream.timed(ledger.record(stream)))
         except BaseException:
             self._engine.abort()
             raise
-        return ledger, report, timed.seconds
+        return ledger, stream.report
 
     @contextmanager
     def _audited(self, kv_scales: KVScales | None) -> Iterator[None]:

@@ -19,6 +19,7 @@ import torch
 
 from trl_fp8.listing import listed
 from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.kv_scales import KVScales
 
 from .pieces import Layout
@@ -26,14 +27,8 @@ from .replicas import Replicas
 from .weight_stream import Named
 
 
-# Kernels that keep a block-FP8 weight and its scales as they were loaded. Others repack or requantize them.
-AUDITABLE_KERNELS = (
-    "ReferenceFp8BlockKernel",
-    "CutlassFp8BlockScaledMMKernel",
-    "TritonFp8BlockScaledMMKernel",
-    "BlockWiseTorchFP8ScaledMMLinearKernel",
-    "Fp8MoeBackend.TRITON",
-)
+# Kernels that keep an FP8 weight and its scales as they were loaded. Others repack or requantize them.
+AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 @dataclass

@@ -46,7 +46,7 @@ def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> N
     and cannot tell a model that vLLM holds differently from a tensor that got lost.
     """
     sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
-    sent |= {recipe.engine_name(f"{name}_scale_inv") for name in recipe.fp8_tensors}
+    sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     unknown = [name for name in sent if name not in layout.pieces and layout.unreadable_name(name) is None]
     filled = {layout.unreadable_name(name) or name for name in sent}
     empty = [name for name in (*layout.pieces, *layout.unreadable) if name not in filled]

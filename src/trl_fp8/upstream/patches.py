@@ -33,6 +33,12 @@ PATCHES = {
     "vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS": Patch(
         FOR_GOOD, "engine/vllm/cpu/linear.py", f"{_REFERENCE} block-FP8 linears (only per-tensor ones)."
     ),
+    "vllm.model_executor.kernels.linear._POSSIBLE_FP8_KERNELS": Patch(
+        FOR_GOOD, "engine/vllm/cpu/linear.py", f"{_REFERENCE} a kernel before others."
+    ),
+    "vllm._custom_ops.scaled_fp8_quant": Patch(
+        FOR_GOOD, "engine/vllm/cpu/linear.py", "Per-tensor weights are loaded through it, and CPU has no body for it."
+    ),
     "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": Patch(
         FOR_GOOD, "engine/vllm/cpu/linear.py", "It packs weights, which could not be read back."
     ),

@@ -23,7 +23,8 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         "_place_kernel_tensors": "upstream",
         "get_layerwise_info": "upstream",
     },
-    "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine"},
+    "vllm": {"_custom_ops": "engine"},
+    "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
     "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {"input_batch": "upstream", "query_start_loc": "upstream"},
     f"{_LAYERS}.attention.Attention": {

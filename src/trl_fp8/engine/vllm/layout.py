@@ -55,21 +55,27 @@ def _why_unreadable(module: nn.Module) -> str | None:
 
 
 def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
-    in_blocks = attribute == "weight_scale_inv"
+    of_scales = attribute == "weight_scale_inv"
+    per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
     dtype = getattr(module, attribute).dtype
     if isinstance(module, RoutedExperts) and attribute.partition("_weight")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
     for name, rows, columns, offset in _shards(model, prefix, module):
-        if rows is None and columns is None:
+        if (rows is None and columns is None) or attribute == "weight_scale":
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
         held_rows = Span(offset, rows.size) if rows else None
         spans = (rows, columns), (held_rows, None)
-        if in_blocks:
-            spans = tuple(tuple(span and span.blocks() for span in pair) for pair in spans)
+        if of_scales:
+            blocks = module.weight_block_size
+            spans = tuple(
+                tuple(span and span.blocks(block) for span, block in zip(pair, blocks, strict=True)) for pair in spans
+            )
         dims = 1 if attribute == "bias" else 2
-        yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=spans[0][:dims], held=spans[1][:dims])
+        options = {"transposed": per_tensor and attribute == "weight"}
+        sent, held = spans[0][:dims], spans[1][:dims]
+        yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, **options)
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:

@@ -8,8 +8,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
-from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 from .kv_scales import attention_weight_offset, quantizes_query
 
@@ -47,8 +47,12 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     for kernel in _kernels(model):
         quant = kernel.quant_fp8
         native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
-        floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
-        found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
+        if quant.is_group_quant:
+            floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
+            found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
+        else:  # always fp32 scales that are floored; the torch path multiplies by their reciprocal
+            scope = "token" if quant.group_shape.is_per_token() else "tensor"
+            found.add(ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native))
     if len(found) > 1:
         raise RuntimeError(
             f"the engine's FP8 linears quantize activations in {len(found)} ways: {sorted(found)}. Pin one kernel: "

@@ -182,7 +182,7 @@ class Cuda(Platform):
                 "FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
             )
         linear, attention = self.backends.get(major, (None, None))
-        arguments = {"linear_backend": linear} if recipe.fp8_weights else {}
+        arguments = {"linear_backend": recipe.format.linear_backend or linear} if recipe.fp8_weights else {}
         arguments |= {"attention_backend": attention} if recipe.fp8_kv_cache else {}
         # Other kernels for experts shuffle them, so that they could not be read back
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})

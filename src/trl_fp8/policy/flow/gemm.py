@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import BLOCK, dequantize_weight
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.formats.blocks import BLOCK
 
 from .flow import BACKENDS
 
