@@ -54,7 +54,7 @@ def quantize_weight(
     """
     if weight.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
-    tensor = _quantize(weight, block, scale_format, amax_floor, name, amax=amax)
+    tensor = _quantize(weight, block, name, scale_format, amax_floor, **({} if amax is None else {"amax": amax}))
     if check_finite:
         _require_finite_scales(tensor.scale, block, name)
     return tensor
@@ -78,7 +78,8 @@ def quantize_activation(
     Returns:
         A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., k]`. NaN stays NaN in its group.
     """
-    return _quantize(activation, (group,), scale_format, amax_floor, "activation", reciprocal=reciprocal)
+    options = {"reciprocal": True} if reciprocal else {}
+    return _quantize(activation, (group,), "activation", scale_format, amax_floor, **options)
 
 
 def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -121,24 +122,17 @@ def _require_finite_scales(scale: torch.Tensor, block: tuple[int, int], name: st
 
 
 def _quantize(
-    values: torch.Tensor,
-    blocks: tuple[int, ...],
-    scale_format: ScaleFormat,
-    amax_floor: float,
-    name: str,
-    *,
-    amax: torch.Tensor | None = None,
-    reciprocal: bool = False,
+    values: torch.Tensor, blocks: tuple[int, ...], name: str, scale_format: ScaleFormat, amax_floor: float, **options
 ) -> Float8Tensor:
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
-    if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and amax is None and not reciprocal:
+    if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and not options:
         from .blockwise_kernel import quantize_blocks  # Triton compiles for GPUs only
 
         qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)
     else:
-        qdata, scale = _quantize_by_torch(values.detach(), blocks, scale_format, amax_floor, amax, reciprocal)
+        qdata, scale = _quantize_by_torch(values.detach(), blocks, scale_format, amax_floor, **options)
     block_size = [1] * (values.dim() - len(blocks)) + list(blocks)
     return Float8Tensor(qdata, scale, block_size=block_size, dtype=values.dtype)
 

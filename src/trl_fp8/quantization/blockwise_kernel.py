@@ -23,14 +23,8 @@ ROWS = 32  # per program, for groups in a row. Transposed operands are contiguou
 def quantize_blocks(
     values: torch.Tensor, square: bool, scale_format: ScaleFormat, amax_floor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `values`, in blocks of 128x128 (`square`) or groups of 128 in a row.
-
-    Args:
-        values: `[..., N, K]`, or `[..., K]` without `square`; floating point, on a GPU, any strides. A last block that
-            is not filled is quantized as if padded with zeros.
-        square: See above.
-        scale_format: Format of the scales.
-        amax_floor: Smallest amax that a block is given.
+    """Codes and scales of `values` `[..., N, K]`, any strides, in blocks of 128x128 (`square`) or groups of 128 in a
+    row. A last block that is not filled is quantized as if padded with zeros.
 
     Returns:
         e4m3 codes of `values`' shape, contiguous, and fp32 scales `[..., ceil(N/128), ceil(K/128)]`, or
@@ -72,9 +66,7 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
 
 
 def _matrices(tensor: torch.Tensor, square: bool) -> torch.Tensor:
-    """`[matrices, rows, columns]`: leading dims are further matrices, or where blocks are groups in a row,
-    further rows.
-    """
+    """`[matrices, rows, columns]`: leading dims are further matrices, or without `square` further rows."""
     return tensor.reshape(-1, *tensor.shape[-2:]) if square else tensor.reshape(1, -1, tensor.shape[-1])
 
 

@@ -15,11 +15,7 @@ HEIGHT, WIDTH = 32, 256  # words per program
 def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_step: int) -> None:
     """Add to `total` (int64, 0-d) the sum of word (r, c) times `2 (first_row + r + c column_step) + 1`, modulo 2**64.
 
-    Args:
-        total: On a GPU.
-        words: int32 `[R, C]`, contiguous, on the same GPU.
-        first_row: Row of the first word in the tensor that `words` is a part of.
-        column_step: `P` of digest.py: odd, below 2**63.
+    `words` are int32 `[R, C]`, contiguous; `first_row` is the first one's in its tensor, `column_step` digest.py's P.
     """
     rows, columns = words.shape
     if words.numel():

@@ -77,10 +77,7 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
     `scaling * E4M3_RELATIVE_ERROR * sqrt(sum_d E[q_d^2] E[k_d^2])`. The largest over the root mean square of k says
     less: one outlier channel of D brings it to sqrt(D), however large the outlier is.
 
-    Args:
-        q_squares_HD: Mean squares of q per head and channel, over tokens; H is a multiple of G.
-        k_squares_GD: The same of k.
-        scaling: What attention multiplies q k by.
+    `q_squares_HD` and `k_squares_GD` are mean squares per head and channel, over tokens; H is a multiple of G.
     """
     k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
     return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()

@@ -15,11 +15,8 @@ from .e4m3 import saturating_cast_
 
 
 def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """The e4m3 codes under which an FP8 KV cache stores `states`: rounded to nearest even, saturating at 448 * scale.
-
-    Args:
-        states: q, k or v after normalization and RoPE, any shape and floating point dtype.
-        scale: Positive number, or fp32 tensor with one element on the device of `states`.
+    """The e4m3 codes under which an FP8 KV cache stores q, k or v: rounded to nearest even, saturating at 448 * scale
+    (a positive number, or an fp32 tensor with one element on the same device).
     """
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 

@@ -165,7 +165,7 @@ def recipe_for(
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
-            f"fp8_weight_format={weight_format!r} needs shards that {spec.requirement}. Use "
+            f"Weights as {spec.description} need shards that {spec.requirement}. Use "
             f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False "
             "(kv_cache_dtype='fp8' works without it)."
         )

@@ -97,13 +97,7 @@ class FP8ExpertModules(SwappedModules):
 
     @classmethod
     def install(cls, model: nn.Module, names: Collection[str], flow: FP8Flow) -> "FP8ExpertModules":
-        """Turn experts of `model` into FP8 experts, in place.
-
-        Args:
-            model: A plain or PEFT-wrapped model.
-            names: Names as in the checkpoint (`FP8Recipe.fp8_experts`).
-            flow: What they compute; its `backend` is that of the linears.
-        """
+        """Turn experts of `model`, plain or PEFT-wrapped, into FP8 experts, in place; `names` are the checkpoint's."""
         if names and flow.backward == "fp8":
             raise ValueError(
                 f"fp8_backward='fp8' with FP8 experts ({listed(names, 1)}): their backward is straight-through only. "

@@ -84,11 +84,8 @@ class FP8Linears(SwappedModules):
     def install(
         cls, model: nn.Module, modules: Collection[str], flow: FP8Flow, tensor_parallel_size: int = 1
     ) -> "FP8Linears":
-        """Turn linear layers of `model` (plain or PEFT-wrapped) into `FP8Linear`, in place.
-
-        Args:
-            modules: Names as in the checkpoint (`FP8Recipe.fp8_modules`); each must be a plain `nn.Linear`.
-            tensor_parallel_size: The engine's; row-parallel layers sum that many partial products.
+        """Turn linear layers of `model` (plain or PEFT-wrapped), by checkpoint name, into `FP8Linear`, in place.
+        Row-parallel layers sum as many partial products as the engine's `tensor_parallel_size`.
 
         Raises:
             ValueError: A name is not a linear layer of the model, a layer is of another class or does not fit the

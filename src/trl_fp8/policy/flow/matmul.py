@@ -31,7 +31,6 @@ def fp8_linear(
     Args:
         x: `[..., K]`, floating point.
         weight: `[N, K]`, the high precision weight: what gets the gradient, in its dtype.
-        bias: `[N]` or None.
         weight_codes: Q(W): `flow.quantize_weights([weight])`, cached or not.
         flow: The precision flow; not of backend "torchao".
         partial_sums: Number of parts of K that the engine's tensor parallel ranks multiply by themselves. Each product
@@ -95,13 +94,7 @@ class _FP8Matmul(torch.autograd.Function):
 
 
 def _product(
-    x: torch.Tensor,
-    codes: Float8Tensor | None,
-    weight_codes: Float8Tensor,
-    bias: torch.Tensor | None,
-    flow: FP8Flow,
-    partial_sums: int,
-    compute: torch.dtype,
+    x: torch.Tensor, codes, weight_codes: Float8Tensor, bias, flow: FP8Flow, partial_sums: int, compute: torch.dtype
 ) -> torch.Tensor:
     """The forward, `[T, N]` in `compute`; `codes` is Q(x), None where x stays as it is."""
     if codes is None:
