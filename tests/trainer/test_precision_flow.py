@@ -117,7 +117,7 @@ def test_an_engine_without_fp8_kernels_has_nothing_to_follow():
     )
     expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
-        Flow(trainer, EngineNumerics(kernels={}), None)
+        Flow(trainer).engine_started(EngineNumerics(kernels={}))
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):
