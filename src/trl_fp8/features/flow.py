@@ -29,10 +29,10 @@ class Flow(Feature):
         recipe, experts = self.trainer.recipe, None
         if numerics.linears is None and numerics.experts is None:
             raise RuntimeError(
-                f"fp8_forward={self.trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those of "
-                f"{len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found is "
-                "none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or set "
-                "fp8_forward='off'."
+                f"fp8_forward={self.trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those "
+                f"of {len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found "
+                "is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or "
+                "set fp8_forward='off'."
             )
         if numerics.experts is not None:
             experts = self._flow(numerics.experts, fused_activation=numerics.fused_experts)
