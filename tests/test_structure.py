@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ FOREIGN = {  # packages that only some folders may import
     "trl": {"commands", "config", "engine", "features", "flags", "run", "trainer"},
     "transformers": {"commands", "engine", "export", "features", "policy", "run", "trainer"},
 }
+# Attributes that are written from outside of their object: in which files, which, and why that has to be
+WRITTEN_FROM_OUTSIDE = {
+    ("engine/vllm/cpu/experts.py", "unquantized.backend_to_kernel_cls"): "a patch: vLLM has no registry for these",
+    ("engine/vllm/cpu/linear.py", "vllm_layers.dispatch_cpu_unquantized_gemm"): "a patch: it would pack weights",
+    ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
+    ("engine/vllm/cpu/ops.py", "cpu_router._softmax_topk"): "a patch: vLLM's CPU router rounds its logits",
+    ("features/*", "batch.metrics"): "a record that passes from feature to feature",
+    ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
+    ("policy/attention/tap.py", "module.(_TAP)"): "attention functions are given their module and nothing else",
+    ("policy/flow/*", "linear.*"): "layers become FP8 in place, so that names, hooks and optimizers keep them",
+    ("policy/flow/*", "module.*"): "the same, for all other modules",
+    ("policy/fp8_checkpoint.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
+    ("policy/router/replay.py", "router.*"): "routers become replayed ones in place",
+    ("sync/weight_stream.py", "report.*"): "an account that a generator keeps for who reads it",
+    ("trainer.py", "generation.share"): "a flow needs an engine's numerics, and that engine the flow's cache",
+    ("upstream/patches.py", "module.(name)"): "what a patch is",
+}
 
 
 def imports():
@@ -71,6 +89,31 @@ def test_imports_go_one_way():
         or (package in FOREIGN and layer not in FOREIGN[package])
     ]
     assert wrong == []
+
+
+def written_from_outside():
+    """(file, attribute) of every assignment to, or removal of, an attribute of anything but self, cls and ctx."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                owner, name = node.value, node.attr
+            elif isinstance(node, ast.Call) and re.search(r"(^|__)(set|del)attr(__)?$", ast.unparse(node.func)):
+                owner, name = node.args[0], f"({ast.unparse(node.args[1])})"
+            else:
+                continue
+            if ast.unparse(owner) not in ("self", "cls", "ctx"):
+                yield str(path.relative_to(PACKAGE)), f"{ast.unparse(owner)}.{name}"
+
+
+def test_no_module_has_attributes_written_by_another():
+    found, unused = set(written_from_outside()), set(WRITTEN_FROM_OUTSIDE)
+    for file, attribute in sorted(found):
+        for pattern in WRITTEN_FROM_OUTSIDE:
+            if fnmatch(file, pattern[0]) and fnmatch(attribute, pattern[1]):
+                found.discard((file, attribute))
+                unused.discard(pattern)
+    assert found == set(), "written from outside, without a reason in WRITTEN_FROM_OUTSIDE"
+    assert unused == set(), "in WRITTEN_FROM_OUTSIDE, but nothing writes it"
 
 
 def imported(path):
