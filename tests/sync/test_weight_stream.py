@@ -21,8 +21,7 @@ from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+    return tiny_models.build()
 
 
 def stream(model, **options):
@@ -142,7 +141,7 @@ def test_the_outline_of_a_peft_policy_is_that_of_its_base(model, adapter):
 
 def test_names_of_checkpointed_layers_are_those_of_the_checkpoint():
     """As accelerate wraps them for FSDP2's activation_checkpointing."""
-    model = moe("glm4_moe")
+    model = tiny_models.build("glm4_moe")
     names = {name for name, _ in persistent_buffers(model)}
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
     assert (
@@ -161,14 +160,9 @@ def test_who_shares_the_quantization_gets_what_is_sent(model):
 MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 
 
-def moe(architecture="qwen3_moe", **overrides):
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES[architecture][1](tiny_models.config(architecture, **overrides))
-
-
 @pytest.mark.parametrize("architecture", MOE)
 def test_experts_are_quantized_block_by_block_like_single_linears(architecture):
-    model = moe(architecture)
+    model = tiny_models.build(architecture)
     recipe = recipe_for_model(model)
     sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport()))
     for name in recipe.fp8_experts:
@@ -212,7 +206,7 @@ def test_launches_of_a_sync_do_not_grow_with_the_number_of_experts():
 
 
 def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
-    model = moe()
+    model = tiny_models.build("qwen3_moe")
     experts = model.model.layers[1].mlp.experts
     with torch.no_grad():
         experts.gate_up_proj[0] = 0

@@ -197,7 +197,7 @@ def test_processes_that_engines_cannot_share_are_refused(checkpoint, tmp_path):
 
 
 def test_a_model_that_vllm_cannot_find_is_refused(tmp_path):
-    model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+    model = tiny_models.build()
     with pytest.raises(ValueError, match="no name_or_path.*save_pretrained"):
         FP8GRPOTrainer(model, reward_digits, arguments(tmp_path), dataset(), processing_class=tiny_models.tokenizer())
 
