@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.platforms.cpu import CpuPlatform
 
 from trl_fp8.engine.vllm.arguments import Device, engine_arguments
 from trl_fp8.engine.vllm.cpu.attention import reference_attention
@@ -27,6 +29,8 @@ from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.weight_stream import StreamReport, weight_stream
 
 
+# Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
+CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
 PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]
 
 
