@@ -65,17 +65,17 @@ def start(
     )
 
 
-def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> LLM:
-    """An engine that loads, from a checkpoint written to `folder`, what `generation` was last sent."""
+def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
+    """`loaded_log_probs` from a checkpoint, written to `folder`, of what `generation` was last sent."""
     write_checkpoint(folder, generation, kv_scales)
+    return loaded_log_probs(folder, generation.recipe, generation.engine_kwargs)
+
+
+def loaded_log_probs(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> list[tuple]:
+    """`log_probs` of an engine that loads a checkpoint by itself and is shut down again. No other may run."""
     ensure_master_addr_port()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    return load(folder, generation.recipe, generation.engine_kwargs)
-
-
-def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
-    """`log_probs` of a `fresh` engine, which is shut down again; that of `generation` must have been."""
-    llm = fresh(folder, generation, kv_scales)
+    llm = load(folder, recipe, engine_kwargs)
     try:
         return log_probs(llm)
     finally:

@@ -2,22 +2,18 @@
 
 import gc
 import os
-import socket
+
+import pytest
+
+from testing.processes import free_port
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-with socket.socket() as free:  # engines of two workers, or of two runs, must not listen on one port
-    free.bind(("127.0.0.1", 0))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
-
-import pytest  # noqa: E402
-
-from testing import tiny_models  # noqa: E402
-
-
+# engines of two workers, or of two runs, must not listen on one port
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 freeze, unfreeze = gc.freeze, gc.unfreeze
 gc.freeze = gc.unfreeze = lambda: None  # vLLM's calls, once for each engine, would undo `settled_heap`
 
@@ -44,6 +40,8 @@ def thawed_heap():
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """`checkpoint("qwen3", tied=True)` -> folder of a tiny checkpoint, made once per session and arguments."""
+    from testing import tiny_models  # not above: the process that hands tests to workers needs no torch
+
     made = {}
 
     def make(architecture: str = "qwen3", **options) -> str:

@@ -1,6 +1,5 @@
 """Processes that die, disks that are full: what is left is whole or is not picked up."""
 
-import os
 import resource
 import signal
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from testing.processes import alone
 from testing.runs import arguments, column, training
 from trl_fp8.export.export import export_fp8, verify_export
 from trl_fp8.run.checkpoints import marker
@@ -83,12 +83,14 @@ def test_a_full_disk_under_the_run_log_does_not_end_the_run(checkpoint, tmp_path
 def dead(checkpoint, tmp_path_factory):
     """Folder with the output folders of the runs that died."""
     folder = tmp_path_factory.mktemp("dead")
-    # an engine of an earlier test leaves its ranks in the environment, and listens on its port
-    of_a_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    alone = {name: value for name, value in os.environ.items() if name not in of_a_group}
     command = [sys.executable, "-m", "tests.faults.dying", checkpoint("qwen3"), folder]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=Path(__file__).parents[2],
+        env=alone(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return folder
