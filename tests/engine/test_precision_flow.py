@@ -167,7 +167,7 @@ def test_an_engine_that_rounds_attention_weights_is_followed(tile, left, checkpo
         follow(generation, tap)
         off = {}
         for offset in (None, 256.0):
-            tap.weight_offset = offset
+            tap.follow(weight_offset=offset)
             parts = differences(policy_log_probs(generation, tap, scales, sequences), theirs)
             off[offset] = torch.cat(parts).mean().item()
         engines.shutdown(generation.llm)
