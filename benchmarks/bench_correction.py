@@ -2,7 +2,8 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_correction [--steps 20]
 
-The first three steps warm up. For each preset the share is (time in `apply_correction`) / (step time), step by step.
+The first three steps warm up. For each preset the share is (time in `batch_log_ratio` and `apply_correction`) /
+(step time), step by step.
 """
 
 import argparse
@@ -11,10 +12,10 @@ import time
 import torch
 from transformers import TrainerCallback
 
-import trl_fp8.trainer as trainer_module
 from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.correction.presets import PRESETS
+from trl_fp8.features import correction, feature
 
 from . import record
 
@@ -40,16 +41,18 @@ def main() -> None:
             if step >= 0:
                 shares[NAMES[step // steps]].append((sum(spent), time.perf_counter() - began[0]))
 
-    apply = trainer_module.apply_correction
+    def timed(function):
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - start)
 
-    def timed(*args, **kwargs):
-        start = time.perf_counter()
-        try:
-            return apply(*args, **kwargs)
-        finally:
-            spent.append(time.perf_counter() - start)
+        return call
 
-    trainer_module.apply_correction = timed
+    for module, name in ((feature, "batch_log_ratio"), (correction, "apply_correction")):
+        setattr(module, name, timed(getattr(module, name)))
     args = FP8GRPOConfig(
         "outputs/bench_correction",
         use_cpu=not torch.cuda.is_available(),

@@ -17,9 +17,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from trl_fp8.report.comparison import plot_rewards
-
 from . import record
+from .pictures import plot_rewards
 
 
 ROOT = Path(__file__).parents[1]

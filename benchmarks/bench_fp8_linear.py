@@ -23,13 +23,13 @@ import torch.nn.functional as F
 from trl_fp8.policy.flow.flow import BACKENDS, FP8Flow
 from trl_fp8.policy.flow.gemm import HOPPER, require_backend, torchao_linear
 from trl_fp8.policy.flow.matmul import fp8_linear
-from trl_fp8.quantization.e4m3 import ScaleFormat
+from trl_fp8.quantization.formats.spec import ActivationScaling, ScaleFormat
 
 from . import harness, record, shapes
 
 
 PASSES = ("fprop", "dgrad", "wgrad")
-GIVEN_INPUT = ("k_proj", "v_proj", "up_proj")  # Q(x) is there already, see trl_fp8.policy.flow.shared_input
+GIVEN_INPUT = ("k_proj", "v_proj", "up_proj")  # Q(x) is there already, see trl_fp8.policy.flow.linear
 CALLS = 4  # calls that are timed together, so that a launch does not count
 
 
@@ -44,9 +44,10 @@ def linears(size: str) -> dict[str, tuple[int, int]]:
 
 def flows(backend: str, scale_format: ScaleFormat) -> dict[str, FP8Flow]:
     """What is measured of a backend: label -> flow."""
-    formats = {"activation_format": scale_format, "backend": backend}
+    formats = {"activation": ActivationScaling(scale_format), "backend": backend}
     if backend == "torchao":  # it has fp32 scales and an FP8 backward only
-        return {backend: FP8Flow(backward="fp8", weight_format="fp32", **formats | {"activation_format": "fp32"})}
+        fp32 = formats | {"activation": ActivationScaling("fp32")}
+        return {backend: FP8Flow(backward="fp8", scale_format="fp32", **fp32)}
     straight = FP8Flow(backward="bf16", **formats)
     return {backend: FP8Flow(backward="fp8", **formats), f"{backend}, straight_through": straight}
 
@@ -75,7 +76,7 @@ def linear_of(
     """`(x, weight) -> y` under `flow`, Q(W) made once, and Q(x) too if `x_TK` is given."""
     if flow.backend == "torchao":
         return torchao_linear
-    codes = flow.quantize_weight(weight_NK)
+    codes = flow.quantize_weights([weight_NK])[0]
     input_codes = None if x_TK is None else flow.quantize_tokens(x_TK)
     return lambda x, weight: fp8_linear(x, weight, None, codes, flow, input_codes=input_codes)
 
@@ -108,7 +109,7 @@ def quantize_weights(wanted: dict[str, tuple[int, int]], repeats: int) -> dict[s
     flow = FP8Flow()
     weights = [torch.randn(shape, device=shapes.DEVICE, dtype=torch.bfloat16) for shape in wanted.values()]
     seconds = [
-        shapes.seconds_of(lambda: [flow.quantize_weight(weight) for weight in weights]) for _ in range(repeats + 2)
+        shapes.seconds_of(lambda: [flow.quantize_weights([weight]) for weight in weights]) for _ in range(repeats + 2)
     ]
     return record.spread([1e3 * found for found in seconds[2:]])
 

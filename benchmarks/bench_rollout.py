@@ -65,32 +65,23 @@ def start(options: argparse.Namespace, folder: str):
     if variant == "deep_gemm":  # off for all others; compiled as it is called, not for every shape beforehand
         os.environ.update(VLLM_USE_DEEP_GEMM="1", VLLM_DEEP_GEMM_WARMUP="skip")
 
-    from contextlib import nullcontext
-
     from vllm import LLM
 
-    from trl_fp8.engine.vllm.arguments import Device, engine_arguments
-    from trl_fp8.engine.vllm.cpu.attention import reference_attention
-    from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
-    from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
-    from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
+    from trl_fp8.engine.vllm.platforms import platform_of
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.recipe.recipe import recipe_for_model
 
     model = shapes.on_meta(folder)
     recipe = recipe_for_model(model, **shapes.PRECISIONS[precision])
     sizes = {"max_num_seqs": options.most, "max_model_len": options.prompt + max(options.lengths)}
-    on_gpu = shapes.DEVICE == "cuda"
-    device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
-    user = ({} if on_gpu else {"block_size": 32}) | ({"linear_backend": variant} if variant in KERNELS else {})
+    platform = platform_of()
+    user = ({"block_size": 32} if platform.name == "cpu" else {}) | (
+        {"linear_backend": variant} if variant in KERNELS else {}
+    )
     user |= options.engine_kwargs
-    arguments = engine_arguments(recipe, model.config, device, **sizes, match_rounding=variant == FOLLOWED, user=user)
+    arguments = platform.arguments(recipe, model.config, **sizes, match_rounding=variant == FOLLOWED, user=user)
     shapes.as_a_single_rank()
-    if not on_gpu:
-        register_cpu_kernel()
-        register_cpu_experts()
-        register_cpu_ops()
-    with reference_attention() if recipe.fp8_kv_cache and not on_gpu else nullcontext():
+    with platform.ready(recipe):
         llm = LLM(
             model=folder,
             distributed_executor_backend="external_launcher",

@@ -155,7 +155,7 @@ def measure(options: argparse.Namespace) -> None:
         watch.time(trainer.vllm_generation, "sync_weights", "sync")
         watch.time(trainer.vllm_generation, "generate", "generate")
         if trainer.recipe is not None:
-            watch.time(trainer.vllm_generation, "_verify_engine", "verify")
+            watch.time(trainer.vllm_generation.delivery, "verify", "verify")
         trainer.train()
 
 

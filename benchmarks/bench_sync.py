@@ -140,26 +140,24 @@ def measure_part(options: argparse.Namespace) -> None:
 
 def parts(generation) -> dict[str, float]:
     """Seconds of the parts of one sync."""
-    from trl_fp8.engine.vllm import generation as module
-    from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+    from trl_fp8.sync import delivery as module
+    from trl_fp8.sync.ledger import Ledger
+    from trl_fp8.sync.weight_stream import WeightStream
 
     def quantize() -> None:
         scales = generation.last_sync.kv_scales
         parameters = generation.model.named_parameters()
-        for _ in weight_stream(parameters, generation.recipe, scales, StreamReport(), round_here=False):
+        for _ in WeightStream(parameters, generation.recipe, scales, round_here=False):
             pass
 
     found = {"quantize": shapes.seconds_of(quantize)}
     watch = shapes.Stopwatch()
     watch.time(module, "require_finite", "finite")
-    for method in ("_reload", "_audit", "_verify_kv_scales"):
-        watch.time(generation, method, method)
+    watch.time(generation.delivery, "_load", "reload")
+    watch.time(Ledger, "audit", "audit")
+    watch.time(generation.engine, "verify_kv_scales", "scales")
     generation.sync_weights()
-    found["finite"] = watch.seconds["finite"]
-    found["reload"] = watch.seconds["_reload"]
-    found["scales"] = watch.seconds["_verify_kv_scales"]
-    found["audit"] = watch.seconds["_audit"] - found["scales"]
-    return found
+    return found | watch.seconds
 
 
 def of_size(options: argparse.Namespace) -> None:

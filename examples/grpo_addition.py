@@ -36,12 +36,11 @@ from addition_task import (
     policy_sampler,
     reinforcement_dataset,
 )
+from demo_report import demo_table, plot_training
 from transformers import ProgressCallback
 from trl import TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, __version__
-from trl_fp8.report.table import demo_table
-from trl_fp8.report.training import plot_training
 
 
 @dataclass
@@ -98,7 +97,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
         "weight_bytes_engine": plan.bytes_after if plan else None,
         "kv_bytes_per_token_bf16": plan.kv_bytes_per_token_before if plan else None,
         "kv_bytes_per_token_engine": plan.kv_bytes_per_token_after if plan else None,
-        "kernels": engine.kernels if trainer.recipe else {},
+        "kernels": dict(engine.numerics.kernels) if trainer.recipe else {},
         "rewards": [row["reward"] for row in rows],
         "steps": trainer.state.global_step,
         "training_seconds": seconds,

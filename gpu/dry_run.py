@@ -145,7 +145,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.engine.vllm import rounding
+    from trl_fp8.engine.vllm.platforms import Cuda
     from trl_fp8.recipe.recipe import recipe_for_model
     from trl_fp8.upstream.vllm import forget_rotary_embeddings
 
@@ -157,7 +157,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         return
     try:
         if found.choice == FOLLOWED:
-            rounding.CUDA.require(config)
+            Cuda.rounding.require(config)
         config.kernel_config.ir_op_priority.set_default()
         forget_rotary_embeddings()
         with (
@@ -180,12 +180,11 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
     """vLLM's configuration as TRL and this project make it."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+    from trl_fp8.engine.vllm.platforms import Cuda
 
-    ours = engine_arguments(
+    ours = Cuda(_pair(found.capability)).arguments(
         recipe,
         policy.config,
-        Device("cuda", _pair(found.capability)),
         max_num_seqs=SEQUENCES,
         max_model_len=LENGTH,
         match_rounding=found.choice == FOLLOWED,

@@ -4,7 +4,7 @@ import gc
 import json
 import os
 import shutil
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -17,16 +17,12 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.platforms.cpu import CpuPlatform
 
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
-from trl_fp8.engine.vllm.cpu.attention import reference_attention
-from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
-from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
-from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
-from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import WeightStream
 
 
 # Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
@@ -90,24 +86,18 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     config["quantization_config"] = generation.recipe.quantization_config
     (folder / "config.json").write_text(json.dumps(config))
     both = dict(parameters=generation.model.named_parameters(), buffers=persistent_buffers(generation.model))
-    stream = weight_stream(recipe=generation.recipe, kv_scales=kv_scales, report=StreamReport(), **both)
+    stream = WeightStream(recipe=generation.recipe, kv_scales=kv_scales, **both)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 
 def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> LLM:
     """An engine with the weights of an FP8 checkpoint; this process is one of its ranks, as the environment says."""
-    on_gpu = torch.cuda.is_available()
-    device = Device("cuda", torch.cuda.get_device_capability()) if on_gpu else Device("cpu")
-    sizes = {"max_num_seqs": 8, "max_model_len": 64}
-    config = AutoConfig.from_pretrained(folder)
-    arguments = engine_arguments(recipe, config, device, **sizes, user=engine_kwargs)
+    platform, sizes = platform_of(), {"max_num_seqs": 8, "max_model_len": 64}
+    arguments = platform.arguments(recipe, AutoConfig.from_pretrained(folder), **sizes, user=engine_kwargs)
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     arguments = {"max_num_batched_tokens": 4096} | arguments  # as TRL: the compiler fuses by it
     del arguments["hf_overrides"]  # the checkpoint's own config says it
-    register_cpu_kernel()
-    register_cpu_experts()
-    register_cpu_ops()
-    with reference_attention() if recipe.fp8_kv_cache and not on_gpu else nullcontext():
+    with platform.ready(recipe):
         return LLM(
             model=str(folder),
             distributed_executor_backend="external_launcher",
@@ -148,6 +138,15 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *dict(persistent_buffers(model)).values()]:
             tensor.add_(0.03 * torch.randn(tensor.shape, generator=generator).to(tensor.device))
+
+
+def tamper(generation, change: Callable[[Iterator], Iterator] | None) -> None:
+    """From now on `change` comes between what is sent and what the engine loads; None: nothing does."""
+    engine = generation.engine
+    vars(engine).pop("load", None)
+    if change is not None:
+        load = engine.load
+        engine.load = lambda tensors: load(change(tensors))
 
 
 def after_two_syncs(generation) -> list[tuple]:

@@ -7,13 +7,13 @@ class QuantizationCounter:
     """`calls` is the number since the counter was made; `during` that of one function call."""
 
     def __init__(self, monkeypatch):
-        self.calls, original = 0, FP8Flow.quantize_weight
+        self.calls, original = 0, FP8Flow.quantize_weights
 
-        def counted(flow, weight):
-            self.calls += 1
-            return original(flow, weight)
+        def counted(flow, weights):
+            self.calls += len(weights)
+            return original(flow, weights)
 
-        monkeypatch.setattr(FP8Flow, "quantize_weight", counted)
+        monkeypatch.setattr(FP8Flow, "quantize_weights", counted)
 
     def during(self, function) -> int:
         before = self.calls

@@ -39,7 +39,7 @@ from vllm.model_executor.layers.quantization import fp8
 
 from trl_fp8 import config
 from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, BLOCK, quantize_activation
-from trl_fp8.quantization.e4m3 import ScaleFormat
+from trl_fp8.quantization.formats.spec import ScaleFormat
 from trl_fp8.recipe import recipe
 
 

@@ -80,13 +80,8 @@ def calibrated(generation, prompts=PROMPTS, margin=2.0):
 
 def flow_of(generation, scaling=None, **fields):
     """How the engine's kernels compute: those of linear layers, or those with this `scaling`."""
-    scaling = scaling or generation.numerics.linears
-    return FP8Flow(
-        weight_format=generation.recipe.scale_format,
-        activation_format=scaling.scale_format,
-        activation_amax_floor=scaling.amax_floor,
-        **fields,
-    )
+    recipe, scaling = generation.recipe, scaling or generation.numerics.linears
+    return FP8Flow(format=recipe.format, scale_format=recipe.scale_format, activation=scaling, **fields)
 
 
 def follow(generation, tap=None):

@@ -39,6 +39,14 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     assert all(halves[name] > 2 * figures["kv_tokens"][name] for name in measured)  # the weights are halved as well
 
 
+def test_a_plan_of_the_other_format(tmp_path, capsys):
+    tiny_models.config("qwen3_moe").save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--weight-format", "tensor"]) == 0
+    out = capsys.readouterr().out
+    assert "weights e4m3 per tensor, pow2 scales" in out and "fp8 tensor" not in out
+    assert "bf16 (vLLM quantizes the input of per-tensor FP8 experts with one scale per batch)" in out
+
+
 def test_what_deserves_a_look_is_named_with_its_flag(tmp_path, capsys):
     found = {}
     for architecture in ("qwen2", "qwen2_moe", "llama"):

@@ -6,38 +6,54 @@ import runpy
 import subprocess
 import sys
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
+
+import pytest
+from torch import nn
+
+from trl_fp8.upstream import patches, trl, vllm
+from trl_fp8.upstream.patches import PATCHES
 
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trl_fp8"
 # What a folder may import of ours, beside itself; read from the bottom up
 ALLOWED = {
+    "listing": set(),
     "upstream": set(),
-    "quantization": set(),
+    "quantization": {"listing"},
     "correction": set(),
-    "recipe": {"quantization"},
-    "planning": {"quantization", "recipe"},
-    "sync": {"quantization", "recipe", "upstream"},
-    "engine": {"quantization", "recipe", "sync", "upstream"},
-    "policy": {"quantization", "recipe"},
+    "recipe": {"listing", "quantization"},
+    "planning": {"listing", "quantization", "recipe"},
+    "sync": {"listing", "quantization", "recipe", "upstream"},
+    "engine": {"listing", "quantization", "recipe", "sync", "upstream"},
+    "policy": {"listing", "quantization", "recipe"},
     "flags": {"correction", "quantization", "recipe"},
     "config": {"correction", "flags", "recipe"},
     "report": {"correction", "planning", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
     "run": {"correction", "engine", "export", "flags", "policy", "quantization", "recipe", "sync"},
-    "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
+    "features": {"correction", "engine", "listing", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
         "upstream",
     },
     "hub": {"export"},
+    "numerics": {"correction", "quantization"},
     "commands": {
         *("config", "engine", "export", "flags", "planning", "quantization", "recipe", "report", "run", "trainer"),
         "upstream",
     },
     "cli": {"commands"},
     "__init__": {"config", "correction", "recipe", "trainer"},
+}
+PUBLISHED = {  # import paths that do not change with the layout
+    "trl_fp8": ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8Recipe", "RolloutCorrection"),
+    "trl_fp8.hub": ("export_fp8",),
+    "trl_fp8.numerics.blockwise": ("quantize_weight", "dequantize_weight", "quantize_activation"),
+    "trl_fp8.numerics.importance": ("RolloutCorrection", "correct_rollout"),
+    "trl_fp8.numerics.mismatch": ("mismatch_metrics",),
 }
 FOREIGN = {  # packages that only some folders may import
     "vllm": {"engine", "upstream"},
@@ -46,10 +62,7 @@ FOREIGN = {  # packages that only some folders may import
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {
-    ("engine/vllm/cpu/experts.py", "unquantized.backend_to_kernel_cls"): "a patch: vLLM has no registry for these",
-    ("engine/vllm/cpu/linear.py", "vllm_layers.dispatch_cpu_unquantized_gemm"): "a patch: it would pack weights",
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
-    ("engine/vllm/cpu/ops.py", "cpu_router._softmax_topk"): "a patch: vLLM's CPU router rounds its logits",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
     ("policy/attention/tap.py", "module.(_TAP)"): "attention functions are given their module and nothing else",
@@ -57,10 +70,12 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/flow/*", "module.*"): "the same, for all other modules",
     ("policy/fp8_checkpoint.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/router/replay.py", "router.*"): "routers become replayed ones in place",
-    ("sync/weight_stream.py", "report.*"): "an account that a generator keeps for who reads it",
+    ("sync/weight_stream.py", "*report.*"): "the account of a stream, which is read when it has been consumed",
     ("trainer.py", "generation.share"): "a flow needs an engine's numerics, and that engine the flow's cache",
-    ("upstream/patches.py", "module.(name)"): "what a patch is",
+    ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
+# Instance attributes of other libraries' classes
+NAMES_THAT_ARE_WRITTEN = {name for names in trl.PRIVATE_NAMES.values() for name in names if name.startswith("_")}
 
 
 def imports():
@@ -89,10 +104,87 @@ def test_imports_go_one_way():
     assert wrong == []
 
 
+def sources():
+    """(path within the package, syntax tree) of each module."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
+def layer_of(path):
+    return path.partition("/")[0].removesuffix(".py")
+
+
+def defined(tree):
+    """Names of functions, classes, variables and attributes of self that a module makes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            for part in ast.walk(target) if isinstance(node, ast.Assign | ast.AnnAssign) else ():
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+                    yield part.attr
+                elif isinstance(part, ast.Name):
+                    yield part.id
+
+
+def private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def test_private_names_of_other_libraries_are_listed_with_who_uses_them():
+    """An attribute with a leading underscore that nothing here defines is another library's."""
+    listed = {}
+    for owners in (trl.PRIVATE_NAMES, vllm.PRIVATE_NAMES):
+        for name, layers in (item for names in owners.values() for item in names.items()):
+            listed.setdefault(name, set()).update(layers.split())
+    own = {name for _, tree in sources() for name in defined(tree)} - vars(nn.Module()).keys() - listed.keys()
+    own |= {"_trl_fp8_replay"}  # an attribute that we give to routers
+    for path, tree in sources():
+        attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        foreign = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
+        attributes |= {alias.name for node in foreign for alias in node.names}
+        missing = [name for name in attributes - own if private(name) and layer_of(path) not in listed.get(name, ())]
+        missing = [name for name in missing if name not in defined(tree)]
+        assert not missing, f"{path} uses {sorted(missing)}: list them in upstream/trl.py or upstream/vllm.py"
+    for name, layers in listed.items():
+        for layer in layers:
+            texts = [(PACKAGE / path).read_text() for path, _ in sources() if layer_of(path) == layer]
+            built = "_{which}" + name[2:]  # by an f-string: scales of q, k and v
+            assert any(name in text or built in text for text in texts), f"{layer} does not use {name} any more"
+
+
+def test_every_patch_is_in_the_list_and_every_entry_is_made():
+    made, elsewhere = set(), set()
+    for path, tree in sources():
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+            for alias in node.names
+            if not (getattr(node, "module", None) or alias.name).startswith("trl_fp8")
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                if called in ("patch", "substituted") and isinstance(node.args[1], ast.Constant):
+                    made.add((path, node.args[1].value))
+                elif called == "setattr" or re.search(r"Interface\.register$|register_(backend|impl)$", called):
+                    elsewhere.add(path)
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                if isinstance(target, ast.Attribute) and (owner := ast.unparse(target.value)) != "self":
+                    foreign = owner in imported or target.attr == "__class__"
+                    if foreign or target.attr in NAMES_THAT_ARE_WRITTEN:
+                        elsewhere.add(path)
+    by_name = {patches.FOR_ONE_BLOCK, patches.FOR_GOOD}
+    listed = {(entry.by, target.rpartition(".")[2]) for target, entry in PATCHES.items() if entry.how in by_name}
+    assert made == listed
+    assert elsewhere - {"upstream/patches.py"} == {entry.by for entry in PATCHES.values() if entry.how not in by_name}
+
+
 def written_from_outside():
     """(file, attribute) of every assignment to, or removal of, an attribute of anything but self, cls and ctx."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in sources():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 owner, name = node.value, node.attr
             elif isinstance(node, ast.Call) and re.search(r"(^|__)(set|del)attr(__)?$", ast.unparse(node.func)):
@@ -100,7 +192,7 @@ def written_from_outside():
             else:
                 continue
             if ast.unparse(owner) not in ("self", "cls", "ctx"):
-                yield str(path.relative_to(PACKAGE)), f"{ast.unparse(owner)}.{name}"
+                yield path, f"{ast.unparse(owner)}.{name}"
 
 
 def test_no_module_has_attributes_written_by_another():
@@ -140,6 +232,13 @@ def test_what_tests_share_stands_in_testing():
 def test_every_module_says_what_it_is():
     for path in PACKAGE.rglob("*.py"):
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+@pytest.mark.parametrize("module, names", PUBLISHED.items())
+def test_published_names_can_be_imported(module, names):
+    found = import_module(module)
+    assert all(getattr(found, name).__module__.startswith("trl_fp8.") for name in names)
+    assert set(names) <= set(found.__all__)
 
 
 def test_importing_the_package_touches_no_gpu_and_starts_nothing():

@@ -74,6 +74,7 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
             fp8_weights=self.fp8_weights,
             kv_cache_dtype=self.kv_cache_dtype,
             kv_cache_skip_layers=self.skip_layers or kv_cache_skip_layers,
+            weight_format=self.fp8_weight_format,
             scale_format=self.fp8_scale_format,
             kv_scale_margin=self.kv_scale_margin,
             tensor_parallel_size=self.vllm_tensor_parallel_size,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from testing import oracles
 from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.correction.log_ratio import log_ratio
 from trl_fp8.correction.mismatch import mismatch_tally
 from trl_fp8.correction.presets import PRESETS
 from trl_fp8.correction.rejection import Rejection
@@ -169,7 +170,7 @@ def test_equal_log_probs_give_weights_of_exactly_one(correction, dtype):
     corrected = correct_rollout(trainer, trainer.clone(), mask, correction)
     assert torch.equal(corrected.weights, torch.ones(6, 50))
     assert torch.equal(corrected.loss_weights, torch.ones_like(corrected.loss_weights))
-    assert torch.equal(corrected.keep_mask, mask.bool()) and torch.equal(corrected.loss_mask, mask)
+    assert torch.equal(corrected.keep_mask, mask.bool()) and torch.equal(corrected.loss_mask, mask.bool())
     loss = torch.randn(6, 50)
     for ours, uncorrected in zip(
         policy_losses(loss, corrected.loss_weights, corrected.loss_mask).values(),
@@ -238,7 +239,7 @@ def test_icepop_zeroes_weights_and_leaves_the_mask():
     batch = pairs_to_logps([[0.4, 0.8, 6.0]])
     corrected = correct_rollout(*batch, RolloutCorrection("token", "mask", 0.5, 5.0))
     torch.testing.assert_close(corrected.weights, torch.tensor([[0.0, 0.8, 0.0]]).double())
-    assert corrected.keep_mask.all() and torch.equal(corrected.loss_mask, batch[2])
+    assert corrected.keep_mask.all() and torch.equal(corrected.loss_mask, batch[2].bool())
     metrics = metrics_of(corrected)
     assert metrics["correction/fraction_clipped_high"] == metrics["correction/fraction_clipped_low"] == 1 / 3
     assert metrics["correction/fraction_masked_tokens"] == pytest.approx(2 / 3)
@@ -257,7 +258,7 @@ def test_monitor_only_reports_and_changes_nothing():
     applied = RolloutCorrection("sequence", "mask", 0.5, 2.0, reject=(Rejection("token_k3", maximum=0.1),))
     watched = correct_rollout(*batch, replace(applied, monitor_only=True))
     assert torch.equal(watched.weights, torch.ones(6, 50)) and torch.equal(watched.loss_weights, torch.ones(6, 50))
-    assert torch.equal(watched.keep_mask, batch[2].bool()) and torch.equal(watched.loss_mask, batch[2])
+    assert torch.equal(watched.keep_mask, batch[2].bool()) and torch.equal(watched.loss_mask, batch[2].bool())
     expected = correct_rollout(*batch, applied).report
     assert torch.equal(watched.report.values, expected.values)
     assert metrics_of(watched)["correction/fraction_masked_tokens"] > 0.2  # it would have done something
@@ -353,7 +354,8 @@ def test_nothing_is_read_on_the_host():
     with NoHostReads():
         for correction in ALL.values():
             corrected = correct_rollout(*batch, correction)
-            tally = (mismatch_tally(*batch) | corrected.report).gathered(lambda values: torch.cat([values, values]))
+            tally = mismatch_tally(log_ratio(*batch)) | corrected.report
+            tally = tally.gathered(lambda values: torch.cat([values, values]))
     assert tally.read()["correction.tokens"] == 2 * int(batch[2].sum())
     for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: bool(x.any())):
         with pytest.raises(AssertionError, match="synchronizes"), NoHostReads():

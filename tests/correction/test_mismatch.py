@@ -13,6 +13,7 @@ from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, random_batch
 from trl_fp8.correction.health import health_warnings
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.correction.log_ratio import log_ratio
 from trl_fp8.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
 from trl_fp8.correction.presets import PRESETS
 from trl_fp8.correction.rejection import Rejection, Statistic
@@ -119,7 +120,7 @@ def test_rejection_does_not_improve_the_metrics():
     )
     assert corrected.keep_mask.any(-1).tolist() == [False, True] * 4
     after = mismatch_metrics(trainer, rollout, corrected.keep_mask)
-    sums = (mismatch_tally(trainer, rollout, mask) | corrected.report).read()
+    sums = (mismatch_tally(log_ratio(trainer, rollout, mask)) | corrected.report).read()
     metrics = summarize_mismatch(sums) | correction_metrics(sums)
     assert after["mismatch/k3_kl"] < 1e-3 < 0.3 < metrics["mismatch/k3_kl"]
     assert metrics["correction/ratio_max"] > math.e * 0.9 and metrics["correction/fraction_clipped_high"] > 0.4
@@ -175,7 +176,7 @@ def test_length_bins_tell_long_completions_from_short_ones():
 @given(batches(), st.integers(0, 4), st.integers(0, 4))
 def test_ranks_and_micro_batches_merge_to_the_whole(batch, first, second):
     cuts = [0, *sorted((min(first, len(batch[0])), min(second, len(batch[0])))), len(batch[0])]
-    parts = [mismatch_tally(*(x[a:b] for x in batch)) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [mismatch_tally(log_ratio(*(x[a:b] for x in batch))) for a, b in zip(cuts, cuts[1:], strict=False)]
     whole = mismatch_metrics(*batch)
     assert_metrics_equal(summarize_mismatch(Tally.merged(parts).read()), whole, rel=1e-9)
     for gather in (torch.stack, torch.cat):  # accelerate concatenates; stacking serves as well
@@ -188,12 +189,12 @@ def test_a_mean_over_ranks_is_weighted_by_tokens():
     the mean is 0.01 log 2.
     """
     ranks = [pairs_to_logps([[0.5]]), pairs_to_logps([[1.0] * 99])]
-    merged = Tally.merged([mismatch_tally(*rank) for rank in ranks])
+    merged = Tally.merged([mismatch_tally(log_ratio(*rank)) for rank in ranks])
     assert summarize_mismatch(merged.read())["mismatch/k1_kl"] == pytest.approx(0.01 * math.log(2))
 
 
 def test_tallies_of_different_quantities_are_not_merged():
-    tally = mismatch_tally(*random_batch())
+    tally = mismatch_tally(log_ratio(*random_batch()))
     with pytest.raises(AssertionError, match="both tallies"):
         tally | tally
     with pytest.raises(AssertionError, match="different quantities"):

@@ -21,9 +21,9 @@ from testing import engines  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
 from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
-from trl_fp8.export.export import verify_export  # noqa: E402
+from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
-from trl_fp8.sync.weight_stream import StreamReport, weight_stream  # noqa: E402
+from trl_fp8.sync.weight_stream import WeightStream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402
 
 
@@ -117,9 +117,7 @@ def exported(trainer: FP8GRPOTrainer, folder: Path) -> list[str] | None:
     """
     trainer.save_fp8_model(folder)
     generation = trainer.vllm_generation
-    stream = weight_stream(
-        generation._iter_named_params(), trainer.recipe, generation.last_sync.kv_scales, StreamReport(), copy=True
-    )
+    stream = WeightStream(generation._iter_named_params(), trainer.recipe, generation.last_sync.kv_scales, copy=True)
     sent = dict(stream)
     if not trainer.accelerator.is_main_process:
         return None

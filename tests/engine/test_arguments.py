@@ -3,17 +3,17 @@
 import pytest
 
 from testing import tiny_models
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
 RECIPE = FP8Recipe(fp8_modules=("a",), kept_modules={"lm_head": "output head"})
-HOPPER, ADA = Device("cuda", (9, 0)), Device("cuda", (8, 9))
+HOPPER, ADA = Cuda((9, 0)), Cuda((8, 9))
 
 
-def arguments(recipe=RECIPE, device=HOPPER, **options):
+def arguments(recipe=RECIPE, platform=HOPPER, **options):
     sizes = {"max_num_seqs": 8, "max_model_len": 64} | options
-    return engine_arguments(recipe, tiny_models.config(), device, **sizes)
+    return platform.arguments(recipe, tiny_models.config(), **sizes)
 
 
 def test_dummy_weights_and_the_recipes_config():
@@ -24,7 +24,7 @@ def test_dummy_weights_and_the_recipes_config():
 
 def test_backends_are_pinned_per_gpu_generation_and_the_user_can_choose():
     assert (arguments()["linear_backend"], arguments()["attention_backend"]) == ("cutlass", "FLASH_ATTN")
-    made = arguments(device=ADA)
+    made = arguments(platform=ADA)
     assert (made["linear_backend"], made["attention_backend"]) == ("triton", "TRITON_ATTN")
     assert arguments(user={"linear_backend": "triton"})["linear_backend"] == "triton"
     assert "linear_backend" not in arguments(FP8Recipe(fp8_modules=()))
@@ -53,7 +53,7 @@ def test_the_users_settings_win_one_by_one():
 @pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
 def test_blackwell_gets_the_kernels_that_can_be_verified_there(capability):
     experts = FP8Recipe(fp8_modules=("a",), fp8_experts=("b",))
-    made = arguments(experts, Device("cuda", capability))
+    made = arguments(experts, Cuda(capability))
     assert (made["linear_backend"], made["moe_backend"], made["attention_backend"]) == (
         "triton",
         "triton",
@@ -64,28 +64,28 @@ def test_blackwell_gets_the_kernels_that_can_be_verified_there(capability):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (11, 0), (13, 0)])
 def test_gpus_that_cannot_be_verified_are_refused(capability):
     with pytest.raises(ValueError, match=rf"compute capability {capability[0]}\.{capability[1]}.*fp8_weights=False"):
-        arguments(device=Device("cuda", capability))
+        arguments(platform=Cuda(capability))
 
 
 def test_the_cpu_engine_gets_a_kv_cache_for_all_sequences_but_not_all_of_the_memory():
-    cpu = Device("cpu")
+    cpu = Cpu()
     per_block = 2 * 2 * 2 * 64 * 128  # k and v, layers, kv heads, head size, tokens; one byte each
-    assert arguments(device=cpu)["kv_cache_memory_bytes"] == per_block * 2 * 8
+    assert arguments(platform=cpu)["kv_cache_memory_bytes"] == per_block * 2 * 8
     bf16 = FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto")
     assert arguments(bf16, cpu)["kv_cache_memory_bytes"] == 2 * per_block * 2 * 8
-    assert arguments(device=cpu, max_num_seqs=10**6)["kv_cache_memory_bytes"] == 2 * 2**30
-    assert arguments(device=cpu)["enforce_eager"] is True
+    assert arguments(platform=cpu, max_num_seqs=10**6)["kv_cache_memory_bytes"] == 2 * 2**30
+    assert arguments(platform=cpu)["enforce_eager"] is True
 
 
 def test_nothing_fp8_means_no_quantization():
-    made = arguments(FP8Recipe(fp8_modules=(), kv_cache_dtype="auto"), Device("cpu"))
+    made = arguments(FP8Recipe(fp8_modules=(), kv_cache_dtype="auto"), Cpu())
     assert "hf_overrides" not in made and "kv_cache_dtype" not in made
 
 
 def test_skipped_kv_layers_reach_vllm_by_number():
     recipe = FP8Recipe(fp8_modules=("a",), kv_cache_skip_layers=(0, 3))
-    made = arguments(recipe, Device("cpu"))
+    made = arguments(recipe, Cpu())
     assert made["kv_cache_dtype_skip_layers"] == ["0", "3"]
-    whole = arguments(FP8Recipe(fp8_modules=("a",)), Device("cpu"))
+    whole = arguments(FP8Recipe(fp8_modules=("a",)), Cpu())
     assert "kv_cache_dtype_skip_layers" not in whole
     assert made["kv_cache_memory_bytes"] == 2 * whole["kv_cache_memory_bytes"]

@@ -69,7 +69,7 @@ def swapped_experts(generation):
                 tensor[[1, 0, *range(2, len(tensor))]] if name.endswith("layers.1.mlp.experts.down_proj") else tensor,
             )
 
-    generation._transport = transport
+    engines.tamper(generation, transport)
 
 
 def scale_of_one_expert_off(generation):
@@ -80,7 +80,7 @@ def scale_of_one_expert_off(generation):
                 tensor[2] *= 2
             yield name, tensor
 
-    generation._transport = transport
+    engines.tamper(generation, transport)
 
 
 def gate_and_up_exchanged(generation):
@@ -90,14 +90,14 @@ def gate_and_up_exchanged(generation):
                 tensor = torch.cat(tensor.chunk(2, dim=1)[::-1], dim=1)
             yield name, tensor
 
-    generation._transport = transport
+    engines.tamper(generation, transport)
 
 
 def scales_dropped(generation):
     def transport(stream):
         return (item for item in stream if not item[0].endswith("layers.0.mlp.experts.down_proj_scale_inv"))
 
-    generation._transport = transport
+    engines.tamper(generation, transport)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.formats.spec import ActivationScaling
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
@@ -90,7 +91,7 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     plain = distance(generation.model, rollouts)
     tap.simulate(scales.values.cuda())
     tap.follow(query_rounded=True)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), tap)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)
 
@@ -108,7 +109,7 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     rollouts = engines.log_probs(generation.llm)
     tap.simulate(scales.values.cuda())
     tap.follow(query_rounded=True)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), tap)
     without = distance(generation.model, rollouts)
     tap.follow(True, generation.numerics.attention_weight_offset)
     engines.shutdown(generation.llm)
@@ -222,7 +223,9 @@ def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkp
     tap.simulate(scales.values.cuda())
     tap.follow(query_rounded=True)
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
-    experts_flow = FP8Flow(activation_format=scaling.scale_format, fused_activation=fused)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation_format="fp32"), tap, experts_flow)
+    experts_flow = FP8Flow(activation=scaling, fused_activation=fused)
+    PrecisionFlow(
+        generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), tap, experts_flow
+    )
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)

@@ -15,7 +15,6 @@ from testing import engines
 from testing.played_attention import engine_with, played_attention
 from testing.quantization_counter import QuantizationCounter
 from testing.rollouts import DECODED, PROMPTS, calibrated, calls_of, flow_of, follow, sampled
-from trl_fp8.engine.protocol import ActivationScaling
 from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
 from trl_fp8.engine.vllm.numerics import activation_scaling
 from trl_fp8.policy.flow import precision_flow
@@ -25,10 +24,10 @@ from trl_fp8.policy.flow.gemm import fake_quant_gemm
 from trl_fp8.policy.flow.linear import FP8Linears
 from trl_fp8.quantization.blockwise import (
     ACTIVATION_AMAX_FLOOR,
-    FLOORED_SCALE_AMAX,
     quantize_activation,
     quantize_weight,
 )
+from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -74,16 +73,19 @@ MODELS = [
     ("qwen2", {}),
     ("qwen3", {"intermediate_size": 192}),  # the MLP stays in BF16
 ]
+FORMATS = [(*model, {}) for model in MODELS]
+FORMATS += [(*model, {"weight_format": "tensor"}) for model in [*MODELS[:2], MODELS[-2]]]  # qwen2 has biases
+FORMATS += [("qwen3", {"intermediate_size": 208}, {"weight_format": "tensor", "scale_format": "fp32"})]
 
 
 def test_what_is_called_verified_is_tested_here():
     assert sorted({architecture for architecture, _ in MODELS}) == sorted(VERIFIED)
 
 
-@pytest.mark.parametrize("architecture, options", MODELS)
-def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint, monkeypatch):
+@pytest.mark.parametrize("architecture, options, flags", FORMATS)
+def test_the_policys_log_probs_are_the_engines(architecture, options, flags, checkpoint, monkeypatch):
     """Two-sided: with any one part of the flow left out, the two are apart."""
-    generation, tap, scales = synced(checkpoint(architecture, **options))
+    generation, tap, scales = synced(checkpoint(architecture, **options), **flags)
     sequences, theirs = sampled(generation)
 
     def off(scales=scales):
@@ -93,7 +95,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, checkpoint
         patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
         installed = follow(generation, tap)
         without_bf16 = off()
-    installed._linears.remove()
+    installed.installed.remove()
     weights_only = FP8Linears.install(
         generation.model, generation.recipe.fp8_modules, flow_of(generation, forward="weights")
     )
@@ -217,7 +219,7 @@ def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypat
     held = engine_model(generation.llm).model.layers[1].mlp
     flow = follow(generation, tap)
     generation.share = flow.keep_weight
-    calls, linears = QuantizationCounter(monkeypatch), flow._linears.modules
+    calls, linears = QuantizationCounter(monkeypatch), flow.installed.modules
 
     def forward():
         return policy_log_probs(generation, tap, scales, PROMPTS)

@@ -79,7 +79,7 @@ def test_others_abort_what_still_runs(made):
 
 
 def test_without_scheduling_ahead_no_batch_is_in_flight_between_steps():
-    """What `engine_arguments` asks of an engine that returns routes: a batch queue of one is none (`EngineCore`)."""
+    """What `platforms.Cuda` asks of an engine that returns routes: a batch queue of one is none (`EngineCore`)."""
     batches = [
         VllmConfig.max_concurrent_batches.fget(
             SimpleNamespace(

@@ -9,7 +9,7 @@ from vllm.config import CompilationConfig, KernelConfig
 from vllm.config.compilation import CompilationMode
 
 from testing import engines
-from trl_fp8.engine.vllm import rounding
+from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import engine_config
 
@@ -28,7 +28,7 @@ def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):
     return SimpleNamespace(compilation_config=compilation, kernel_config=kernel)
 
 
-@pytest.mark.parametrize("points", [rounding.CPU, rounding.CUDA], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("points", [Cpu.rounding, Cuda.rounding], ids=["cpu", "cuda"])
 def test_vllm_takes_what_is_pinned(points):
     points.require(config(points))
 
@@ -46,18 +46,17 @@ def test_vllm_takes_what_is_pinned(points):
 )
 def test_settings_that_round_elsewhere_are_named(changes, named):
     with pytest.raises(ValueError, match=f"fp8_forward='full'.*vllm_engine_kwargs.*{named}.*fp8_forward='off'"):
-        rounding.CUDA.require(config(rounding.CUDA, **changes))
+        Cuda.rounding.require(config(Cuda.rounding, **changes))
 
 
 def test_passes_of_a_compiler_that_does_not_run_do_not_matter():
-    rounding.CUDA.require(config(rounding.CUDA, mode=CompilationMode.NONE, fuse_norm_quant=True))
+    Cuda.rounding.require(config(Cuda.rounding, mode=CompilationMode.NONE, fuse_norm_quant=True))
 
 
 @pytest.mark.engine
 def test_an_engine_that_is_followed_rounds_where_it_was_told(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), match_rounding=True)
-    points = rounding.CPU if generation.accelerator.device.type == "cpu" else rounding.CUDA
-    points.require(engine_config(generation.llm))
+    platform_of().rounding.require(engine_config(generation.llm))
     assert not engine_config(generation.llm).compilation_config.pass_config.fuse_norm_quant
     engines.shutdown(generation.llm)
 

@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput
 from testing import engines, tiny_models
 from testing.rollouts import agreement, sample
 from trl_fp8.engine.vllm import routes
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.engine.vllm.routes import RouteLog, RouterCapture, returned_routes
 from trl_fp8.recipe.experts import NOWHERE
@@ -141,15 +141,15 @@ def test_an_engine_that_cannot_return_routes_says_which_flag_asked(checkpoint):
         RolloutLLM(routes_from="vllm", enable_return_routed_experts=True, **arguments)
 
 
-HOPPER, CPU = Device("cuda", (9, 0)), Device("cpu")
+HOPPER, CPU = Cuda((9, 0)), Cpu()
 
 
-def arguments(device, tensor_parallel_size=1, **options):
+def arguments(platform, tensor_parallel_size=1, **options):
     """What an engine of experts is told."""
     experts = ("model.layers.0.mlp.experts",)
     recipe = FP8Recipe((), fp8_experts=experts, kv_cache_dtype="auto", tensor_parallel_size=tensor_parallel_size)
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
-    return engine_arguments(recipe, tiny_models.config("qwen3_moe"), device, **sizes, **options)
+    return platform.arguments(recipe, tiny_models.config("qwen3_moe"), **sizes, **options)
 
 
 def test_engine_arguments_ask_for_routes_where_vllm_returns_them():
@@ -159,9 +159,9 @@ def test_engine_arguments_ask_for_routes_where_vllm_returns_them():
     assert "enable_prefix_caching" not in arguments(HOPPER)
     on_cpu = arguments(CPU, return_routes=True)
     assert on_cpu["enable_prefix_caching"] is False and "enable_return_routed_experts" not in on_cpu
-    for device, cached in ((CPU, True), (HOPPER, False)):
+    for platform, cached in ((CPU, True), (HOPPER, False)):
         with pytest.raises(ValueError, match=f"enable_prefix_caching={cached} with router_replay"):
-            arguments(device, return_routes=True, user={"enable_prefix_caching": cached})
+            arguments(platform, return_routes=True, user={"enable_prefix_caching": cached})
 
 
 def test_routes_on_a_gpu_are_returned_by_batches_that_are_scheduled_one_by_one():

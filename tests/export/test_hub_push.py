@@ -8,7 +8,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.hub_stand_in import HubStandIn
 from trl_fp8.cli import main
-from trl_fp8.export.export import CHECKSUMS, INDEX, export_fp8, push_export, verify_export
+from trl_fp8.export.checksums import CHECKSUMS, verify_export
+from trl_fp8.export.export import INDEX, export_fp8
+from trl_fp8.export.push import push_export
 
 
 @pytest.fixture

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.processes import alone
 from testing.runs import arguments, column, training
-from trl_fp8.export.export import export_fp8, verify_export
+from trl_fp8.export.checksums import verify_export
+from trl_fp8.export.export import export_fp8
 from trl_fp8.run.checkpoints import marker
 from trl_fp8.run.file import FILE
 

@@ -102,7 +102,7 @@ def test_parameters_names_and_classes_stay_and_remove_leaves_nothing(architectur
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
     assert model.state_dict().keys() == state.keys()
     owners = {name.rpartition(".")[0] for name in model.state_dict()}  # a tied head owns a parameter too
-    turned = {name for name, module in model.named_modules() if module in handle.modules}
+    turned = {name for name, module in model.named_modules() if module in handle.modules.values()}
     assert turned == owners
     assert all(isinstance(module, classes[name]) for name, module in model.named_modules())
     assert isinstance(model.lm_head, nn.Linear) and isinstance(model.model.embed_tokens, nn.Embedding)
@@ -197,11 +197,11 @@ def test_lora_adapters_stay_fp32_and_train():
     model = get_peft_model(build(), lora)
     handle = BF16Modules.install(model)
     adapters = [module for name, module in model.named_modules() if ".lora_" in name and isinstance(module, nn.Linear)]
-    assert len(adapters) == 8 and not set(adapters) & set(handle.modules)
+    assert len(adapters) == 8 and not set(adapters) & set(handle.modules.values())
     assert {type(adapter) for adapter in adapters} == {nn.Linear}
     assert {adapter.weight.dtype for adapter in adapters} == {torch.float32}
     layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    assert layer.base_layer in handle.modules
+    assert layer.base_layer in handle.modules.values()
     seen = []
     hook = layer.lora_A["default"].register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))
     found = gradients(model)
@@ -220,7 +220,7 @@ def test_fp8_linears_are_left_to_themselves():
     linears = FP8Linears.install(model, recipe_for_model(model).fp8_modules, FP8Flow())
     handle = BF16Modules.install(model)
     assert {type(layer) for layer in linears.modules.values()} == {FP8Linear}
-    assert not set(handle.modules) & set(linears.modules.values())
+    assert not set(handle.modules.values()) & set(linears.modules.values())
     seen = []
     for layer in linears.modules.values():
         layer.register_forward_hook(lambda _, args, out: seen.append((args[0].dtype, out.dtype)))

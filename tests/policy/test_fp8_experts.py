@@ -9,6 +9,7 @@ from testing.tiny_models import build
 from trl_fp8.policy.flow.experts import FP8ExpertModules
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
+from trl_fp8.quantization.formats.spec import ActivationScaling
 
 
 NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
@@ -26,13 +27,13 @@ def by_expert(module, hidden, chosen, weights, flow):
     """The same, one token and one expert at a time."""
 
     def q(x):
-        return dequantize_weight(quantize_activation(x.bfloat16(), flow.activation_format), torch.float32)
+        return dequantize_weight(quantize_activation(x.bfloat16(), flow.activation.scale_format), torch.float32)
 
     total = torch.zeros(hidden.shape)
     for token, (experts, gates) in enumerate(zip(chosen.tolist(), weights, strict=True)):
         for expert, gate_weight in zip(experts, gates, strict=True):
             w13, w2 = (
-                dequantize_weight(quantize_weight(w[expert].detach().bfloat16(), flow.weight_format), torch.float32)
+                dequantize_weight(quantize_weight(w[expert].detach().bfloat16(), flow.scale_format), torch.float32)
                 for w in (module.gate_up_proj, module.down_proj)
             )
             x = hidden[token : token + 1].detach()
@@ -43,7 +44,7 @@ def by_expert(module, hidden, chosen, weights, flow):
             gate, up = F.linear(q(x), w13).bfloat16().chunk(2, -1)
             if flow.fused_activation:
                 codes = quantize_activation(
-                    F.silu(gate.float()) * up.float(), flow.activation_format, amax_floor=1 / 512
+                    F.silu(gate.float()) * up.float(), flow.activation.scale_format, amax_floor=1 / 512
                 )
                 inner = dequantize_weight(codes, torch.float32)
             else:
@@ -55,7 +56,7 @@ def by_expert(module, hidden, chosen, weights, flow):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("forward", ["weights", "full"])
 def test_a_layers_experts_compute_the_formula(forward, fused):
-    flow = FP8Flow(forward=forward, activation_format="fp32", fused_activation=fused)
+    flow = FP8Flow(forward=forward, activation=ActivationScaling("fp32"), fused_activation=fused)
     model = build("qwen3_moe")
     FP8ExpertModules.install(model, NAMES, flow)
     module = model.model.layers[0].mlp.experts
@@ -78,7 +79,7 @@ def test_gradients_are_those_of_unquantized_experts_at_the_same_activations(forw
         with torch.no_grad():
             for weight in experts.parameters():
                 weight.copy_(dequantize_weight(quantize_weight(weight.bfloat16()), torch.float32))
-    flow = FP8Flow(forward=forward, activation_format="pow2")
+    flow = FP8Flow(forward=forward, activation=ActivationScaling("pow2"))
     FP8ExpertModules.install(twin, NAMES, flow)
     results = []
     for model in (plain, twin):
@@ -98,7 +99,7 @@ def test_gradients_reach_a_master_weight_in_its_own_dtype_and_checkpointing_chan
     grads = []
     for checkpointing in (False, True):
         model = build("qwen3_moe").train()
-        FP8ExpertModules.install(model, NAMES, FP8Flow(activation_format="fp32"))
+        FP8ExpertModules.install(model, NAMES, FP8Flow(activation=ActivationScaling("fp32")))
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -123,7 +124,7 @@ def test_weights_are_quantized_once_until_they_change(architecture, monkeypatch)
         weight.mul_(2)
     assert counter.during(lambda: model(input_ids=tokens)) == 1
     fresh = quantize_weight(weight.detach().bfloat16())
-    installed.keep(f"{NAMES[1]}.down_proj", fresh)  # a sync's
+    installed.modules[NAMES[1]].keep(fresh, "down_proj")  # a sync's
     assert counter.during(lambda: model(input_ids=tokens)) == 0 and experts.quantized_weight("down_proj") is fresh
     weight.data.mul_(2)  # nobody can see this
     installed.invalidate()

@@ -13,6 +13,7 @@ from trl_fp8.policy.flow import gemm as fp8_gemm
 from trl_fp8.policy.flow import linear as fp8_linear
 from trl_fp8.policy.flow.linear import FP8Flow
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
+from trl_fp8.quantization.formats.spec import ActivationScaling
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -132,7 +133,7 @@ def test_torchaos_function_gets_whole_blocks_of_bf16(tokens, bias, autocast, mon
     monkeypatch.setattr(module, "fp8_blockwise_mm", Stand_in)
     monkeypatch.setattr(fp8_linear, "require_backend", lambda backend, capability: None)
     model = Wrapped(256, 128, bias)
-    flow = FP8Flow("full", "fp8", "fp32", "fp32", backend="torchao")
+    flow = FP8Flow("full", "fp8", scale_format="fp32", activation=ActivationScaling("fp32"), backend="torchao")
     handle = installed(model, flow)
     x, dy = inputs((tokens,), 256, 128)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -149,7 +150,10 @@ def test_torchaos_function_gets_whole_blocks_of_bf16(tokens, bias, autocast, mon
 def test_torchao_refuses_ragged_layers(monkeypatch):
     monkeypatch.setattr(fp8_linear, "require_backend", lambda backend, capability: None)
     with pytest.raises(ValueError, match="layer: is 130 x 200, and fp8_gemm_backend='torchao' needs multiples of 128"):
-        installed(Wrapped(200, 130), FP8Flow("full", "fp8", "fp32", "fp32", backend="torchao"))
+        installed(
+            Wrapped(200, 130),
+            FP8Flow("full", "fp8", scale_format="fp32", activation=ActivationScaling("fp32"), backend="torchao"),
+        )
 
 
 @pytest.mark.parametrize("backend", ["scaled_mm", "torchao"])
@@ -185,7 +189,11 @@ def test_fake_quant_runs_anywhere_and_others_are_unknown():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize(
-    "flow", [FP8Flow(backend="scaled_mm"), FP8Flow("full", "fp8", "fp32", "fp32", 1e-10, "torchao")]
+    "flow",
+    [
+        FP8Flow(backend="scaled_mm"),
+        FP8Flow(backward="fp8", scale_format="fp32", activation=ActivationScaling("fp32"), backend="torchao"),
+    ],
 )
 def test_installation_on_cpu_refuses_gpu_backends_and_leaves_the_model(flow):
     model = Wrapped(256, 128)
@@ -222,10 +230,16 @@ class TestScaledMMOnHopper:
     pytestmark = on_hopper
 
     def test_equals_fake_quant(self, lead, columns, rows, scale_format, backward, dtype):
-        flow = FP8Flow("full", backward, scale_format, scale_format, backend="scaled_mm")
+        flow = FP8Flow(
+            "full",
+            backward,
+            scale_format=scale_format,
+            activation=ActivationScaling(scale_format),
+            backend="scaled_mm",
+        )
         got = on_cuda(flow, lead, columns, rows, dtype)
         # FP32 operands keep either format (torch's default float32 matmul precision, no TF32)
-        flow = FP8Flow("full", backward, scale_format, scale_format)
+        flow = FP8Flow("full", backward, scale_format=scale_format, activation=ActivationScaling(scale_format))
         expected = on_cuda(flow, lead, columns, rows, torch.float32)
         for name, a, b in zip(("y", "dx", "dw"), got, expected, strict=True):
             assert relative(a, b) < CLOSE, name
@@ -239,8 +253,21 @@ class TestTorchaoOnHopper:
     def test_equals_fake_quant(self, lead, bias):
         # torchao quantizes X for the weight gradient once, from BF16, and not from the forward's codes: dW differs by
         # one more e4m3 rounding of X (at most 1/16, on average about 0.026 of its norm); its scales differ by an ulp
-        got = on_cuda(FP8Flow("full", "fp8", "fp32", "fp32", backend="torchao"), lead, 256, 384, bias=bias)
-        expected = on_cuda(FP8Flow("full", "fp8", "fp32", "fp32"), lead, 256, 384, torch.float32, bias)
+        got = on_cuda(
+            FP8Flow("full", "fp8", scale_format="fp32", activation=ActivationScaling("fp32"), backend="torchao"),
+            lead,
+            256,
+            384,
+            bias=bias,
+        )
+        expected = on_cuda(
+            FP8Flow("full", "fp8", scale_format="fp32", activation=ActivationScaling("fp32")),
+            lead,
+            256,
+            384,
+            torch.float32,
+            bias,
+        )
         assert relative(got[0], expected[0]) < 2 * CLOSE  # a few codes flip with the scale's last bit
         assert relative(got[1], expected[1]) < 2 * CLOSE
         assert 2 * CLOSE < relative(got[2], expected[2]) < 0.0625

@@ -13,6 +13,7 @@ from testing.fp8_oracle import gamma, rounded
 from testing.linears import Wrapped, gradients, inputs, installed, pair
 from trl_fp8.policy.flow import matmul as fp8_matmul
 from trl_fp8.policy.flow.linear import FP8Flow
+from trl_fp8.quantization.formats.spec import ActivationScaling
 
 
 FLOWS = [(forward, backward) for forward in ("weights", "full") for backward in ("bf16", "fp8")]
@@ -32,7 +33,7 @@ def oracle_product(x, weight, forward, scale_format, amax_floor=1e-10):
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 def test_full_forward_is_the_engines_formula(lead, columns, rows, bias, scale_format, autocast):
-    flow = FP8Flow(weight_format=scale_format, activation_format=scale_format)
+    flow = FP8Flow(scale_format=scale_format, activation=ActivationScaling(scale_format))
     model = Wrapped(columns, rows, bias)
     installed(model, flow)
     x, _ = inputs(lead, columns, rows)
@@ -74,7 +75,7 @@ def engines_kernel(x, weight, bias, scale_format):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_full_forward_equals_the_reference_kernel_bit_for_bit(scale_format, dtype):
     model = Wrapped(256, 384).to(dtype)
-    installed(model, FP8Flow(weight_format=scale_format, activation_format=scale_format))
+    installed(model, FP8Flow(scale_format=scale_format, activation=ActivationScaling(scale_format)))
     x, _ = inputs((3, 25), 256, 384, dtype=dtype)
     expected = engines_kernel(x, model.layer.weight, model.layer.bias, scale_format)
     differs = model(x).view(-1, 384) != expected.to(dtype)
@@ -110,7 +111,7 @@ def test_the_floor_of_the_activation_scale_is_the_engines():
     x = 1e-5 * torch.randn(10, 256, generator=torch.Generator().manual_seed(0))
     outputs = {}
     for floor in (1e-10, 1 / 512):
-        handle = installed(model, FP8Flow(activation_format="fp32", weight_format="fp32", activation_amax_floor=floor))
+        handle = installed(model, FP8Flow(activation=ActivationScaling("fp32", floor), scale_format="fp32"))
         outputs[floor] = model(x).double()
         product, slack = oracle_product(x, model.layer.weight, "full", "fp32", floor)
         assert ((outputs[floor] - product).abs() <= slack + 2**-8 * (product.abs() + slack)).all()
@@ -153,7 +154,13 @@ def element_error(values):
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 @pytest.mark.parametrize("cached", [True, False])
 def test_fp8_backward_is_jet_rls_formula(forward, lead, columns, rows, bias, scale_format, cached):
-    flow = FP8Flow(forward, "fp8", scale_format, scale_format, cache_weights=cached)
+    flow = FP8Flow(
+        forward,
+        "fp8",
+        scale_format=scale_format,
+        activation=ActivationScaling(scale_format),
+        cache_weights=cached,
+    )
     plain, twin = pair(columns, rows, flow, bias)
     x, dy = inputs(lead, columns, rows)
     _, dx, dw, db = gradients(twin, x, dy)

@@ -13,6 +13,7 @@ from testing.linears import Wrapped, inputs, installed, pair
 from testing.quantization_counter import QuantizationCounter
 from trl_fp8.policy.flow import matmul as fp8_matmul
 from trl_fp8.policy.flow.linear import FP8Flow, FP8Linear, FP8Linears
+from trl_fp8.quantization.formats.spec import ActivationScaling
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -21,7 +22,7 @@ FLOWS = [(forward, backward) for forward in ("weights", "full") for backward in 
 
 def current(layer):
     """Whether the codes that the layer would use are those of its weight."""
-    fresh = layer.fp8_flow.quantize_weight(layer.weight)
+    fresh = layer.fp8_flow.quantize_weights([layer.weight])[0]
     used = layer.quantized_weight()
     return torch.equal(used.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8)) and torch.equal(
         used.scale, fresh.scale
@@ -91,7 +92,7 @@ def test_the_cache_holds_one_byte_per_weight_and_the_scales(rows, columns):
     handle = installed(model, FP8Flow())
     before = set(model.layer.__dict__)
     codes = model.layer.quantized_weight()
-    assert set(model.layer.__dict__) - before == {"_quantized"}
+    assert set(model.layer.__dict__) == before
     assert handle.modules["layer"].cached_weight() is codes
     assert codes.qdata.untyped_storage().nbytes() == rows * columns
     assert codes.scale.untyped_storage().nbytes() == 4 * -(-rows // 128) * -(-columns // 128)
@@ -153,9 +154,9 @@ def test_unfitting_layers_and_names_are_refused_together_and_nothing_changes():
         ({"forward": "off"}, r"fp8_forward='off'.*\['weights', 'full'\]"),
         ({"backward": "fp16"}, r"fp8_backward='fp16'.*\['bf16', 'fp8'\]"),
         ({"backend": "deepgemm"}, r"fp8_gemm_backend='deepgemm'.*'scaled_mm'"),
-        ({"weight_format": "ue8m0"}, "scale_format='ue8m0'"),
-        ({"activation_format": "e8m0"}, "scale_format='e8m0'"),
-        ({"activation_amax_floor": 0.0}, "activation_amax_floor=0.0"),
+        ({"scale_format": "ue8m0"}, "scale_format='ue8m0'"),
+        ({"activation": ActivationScaling("e8m0")}, "scale_format='e8m0'"),
+        ({"activation": ActivationScaling("pow2", 0.0)}, "amax_floor=0.0"),
         ({"backend": "scaled_mm", "forward": "weights"}, "fp8_gemm_backend='scaled_mm' with fp8_forward='weights'"),
         ({"backend": "torchao"}, "fp8_gemm_backend='torchao' with fp8_backward='bf16'"),
         ({"backend": "torchao", "backward": "fp8"}, "weight scales 'pow2' and activation scales 'pow2'"),

@@ -6,8 +6,7 @@ from transformers import Qwen3ForCausalLM
 
 from testing import tiny_models
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.linear import FP8Linears
-from trl_fp8.policy.flow.shared_input import SharedInput
+from trl_fp8.policy.flow.linear import FP8Linears, SharedInput
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -17,7 +16,12 @@ IDS = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 @pytest.fixture
 def counted(monkeypatch):
     calls, original = [], FP8Flow.quantize_input
-    monkeypatch.setattr(FP8Flow, "quantize_input", lambda flow, x: calls.append(x.shape) or original(flow, x))
+
+    def counted(flow, x, parts=1):
+        calls.append(x.shape)
+        return original(flow, x, parts)
+
+    monkeypatch.setattr(FP8Flow, "quantize_input", counted)
     return calls
 
 

@@ -51,15 +51,19 @@ def test_what_a_config_leaves_open_is_not_guessed(missing):
     )
 
 
-@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "llama3_1_8b"])
-def test_a_plan_takes_less_than_three_seconds_in_a_new_process(name, tmp_path):
+@pytest.mark.parametrize(
+    "name, weight_format",
+    [("qwen3_8b", "blocks"), ("qwen3_30b_a3b", "blocks"), ("llama3_1_8b", "blocks"), ("qwen3_8b", "tensor")],
+)
+def test_a_plan_takes_less_than_three_seconds_in_a_new_process(name, weight_format, tmp_path):
     CONFIGS[name]().save_pretrained(tmp_path)
     code = (
-        "import sys; from trl_fp8.cli import main; status = main(['plan', sys.argv[1], '--json'])\n"
+        "import sys; from trl_fp8.cli import main\n"
+        "status = main(['plan', sys.argv[1], '--json', '--weight-format', sys.argv[2]])\n"
         "assert not {'torch', 'transformers'} & sys.modules.keys(); sys.exit(status)"
     )
     began = perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), weight_format], capture_output=True, text=True)
     seconds = perf_counter() - began
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["linears"]["fp8"] > 100

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, GenerationConfi
 from testing import other_models, tiny_models
 from trl_fp8 import FP8GRPOConfig
 from trl_fp8.cli import main
-from trl_fp8.engine.vllm.arguments import Device, engine_arguments
+from trl_fp8.engine.vllm.platforms import Cuda
 from trl_fp8.flags import engine
 from trl_fp8.planning.advice import risks
 from trl_fp8.planning.plan import plan_for
@@ -131,10 +131,10 @@ def test_remedies_of_flags_lead_to_a_config_that_starts(tmp_path):
     tiny = outline(tiny_models.config())
     assert not recipe_for(tiny, **flags_in(refusal(recipe_for, tiny, kv_cache_skip_layers=(0, 1)))).fp8_kv_cache
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
-    ampere = Device("cuda", (8, 0))
-    message = refusal(engine_arguments, recipe_for(tiny), tiny_models.config(), ampere, **sizes)
+    ampere = Cuda((8, 0))
+    message = refusal(ampere.arguments, recipe_for(tiny), tiny_models.config(), **sizes)
     off = recipe_for(tiny, **flags_in(message.rpartition("Switch")[2]))
-    assert "hf_overrides" not in engine_arguments(off, tiny_models.config(), ampere, **sizes)
+    assert "hf_overrides" not in ampere.arguments(off, tiny_models.config(), **sizes)
 
 
 @pytest.mark.parametrize("flags", [{}, {"fp8_weights": False, "kv_cache_dtype": "auto", "router_replay": "rollout"}])

@@ -3,14 +3,15 @@
 import json
 import math
 import sys
+from importlib import reload
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from examples.demo_report import demo_table, plot_training, training_figure
+from trl_fp8.report import canvas
 from trl_fp8.report.curves import moving_mean
-from trl_fp8.report.table import demo_table
-from trl_fp8.report.training import plot_training, training_figure
 
 
 SUMMARY = {
@@ -187,7 +188,7 @@ def test_history_without_any_series_is_an_error(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"trl-fp8\[report\]"):
-        plot_training(history(), tmp_path / "report.png")
+        reload(canvas)

@@ -15,18 +15,9 @@ pytestmark = pytest.mark.engine
 VICTIM = "model.layers.1.mlp.down_proj.weight"
 
 
-class Tampered(FP8VLLMGeneration):
-    """A transport that can be told to break what passes through it."""
-
-    tamper = staticmethod(lambda stream: stream)
-
-    def _transport(self, stream):
-        return self.tamper(stream)
-
-
 @pytest.fixture(scope="module")
 def generation(checkpoint):
-    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), generation=Tampered)
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
     yield generation
     engines.shutdown(generation.llm)
 
@@ -34,7 +25,7 @@ def generation(checkpoint):
 @pytest.fixture(autouse=True)
 def healthy_afterwards(generation):
     yield
-    generation.tamper = lambda stream: stream
+    engines.tamper(generation, None)
     generation.calibrate = lambda: engines.some_scales(2, 1)
     generation.sync_weights()
 
@@ -42,7 +33,7 @@ def healthy_afterwards(generation):
 def sync_with(generation, tamper):
     failures = generation.audit_failures
     engines.perturb(generation.model, seed=7)
-    generation.tamper = tamper
+    engines.tamper(generation, tamper)
     with pytest.raises(RuntimeError) as error:
         generation.sync_weights()
     with pytest.raises(RuntimeError, match="no complete policy"):
@@ -211,17 +202,17 @@ def test_a_sync_that_breaks_anywhere_can_be_repeated_with_other_weights(generati
     state = {name: tensor.clone() for name, tensor in generation.model.state_dict().items()}
     for position in range(tensors):
         engines.perturb(generation.model, seed=position)
-        generation.tamper = break_at(position)
+        engines.tamper(generation, break_at(position))
         with pytest.raises(Broken):
             generation.sync_weights()
         with pytest.raises(RuntimeError, match="no complete policy"):
             generation.generate([[5, 6]], None, 1)
-        generation.tamper = lambda stream: stream
+        engines.tamper(generation, None)
         generation.model.load_state_dict(state)
         generation.sync_weights()
         if position % 5 == 0:  # generating takes longer than syncing; the audit covers the rest
             assert engines.log_probs(generation.llm) == expected
-    generation.tamper = break_at(tensors)
+    engines.tamper(generation, break_at(tensors))
     generation.sync_weights()  # nothing there to break: `tensors` is all of them
 
 
@@ -235,12 +226,12 @@ def test_an_engine_that_fails_once_is_retried(generation):
                 raise RuntimeError("engine hiccup")
             yield item
 
-    generation.tamper = fail_once
+    engines.tamper(generation, fail_once)
     engines.perturb(generation.model, seed=1)
     generation.sync_weights()
     assert len(calls) == 2
     retried = engines.log_probs(generation.llm)
-    generation.tamper = lambda stream: stream
+    engines.tamper(generation, None)
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == retried
 

@@ -16,7 +16,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
-from trl_fp8.sync.weight_stream import StreamReport, weight_stream
+from trl_fp8.sync.weight_stream import WeightStream
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def model():
 def stream(model, **options):
     recipe = recipe_for_model(model, **options)
     scales = KVScales(torch.full((2, 3), 0.25))
-    return list(weight_stream(model.named_parameters(), recipe, scales, StreamReport())), recipe
+    return list(WeightStream(model.named_parameters(), recipe, scales)), recipe
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
@@ -60,26 +60,27 @@ def test_nothing_aliases_a_policy_that_will_change(model):
     recipe = recipe_for_model(model)
     owned = {parameter.data_ptr() for parameter in model.parameters()}
     for copy, expected in ((True, 0), (False, 11)):  # embedding, head, final norm and 4 norms in each of 2 layers
-        sent = weight_stream(model.named_parameters(), recipe, None, StreamReport(), copy=copy)
+        sent = WeightStream(model.named_parameters(), recipe, copy=copy)
         assert sum(tensor.data_ptr() in owned for _, tensor in sent) == expected
 
 
 def test_a_loader_that_rounds_gets_the_policys_own_tensors(model):
-    recipe, report = recipe_for_model(model), StreamReport()
+    recipe = recipe_for_model(model)
     parameters = dict(model.named_parameters())
-    sent = dict(weight_stream(parameters.items(), recipe, None, report, round_here=False))
+    stream = WeightStream(parameters.items(), recipe, round_here=False)
+    sent = dict(stream)
     kept = [name for name in parameters if name not in recipe.fp8_tensors]
     assert len(kept) == 11 and all(sent[name].data_ptr() == parameters[name].data_ptr() for name in kept)
-    rounded = StreamReport()
-    list(weight_stream(parameters.items(), recipe, None, rounded))
-    assert report.bytes_sent == rounded.bytes_sent  # of the engine's dtype
+    rounded = WeightStream(parameters.items(), recipe)
+    list(rounded)
+    assert stream.report.bytes_sent == rounded.report.bytes_sent  # of the engine's dtype
 
 
 def test_a_module_that_vanished_is_named(model):
     recipe = recipe_for_model(model)
     parameters = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]
     with pytest.raises(RuntimeError, match=r"lacks 1 weights .*model\.layers\.1\.mlp\.up_proj\.weight"):
-        list(weight_stream(parameters, recipe, None, StreamReport()))
+        list(WeightStream(parameters, recipe))
 
 
 def test_all_ranks_refuse_what_one_of_them_saw(model):
@@ -151,7 +152,7 @@ def test_names_of_checkpointed_layers_are_those_of_the_checkpoint():
 
 def test_who_shares_the_quantization_gets_what_is_sent(model):
     recipe, shared = recipe_for_model(model), {}
-    sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport(), share=shared.__setitem__))
+    sent = dict(WeightStream(model.named_parameters(), recipe, share=shared.__setitem__))
     assert shared.keys() == recipe.fp8_tensors
     for name, codes in shared.items():
         assert sent[name] is codes.qdata and sent[f"{name}_scale_inv"] is codes.scale
@@ -164,7 +165,7 @@ MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 def test_experts_are_quantized_block_by_block_like_single_linears(architecture):
     model = tiny_models.build(architecture)
     recipe = recipe_for_model(model)
-    sent = dict(weight_stream(model.named_parameters(), recipe, None, StreamReport()))
+    sent = dict(WeightStream(model.named_parameters(), recipe))
     for name in recipe.fp8_experts:
         for parameter, tensor in model.get_submodule(name).named_parameters():
             codes, scales = (sent[recipe.engine_name(f"{name}.{parameter}") + suffix] for suffix in ("", "_scale_inv"))
@@ -188,7 +189,7 @@ def launches(model) -> int:
             return func(*args, **(kwargs or {}))
 
     with Counter() as counter:
-        for _ in weight_stream(model.named_parameters(), recipe_for_model(model), None, StreamReport()):
+        for _ in WeightStream(model.named_parameters(), recipe_for_model(model)):
             pass
     return counter.calls
 
@@ -214,14 +215,14 @@ def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
         experts.gate_up_proj[1] = 1e-30
         experts.gate_up_proj[2] = 1e-9  # small, and alive
         experts.down_proj[3, :, :64] = 1e-30  # half of a block: its other half decides the scale
-    report = StreamReport()
-    sent = dict(weight_stream(model.named_parameters(), recipe_for_model(model), None, report))
+    stream = WeightStream(model.named_parameters(), recipe_for_model(model))
+    sent = dict(stream)
     name = "model.layers.1.mlp.experts.gate_up_proj"
     scale = sent[name + "_scale_inv"]
     values = sent[name].float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert values.isfinite().all() and (scale > 1e-15).all()  # as the kernels need
     assert (values[:2] == 0).all()
     assert torch.allclose(values[2], torch.tensor(1e-9), rtol=1 / 16)
-    error, dead = report.read()
+    error, dead = stream.report.read()
     assert dead == {name: 4}  # two experts of two blocks each
     assert 0.02 < error < 0.03

@@ -10,9 +10,12 @@ from transformers import TrainerCallback
 
 from testing.runs import arguments, rows, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
-from trl_fp8.correction.apply import apply_correction
+from trl_fp8.correction import apply, importance, log_ratio, mismatch
+from trl_fp8.correction.apply import apply_correction, batch_log_ratio
 from trl_fp8.correction.presets import PRESETS, correction_from
 from trl_fp8.correction.rejection import Rejection
+from trl_fp8.correction.sample import BINS
+from trl_fp8.run.file import read_run
 
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "vespo"]
@@ -87,6 +90,19 @@ def test_thresholds_are_warned_about_once(checkpoint, tmp_path, caplog):
     assert sum("token_mult_prob_error" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.engine
+def test_log_ratios_are_computed_once_a_generation(checkpoint, tmp_path, monkeypatch):
+    """For weights, rejection, metrics and the run's file."""
+    calls = []
+    for module in (apply, importance, mismatch):
+        monkeypatch.setattr(module, "log_ratio", lambda *batch: calls.append(1) or log_ratio.log_ratio(*batch))
+    args = arguments(tmp_path, rollout_correction="fp8_geometric_token_tis", max_steps=2)
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train()
+    assert [len(row["log_ratio_counts"]) for row in read_run(tmp_path).rollouts] == [BINS + 2] * len(calls)
+    assert len(calls) == 2
+
+
 @pytest.fixture(scope="module")
 def scored(checkpoint, tmp_path_factory):
     """A trainer after one step, and the batch of that step as TRL scored it.
@@ -115,7 +131,7 @@ def loss_of(trainer, batch):
 
 def corrected(trainer, batch, correction, **options):
     batch = dict(batch)
-    metrics = apply_correction(batch, correction, trainer.accelerator, **options)
+    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator, **options)
     return batch, metrics
 
 

@@ -41,6 +41,8 @@ def run(model, folder, **flags):
         {"gradient_checkpointing": True, "optim": "adamw_torch_fused"},
         {"num_iterations": 2, "max_steps": 4},
         {"fp8_backward": "fp8", "bf16": False},
+        {"fp8_weight_format": "tensor", "bf16": False},
+        {"fp8_scale_format": "fp32", "fp8_weight_format": "tensor", "fp8_backward": "fp8"},
     ],
     ids=lambda flags: next(iter(flags)),
 )
@@ -55,6 +57,13 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
     assert len(moved) == len(start)
     assert trainer.vllm_generation.match_rounding  # compiled, the engine would keep its roundings
     assert min(column(trainer, "grad_norm")) > 0
+
+
+def test_merged_adapters_are_sent_with_the_scales_that_their_sums_share(checkpoint, tmp_path):
+    lora = LoraConfig(r=4, target_modules=["k_proj", "up_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    flags = {"fp8_weight_format": "tensor", "fp8_forward": "weights", "peft_config": lora}
+    trainer = run(checkpoint("qwen3"), tmp_path, **flags)
+    assert trainer.vllm_generation.audit_failures == 0 and len(column(trainer, MISMATCH)) == 3
 
 
 @pytest.mark.parametrize("architecture, said", [("cohere", 1), ("llama", 0)])
@@ -155,7 +164,7 @@ def test_without_the_callback_each_sync_brings_trainer_and_engine_to_the_current
 
 def holds(linear, codes):
     """Whether `codes` are those of the layer's weight."""
-    fresh = linear.fp8_flow.quantize_weight(linear.weight)
+    fresh = linear.fp8_flow.quantize_weights([linear.weight])[0]
     return torch.equal(codes.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
 
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
-from testing import tiny_models
+from testing import engines, tiny_models
 from testing.runs import arguments, column, dataset, reward_digits, rows, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.run.launch import check_launch
@@ -159,7 +159,7 @@ def test_lora_trains_and_adapters_are_unmerged_after_a_broken_sync(checkpoint, t
             yield from (next(stream) for _ in range(9))
             raise OSError("link down")
 
-        trainer.vllm_generation._transport = broken
+        engines.tamper(trainer.vllm_generation, broken)
         with pytest.raises(OSError, match="link down"):
             trainer.vllm_generation.sync_weights()
         after = dict(trainer.model.named_parameters())

@@ -2,12 +2,14 @@
 
 from argparse import ArgumentParser, Namespace
 
-from trl_fp8.quantization.formats import SCALE_FORMATS
+from trl_fp8.quantization.formats import FORMATS
+from trl_fp8.quantization.formats.spec import SCALE_FORMATS
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
     parser.add_argument("folder", help="must not exist yet")
+    parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
     parser.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
 
 
@@ -20,7 +22,8 @@ def export(given: Namespace) -> str:
     from trl_fp8.recipe.recipe import recipe_for_model
 
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
-    recipe = recipe_for_model(model, kv_cache_dtype="auto", scale_format=given.scale_format)
+    formats = {"weight_format": given.weight_format, "scale_format": given.scale_format}
+    recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
     folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), given.folder, recipe=recipe)
     return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
 
@@ -30,7 +33,7 @@ def add_verify_arguments(parser: ArgumentParser) -> None:
 
 
 def verify(given: Namespace) -> str:
-    from trl_fp8.export.export import verify_export
+    from trl_fp8.export.checksums import verify_export
 
     return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
 
@@ -43,6 +46,6 @@ def add_push_arguments(parser: ArgumentParser) -> None:
 
 
 def push(given: Namespace) -> str:
-    from trl_fp8.export.export import push_export
+    from trl_fp8.export.push import push_export
 
     return f"pushed: {push_export(given.folder, given.repo_id, private=given.private, revision=given.revision)}"

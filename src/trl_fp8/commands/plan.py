@@ -1,13 +1,16 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits into a GPU then, from its config.json."""
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 
 from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES
 from trl_fp8.planning.capacity import GIB, Capacity, as_json, as_text
 from trl_fp8.planning.plan import plan_for
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.from_config import outline_of_config
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import recipe_for
@@ -17,6 +20,7 @@ from trl_fp8.recipe.servable import Resolve, require_servable
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="model id or folder; only its config is read")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
@@ -30,6 +34,7 @@ def run(given: Namespace) -> str:
     outline = _outline(given.model)
     recipe = recipe_for(
         outline,
+        weight_format=given.weight_format,
         kv_cache_dtype=given.kv_cache_dtype,
         tensor_parallel_size=given.tensor_parallel_size,
         expert_kernels=given.engine == "cuda",
@@ -50,8 +55,9 @@ def _outline(model: str) -> Outline:
     if outline is not None:
         require_servable(outline)
     else:
-        outline = _outline_by_transformers(model, config)
-        require_servable(outline, _vllm_registry())
+        with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
+            outline = _outline_by_transformers(model, config)
+            require_servable(outline, _vllm_registry())
     return outline
 
 

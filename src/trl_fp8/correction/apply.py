@@ -1,4 +1,8 @@
-"""Apply a rollout correction to a generation batch as TRL lays it out, and say what it did.
+"""One generation: TRL's batch is compared, corrected and measured, and its log-ratios are computed once.
+
+    ratio = batch_log_ratio(batch)                                     what everything below is made from
+    metrics = apply_correction(batch, ratio, correction, accelerator)  weights, rejection, mismatch, report
+    sample = rollout_sample(ratio)                                     for the run's file, also without a correction
 
 TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
 them; where TRL computed the very ratio that the correction asks for, only metrics are added.
@@ -9,21 +13,28 @@ them; where TRL computed the very ratio that the correction asks for, only metri
     old_per_token_logps         with bypass: the rollout's log-probs
 """
 
+from collections.abc import Mapping
+
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 
-from .health import health_warnings
-from .importance import RolloutCorrection, correct_rollout
+from .importance import RolloutCorrection, correct
+from .log_ratio import LogRatio, log_ratio
 from .mismatch import mismatch_tally, summarize_mismatch
 from .report import correction_metrics
 
 
-logger = get_logger(__name__)
+def batch_log_ratio(batch: Mapping[str, torch.Tensor]) -> LogRatio | None:
+    """Log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs."""
+    if not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
+        return None
+    mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
+    return log_ratio(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask_BT)
 
 
 def apply_correction(
     batch: dict[str, torch.Tensor],
+    ratio: LogRatio,
     correction: RolloutCorrection,
     accelerator: Accelerator,
     *,
@@ -32,7 +43,8 @@ def apply_correction(
     """Correct `batch` in place; one gather over ranks and one host synchronization.
 
     Args:
-        batch: TRL's output for one generation batch, with `old_per_token_logps` and `sampling_per_token_logps` [B, T].
+        batch: TRL's output for one generation batch.
+        ratio: `batch_log_ratio` of it.
         correction: What to do.
         accelerator: For the collectives; every rank must call this.
         ratio_from_trl: The batch's `importance_sampling_ratio` is the correction's already.
@@ -43,21 +55,15 @@ def apply_correction(
     Raises:
         RuntimeError: On every rank: not one token has a log-prob of the engine that is a number.
     """
-    mask_BT = batch["completion_mask"]
-    if "tool_mask" in batch:
-        mask_BT = mask_BT * batch["tool_mask"]
-    trainer_BT, rollout_BT = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-    corrected = correct_rollout(
-        trainer_BT, rollout_BT, mask_BT, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum")
-    )
+    corrected = correct(ratio, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum"))
     if not ratio_from_trl:
         batch["importance_sampling_ratio"] = corrected.loss_weights
         if correction.denominator == "shrink":
-            batch["tool_mask"] = corrected.loss_mask
+            batch["tool_mask"] = corrected.loss_mask.to(batch["completion_mask"].dtype)
             batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
         if corrected.old_logps is not None:
             batch["old_per_token_logps"] = corrected.old_logps
-    tally = mismatch_tally(trainer_BT, rollout_BT, mask_BT) | corrected.report
+    tally = mismatch_tally(ratio) | corrected.report
     sums = tally.gathered(accelerator.gather).read()
     if sums["tokens"] and sums["missing"] == sums["tokens"]:
         raise RuntimeError(
@@ -67,11 +73,3 @@ def apply_correction(
             "kv_cache_dtype='auto' to see which of the two does it."
         )
     return summarize_mismatch(sums) | correction_metrics(sums)
-
-
-def warn_once(metrics: dict[str, float], correction: RolloutCorrection, warned: set[str]) -> None:
-    """Log what `metrics` of `apply_correction` give reason to worry about, unless it is in `warned` already."""
-    for name, text in health_warnings(metrics, correction).items():
-        if name not in warned:
-            warned.add(name)
-            logger.warning(text)

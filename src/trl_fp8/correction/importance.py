@@ -16,7 +16,8 @@ bit for bit while no log-ratio reaches +-20, where TRL overflows and this clamps
                                        to which it adds 0
     both sides agree                   exactly 1
 
-Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens.
+Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens; a unit
+is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ from .tally import Tally
 LEVELS = ("token", "sequence", "geometric")
 BOUNDS = ("truncate", "mask")
 DENOMINATORS = ("keep", "shrink")
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
 
-_MEAN_FLOOR = (
-    1e-8  # a smaller mean weight means that (nearly) everything was masked: dividing would only amplify noise
-)
+_MEAN_FLOOR = 1e-8  # of a batch that is masked (nearly) everywhere: dividing would only amplify noise
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Whether sum_t log(weight_t), which VESPO takes for the log of the sequence's ratio, means that.
+        """Whether sum_t log(weight_t) is the log of the sequence's ratio, as VESPO reads it.
 
-        At level "sequence" it would count the sequence's ratio T times. At level "geometric" it is the ratio again.
+        At level "sequence" it counts that ratio T times. At level "geometric" it is the ratio again.
         """
         return self.level != "sequence"
 
@@ -140,14 +140,14 @@ class RolloutCorrection:
 
 @dataclass(frozen=True)
 class CorrectedRollout:
-    """What `correct_rollout` decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
+    """What a correction decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
 
     weights: torch.Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
     keep_mask: torch.Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
     loss_weights: torch.Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
-    loss_mask: torch.Tensor  # [B, T] in the mask's dtype: the tokens that count in the loss and in its denominator
+    loss_mask: torch.Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
     old_logps: torch.Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
-    report: Tally  # sums that `correction_report.correction_metrics` turns into metrics
+    report: Tally  # sums that `report.correction_metrics` turns into metrics
 
 
 def correct_rollout(
@@ -156,15 +156,25 @@ def correct_rollout(
     mask_BT: torch.Tensor,
     correction: RolloutCorrection,
     *,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    all_reduce: AllReduce | None = None,
     measured_kl: torch.Tensor | float | None = None,
 ) -> CorrectedRollout:
-    """Turn two sets of log-probs into weights and a keep-mask.
+    """`correct` for two sets of log-probs and a mask, as `log_ratio` takes them."""
+    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+    return correct(ratio, correction, all_reduce=all_reduce, measured_kl=measured_kl)
+
+
+def correct(
+    ratio: LogRatio,
+    correction: RolloutCorrection,
+    *,
+    all_reduce: AllReduce | None = None,
+    measured_kl: torch.Tensor | float | None = None,
+) -> CorrectedRollout:
+    """Turn log-ratios into weights and a keep-mask.
 
     Args:
-        trainer_logps_BT: Log-probs of the sampled tokens under the trainer, any float dtype.
-        rollout_logps_BT: Log-probs under the engine that sampled them; NaN where it could not tell.
-        mask_BT: Nonzero at the tokens that are trained on.
+        ratio: Log-ratios of the batch.
         correction: What to do.
         all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
             `correction.needs_all_reduce`, so every rank calls it or none does. `None` normalizes and centres over this
@@ -172,9 +182,9 @@ def correct_rollout(
         measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
             takes this batch's median over sequences.
     """
-    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
-    raw, is_unit = raw_ratio(ratio, correction.level)
-    bounded = bound_ratio(raw, correction)
+    raw, is_unit = _raw_ratio(ratio, correction.level)
+    too_high, too_low = _outside(raw, correction)
+    bounded = _bounded(raw, too_high | too_low, correction)
     mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
     if measured_kl is not None:
         log_centre = torch.zeros_like(log_centre) - measured_kl
@@ -187,24 +197,27 @@ def correct_rollout(
     for kept_BT in keep_by.values():
         keep_BT = keep_BT & kept_BT
 
-    report = correction_tally(
-        ratio.mask_BT, is_unit, _outside(raw, correction), weights_BT, keep_BT, keep_by, mean_weight, log_centre
-    )
+    counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
+    constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
+    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, counts, constants)
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
-        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, mask_BT, None, report)
+        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, report)
+    loss_weights = bounded if correction.level == "sequence" else weights_BT
+    if correction.reject and correction.denominator == "keep":  # rejected tokens count, with a weight of 0
+        loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
     return CorrectedRollout(
         weights=weights_BT,
         keep_mask=keep_BT,
-        loss_weights=_loss_weights(bounded, weights_BT, keep_BT, ratio, correction),
-        loss_mask=keep_BT.to(mask_BT.dtype) if correction.denominator == "shrink" else mask_BT,
-        old_logps=_bypass_logps(trainer_logps_BT, rollout_logps_BT, ratio) if correction.bypass else None,
+        loss_weights=loss_weights,
+        loss_mask=keep_BT if correction.denominator == "shrink" else ratio.mask_BT,
+        old_logps=_bypass_logps(ratio) if correction.bypass else None,
         report=report,
     )
 
 
-def raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ratios at `level` ([B, T] for tokens, else [B, 1]) and which of them rest on at least one scored token."""
+def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ratio of each unit, and which units rest on at least one scored token."""
     values_BT = ratio.values_BT
     if level is None:
         return torch.ones_like(values_BT), ratio.scored_BT
@@ -216,16 +229,6 @@ def raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.T
     return torch.exp(log_r_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), ratio.has_evidence_B1
 
 
-def bound_ratio(raw: torch.Tensor, correction: RolloutCorrection) -> torch.Tensor:
-    """Truncate or mask ratios outside the bounds."""
-    if correction.level is None or (correction.bound_min is None and correction.bound_max is None):
-        return raw
-    if correction.bound == "truncate":
-        return torch.clamp(raw, min=correction.bound_min, max=correction.bound_max)
-    too_high, too_low = _outside(raw, correction)
-    return raw.masked_fill(too_high | too_low, 0.0)
-
-
 def _outside(raw: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
     never = torch.zeros_like(raw, dtype=torch.bool)
     too_high = never if correction.bound_max is None else raw > correction.bound_max
@@ -233,12 +236,20 @@ def _outside(raw: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Te
     return too_high, too_low
 
 
+def _bounded(raw: torch.Tensor, outside: torch.Tensor, correction: RolloutCorrection) -> torch.Tensor:
+    if correction.bound == "mask":
+        return raw.masked_fill(outside, 0.0)
+    if correction.level is None:  # weights of 1, whatever the bounds, which may be None
+        return raw
+    return torch.clamp(raw, min=correction.bound_min, max=correction.bound_max)
+
+
 def _batch_statistics(
     bounded: torch.Tensor,
     is_unit: torch.Tensor,
     ratio: LogRatio,
     correction: RolloutCorrection,
-    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None,
+    all_reduce: AllReduce | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
@@ -253,24 +264,8 @@ def _batch_statistics(
     return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
 
 
-def _loss_weights(
-    bounded: torch.Tensor,
-    weights_BT: torch.Tensor,
-    keep_BT: torch.Tensor,
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-) -> torch.Tensor:
-    """Weights in the shape the loss takes, with rejected tokens at 0 if they stay in the denominator."""
-    zero_rejected = correction.denominator == "keep" and bool(correction.reject)
-    if correction.level == "sequence" and not zero_rejected:
-        return bounded
-    return weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0) if zero_rejected else weights_BT
-
-
-def _bypass_logps(trainer_BT: torch.Tensor, rollout_BT: torch.Tensor, ratio: LogRatio) -> torch.Tensor:
+def _bypass_logps(ratio: LogRatio) -> torch.Tensor:
     """Rollout log-probs as the old ones: the trainer's where missing, and never more than 20 below the trainer's."""
-    dtype = ratio.values_BT.dtype
-    trainer, rollout = trainer_BT.detach().to(dtype), rollout_BT.detach().to(dtype)
-    old = torch.where(ratio.mask_BT & ~ratio.missing_BT, rollout, trainer)
+    old_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
     too_low = ratio.clamped_BT & (ratio.values_BT > 0)
-    return torch.where(too_low, trainer - LOG_RATIO_BOUND, old)
+    return torch.where(too_low, ratio.trainer_BT - LOG_RATIO_BOUND, old_BT)

@@ -28,6 +28,8 @@ class LogRatio:
     missing_BT: torch.Tensor  # bool: trained on, but the rollout log-prob is NaN or infinite
     broken_BT: torch.Tensor  # bool: the rollout log-prob is fine, but the trainer's is NaN or +inf
     clamped_BT: torch.Tensor  # bool: scored, and |log r| was beyond the bound
+    trainer_BT: torch.Tensor  # log-probs of the trainer as given, in the dtype of `values_BT`
+    rollout_BT: torch.Tensor  # log-probs of the engine as given, likewise
 
     @property
     def scored_per_sequence_B1(self) -> torch.Tensor:
@@ -72,4 +74,6 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
         missing_BT=missing,
         broken_BT=mask & ~missing & ~usable,
         clamped_BT=difference != values,
+        trainer_BT=trainer,
+        rollout_BT=rollout,
     )

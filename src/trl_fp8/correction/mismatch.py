@@ -35,33 +35,30 @@ BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGE
 def mismatch_metrics(
     trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
 ) -> dict[str, float]:
-    """Mismatch of one batch on one rank. Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
+    """Mismatch of one batch on one rank, from the arguments of `log_ratio` with the mask before any rejection.
 
-    Args:
-        trainer_logps_BT: Log-probs of the sampled tokens under the trainer.
-        rollout_logps_BT: Log-probs under the engine; NaN or infinite means missing, which is counted, not averaged.
-        mask_BT: Nonzero at the tokens that are trained on, before any rejection.
+    Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
     """
-    return summarize_mismatch(mismatch_tally(trainer_logps_BT, rollout_logps_BT, mask_BT).read())
+    return summarize_mismatch(mismatch_tally(log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)).read())
 
 
-def mismatch_tally(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> Tally:
+def mismatch_tally(ratio: LogRatio) -> Tally:
     """The sums behind `mismatch_metrics`, on the device."""
-    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
     log_r_B = log_r_BT.sum(dim=-1)
+    scored_B = ratio.scored_BT.any(dim=-1)
     return (
         _token_tally(ratio, log_r_BT, k3_BT)
-        | _sequence_tally("sequence", log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), ratio)
-        | _sequence_tally("geometric", log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1), ratio)
+        | _ratio_tally("token", log_r_BT, ratio.scored_BT)
+        | _ratio_tally("sequence", log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), scored_B)
+        | _ratio_tally("geometric", log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1), scored_B)
         | _growth_tally(ratio, k3_BT)
     )
 
 
 def _token_tally(ratio: LogRatio, log_r_BT: torch.Tensor, k3_BT: torch.Tensor) -> Tally:
-    scored_BT = ratio.scored_BT
-    r_BT, distance_BT = log_r_BT.exp(), log_r_BT.abs()
+    scored_BT, distance_BT = ratio.scored_BT, log_r_BT.abs()
     return Tally.of(
         {
             "tokens": ratio.mask_BT.sum(),
@@ -73,27 +70,23 @@ def _token_tally(ratio: LogRatio, log_r_BT: torch.Tensor, k3_BT: torch.Tensor) -
             "k3": k3_BT.sum(),
             "distance": distance_BT.sum(),
             "mult_error": torch.where(scored_BT, distance_BT.exp(), 0.0).sum(),
-            "token.r": torch.where(scored_BT, r_BT, 0.0).sum(),
-            "token.r_squared": torch.where(scored_BT, r_BT.square(), 0.0).sum(),
         },
-        minima={"token.r_min": _lowest(r_BT, scored_BT)},
-        maxima={"token.r_max": _highest(r_BT, scored_BT), "distance_max": _highest(distance_BT, scored_BT)},
+        maxima={"distance_max": _highest(distance_BT, scored_BT)},
     )
 
 
-def _sequence_tally(name: str, log_r_B: torch.Tensor, ratio: LogRatio) -> Tally:
-    """Sums of one ratio per sequence, over sequences with at least one scored token."""
-    counts_B = ratio.scored_BT.any(dim=-1)
-    r_B = log_r_B.exp()
+def _ratio_tally(level: str, log_r: torch.Tensor, scored: torch.Tensor) -> Tally:
+    """Sums of the ratios at one level, over tokens [B, T] or sequences [B] that are scored."""
+    r = log_r.exp()
     return Tally.of(
         {
-            f"{name}.count": counts_B.sum(),
-            f"{name}.r": torch.where(counts_B, r_B, 0.0).sum(),
-            f"{name}.r_squared": torch.where(counts_B, r_B.square(), 0.0).sum(),
-            f"{name}.r_inverse": torch.where(counts_B, torch.exp(-log_r_B), 0.0).sum(),
+            f"{level}.count": scored.sum(),
+            f"{level}.r": torch.where(scored, r, 0.0).sum(),
+            f"{level}.r_squared": torch.where(scored, r.square(), 0.0).sum(),
+            f"{level}.r_inverse": torch.where(scored, torch.exp(-log_r), 0.0).sum(),
         },
-        minima={f"{name}.r_min": _lowest(r_B, counts_B)},
-        maxima={f"{name}.r_max": _highest(r_B, counts_B)},
+        minima={f"{level}.r_min": _lowest(r, scored)},
+        maxima={f"{level}.r_max": _highest(r, scored)},
     )
 
 
@@ -128,50 +121,44 @@ def _highest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 
 def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from the merged sums. A mean over nothing is NaN; a bin without tokens is left out.
+    """Metrics from `Tally.read()` of a tally that contains a `mismatch_tally`.
 
-    Args:
-        sums: `Tally.read()` of a tally that contains a `mismatch_tally`.
+    A mean over nothing is NaN; a bin without tokens is left out.
     """
-    scored = sums["scored"]
 
-    def mean(name: str, count: float = scored) -> float:
-        return sums[name] / count if count else float("nan")
+    def mean(name: str, count: str = "scored") -> float:
+        return _quotient(sums[name], sums[count])
 
     metrics = {
         "mismatch/k1_kl": -mean("log_r"),
         "mismatch/k3_kl": mean("k3"),
         "mismatch/chi2_token": mean("token.r_squared") - 1,
-        "mismatch/chi2_sequence": mean("sequence.r_squared", sums["sequence.count"]) - 1,
-        "mismatch/ppl_ratio": mean("geometric.r_inverse", sums["geometric.count"]),
+        "mismatch/chi2_sequence": mean("sequence.r_squared", "sequence.count") - 1,
+        "mismatch/ppl_ratio": mean("geometric.r_inverse", "geometric.count"),
         "mismatch/token_mult_prob_error": mean("mult_error"),
         "mismatch/logp_difference_mean": mean("distance"),
-        "mismatch/logp_difference_max": sums["distance_max"] if scored else float("nan"),
-        "mismatch/late_over_early": _quotient(
-            _quotient(sums["late.k3"], sums["late.scored"]), _quotient(sums["early.k3"], sums["early.scored"])
-        ),
-        "mismatch/fraction_missing": mean("missing", sums["tokens"]),
-        "mismatch/fraction_broken": mean("broken", sums["tokens"]),
+        "mismatch/logp_difference_max": sums["distance_max"] if sums["scored"] else float("nan"),
+        "mismatch/late_over_early": _quotient(mean("late.k3", "late.scored"), mean("early.k3", "early.scored")),
+        "mismatch/fraction_missing": mean("missing", "tokens"),
+        "mismatch/fraction_broken": mean("broken", "tokens"),
         "mismatch/fraction_clamped": mean("clamped"),
     }
-    levels = (("", "token", scored), ("sequence_", "sequence", None), ("geometric_", "geometric", None))
-    for prefix, level, count in levels:
-        metrics |= _ratio_metrics(prefix, level, sums[f"{level}.count"] if count is None else count, sums)
+    for level, prefix in (("token", ""), ("sequence", "sequence_"), ("geometric", "geometric_")):
+        metrics |= _ratio_metrics(prefix, level, sums)
     for axis in ("position", "length"):
         for name in BIN_NAMES:
             if sums[f"{axis}.{name}.scored"]:
-                metrics[f"mismatch/k3_kl/{axis}_{name}"] = mean(f"{axis}.{name}.k3", sums[f"{axis}.{name}.scored"])
+                metrics[f"mismatch/k3_kl/{axis}_{name}"] = mean(f"{axis}.{name}.k3", f"{axis}.{name}.scored")
     return metrics
 
 
-def _ratio_metrics(prefix: str, level: str, count: float, sums: Mapping[str, float]) -> dict[str, float]:
-    total, squared = sums[f"{level}.r"], sums[f"{level}.r_squared"]
-    nothing = not count
+def _ratio_metrics(prefix: str, level: str, sums: Mapping[str, float]) -> dict[str, float]:
+    count, total, squared = (sums[f"{level}.{name}"] for name in ("count", "r", "r_squared"))
     return {
-        f"correction/{prefix}ratio_min": float("nan") if nothing else sums[f"{level}.r_min"],
-        f"correction/{prefix}ratio_mean": float("nan") if nothing else total / count,
-        f"correction/{prefix}ratio_max": float("nan") if nothing else sums[f"{level}.r_max"],
-        f"correction/{prefix}effective_sample_size": float("nan") if nothing else total**2 / (count * squared),
+        f"correction/{prefix}ratio_min": sums[f"{level}.r_min"] if count else float("nan"),
+        f"correction/{prefix}ratio_mean": _quotient(total, count),
+        f"correction/{prefix}ratio_max": sums[f"{level}.r_max"] if count else float("nan"),
+        f"correction/{prefix}effective_sample_size": _quotient(total**2, count * squared),
     }
 
 

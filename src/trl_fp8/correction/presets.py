@@ -27,8 +27,7 @@ _VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
         "monitor": Preset(
-            RolloutCorrection(monitor_only=True),
-            "this package: metrics of the default correction, nothing applied",
+            RolloutCorrection(monitor_only=True), "this package: metrics of the default correction, nothing applied"
         ),
         "fp8_token_tis": Preset(
             RolloutCorrection(),
@@ -51,8 +50,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "NeMo-RL 'icepop' and the IcePop paper: weight 0 outside [0.5, 5]",
         ),
         "intellect3_icepop": Preset(
-            RolloutCorrection(bound="mask", bound_min=0.2, bound_max=5.0),
-            "INTELLECT-3: IcePop with [0.2, 5]",
+            RolloutCorrection(bound="mask", bound_min=0.2, bound_max=5.0), "INTELLECT-3: IcePop with [0.2, 5]"
         ),
         "nemo_seq_mask_tis": Preset(
             # weights are the raw token ratios: a mask without bounds masks nothing
@@ -60,8 +58,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "NeMo-RL 'seq-mask-tis': geometric ratio in [0.999, 1.002], token ratios not truncated",
         ),
         "verl_sequence_is": Preset(
-            RolloutCorrection(level="sequence"),
-            "verl decoupled_seq_is: sequence-level truncation, C = 2",
+            RolloutCorrection(level="sequence"), "verl decoupled_seq_is: sequence-level truncation, C = 2"
         ),
         "verl_sequence_is_rs": Preset(
             RolloutCorrection(level="sequence", reject=(Rejection("sequence_ratio", 0.5, 2.0),), denominator="shrink"),
@@ -80,11 +77,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             "verl bypass_ppo_clip_geo_rs: rollout log-probs as old log-probs, geometric ratio in [0.999, 1.001]",
         ),
         "slime_mis": Preset(
-            RolloutCorrection(
-                bound_min=0.0,
-                reject=(Rejection("token_ratio", 0.5, 2.0), _VETO),
-                batch_normalize=True,
-            ),
+            RolloutCorrection(bound_min=0.0, reject=(Rejection("token_ratio", 0.5, 2.0), _VETO), batch_normalize=True),
             "slime examples/train_infer_mismatch_helper: token truncation at 2, tokens outside [0.5, 2] rejected, "
             "veto 1e-4, batch-normalized",
         ),

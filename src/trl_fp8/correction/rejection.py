@@ -36,9 +36,9 @@ Statistic = Literal[
     "sequence_max_k3",
 ]
 
-# What a rule looks at (log r, k2 or k3) and over what it decides: each token for itself, a sum or mean over the
-# sequence, or every token of the sequence (one outside drops all; the maximum of a k is the same question).
-_RULES: dict[str, tuple[str, str]] = {
+# What a rule looks at, and over what it decides: each token for itself, a sum or mean over the sequence, or every
+# token of the sequence (one outside drops all; the maximum of a k is the same question)
+_RULES: dict[Statistic, tuple[str, str]] = {
     "token_ratio": ("log_ratio", "token"),
     "token_k2": ("k2", "token"),
     "token_k3": ("k3", "token"),
@@ -94,27 +94,15 @@ class Rejection:
             yield "centre must be 'one' or 'measured'"
         if self.centre == "measured" and self.statistic != "geometric_ratio":
             yield "centre='measured' needs statistic='geometric_ratio', the only one whose expectation is exp(-KL)"
-        yield from bound_problems(self.minimum, self.maximum, ratio=self.quantity == "log_ratio")
+        yield from bound_problems(self.minimum, self.maximum, ratio=_RULES[self.statistic][0] == "log_ratio")
         if self.minimum is None and self.maximum is None:
             yield "it has no bound; set maximum (and, for a ratio, minimum)"
         if self.statistic == "token_veto" and self.minimum is None:
             yield "a veto needs minimum, the ratio below which a token is catastrophic (1e-4 is usual)"
 
-    @property
-    def quantity(self) -> str:
-        """`"log_ratio"`, `"k2"` or `"k3"`."""
-        return _RULES[self.statistic][0]
-
-    @property
-    def scope(self) -> str:
-        """`"token"`, or how a sequence is judged: `"sum"`, `"mean"` or `"every"` token."""
-        return _RULES[self.statistic][1]
-
     @classmethod
     def parse(cls, text: str) -> Rejection:
-        """Read `"statistic:minimum:maximum[:centre]"`, e.g. `"geometric_ratio:0.98:1.02:measured"`,
-        `"token_k3::0.1"`.
-        """
+        """Read `"statistic:minimum:maximum[:centre]"`, e.g. `"geometric_ratio:0.98:1.02:measured"`."""
         statistic, *rest = (part.strip() for part in text.split(":"))
         if len(rest) not in (2, 3):
             raise ValueError(
@@ -169,19 +157,14 @@ def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | float) -> torch.Tensor:
-    """Tokens that `rule` accepts, bool [B, T].
-
-    Args:
-        rule: The statistic and its band.
-        ratio: Log-ratios of the batch.
-        log_centre: Log of the band's centre; only read by rules with `centre="measured"`.
-    """
-    quantity_BT = _QUANTITIES[rule.quantity](ratio.values_BT.double())
-    if rule.scope == "token":
+    """Tokens that `rule` accepts, bool [B, T]. `log_centre` is the band's, for rules with `centre="measured"`."""
+    quantity, scope = _RULES[rule.statistic]
+    quantity_BT = _QUANTITIES[quantity](ratio.values_BT.double())
+    if scope == "token":
         keep = _inside(quantity_BT, rule)
-    elif rule.scope == "every":
+    elif scope == "every":
         keep = _inside(quantity_BT, rule).all(dim=-1, keepdim=True)
-    elif rule.scope == "sum":
+    elif scope == "sum":
         keep = _inside(quantity_BT.sum(dim=-1, keepdim=True), rule)
     else:
         mean_B1 = _mean_over_sequence(quantity_BT, ratio)
@@ -194,7 +177,7 @@ def _mean_over_sequence(quantity_BT: torch.Tensor, ratio: LogRatio) -> torch.Ten
 
 
 def _inside(quantity: torch.Tensor, rule: Rejection) -> torch.Tensor:
-    as_log = rule.quantity == "log_ratio"
+    as_log = _RULES[rule.statistic][0] == "log_ratio"
     inside = torch.ones_like(quantity, dtype=torch.bool)
     if rule.minimum:  # a ratio is never below 0
         inside &= quantity >= (math.log(rule.minimum) if as_log else rule.minimum)

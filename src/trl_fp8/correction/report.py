@@ -11,80 +11,66 @@ import torch
 from .tally import Tally
 
 
-_REJECTED = "correction.rejected_tokens."
-
-
 def correction_tally(
     mask_BT: torch.Tensor,
-    is_unit: torch.Tensor,
-    outside: tuple[torch.Tensor, torch.Tensor],
     weights_BT: torch.Tensor,
     keep_BT: torch.Tensor,
     keep_by: Mapping[str, torch.Tensor],
-    mean_weight: torch.Tensor,
-    log_centre: torch.Tensor,
+    counts: Mapping[str, torch.Tensor],
+    constants: Mapping[str, torch.Tensor],
 ) -> Tally:
     """Sums of one batch.
 
     Args:
         mask_BT: Tokens that are trained on, before rejection.
-        is_unit: What the ratio was taken over: scored tokens [B, T], or sequences with a scored token [B, 1].
-        outside: Raw ratios above and below the bounds, in `is_unit`'s shape.
         weights_BT: Weights after bound and normalization.
         keep_BT: Tokens that all rejection rules accept.
         keep_by: For each rule, the tokens it accepts.
-        mean_weight: What the weights were divided by.
-        log_centre: Log of the centre that `centre="measured"` rules used.
+        counts: Which units a ratio was taken over, and which of those are outside the bounds.
+        constants: Mean weight and log of the centre that were used, the same on every rank.
     """
-    too_high, too_low = outside
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
     contributes_BT = used_BT > 0
     sums = {
-        "correction.tokens": mask_BT.sum(),
-        "correction.sequences": mask_BT.any(dim=-1).sum(),
-        "correction.units": is_unit.sum(),
-        "correction.clipped_high": (too_high & is_unit).sum(),
-        "correction.clipped_low": (too_low & is_unit).sum(),
-        "correction.contributing_tokens": contributes_BT.sum(),
-        "correction.contributing_sequences": contributes_BT.any(dim=-1).sum(),
-        "correction.weight": torch.where(mask_BT, weights_BT, 0.0).sum(dtype=torch.float64),
-        "correction.used": used_BT.sum(),
-        "correction.used_squared": used_BT.square().sum(),
+        "tokens": mask_BT.sum(),
+        "sequences": mask_BT.any(dim=-1).sum(),
+        "contributing_tokens": contributes_BT.sum(),
+        "contributing_sequences": contributes_BT.any(dim=-1).sum(),
+        "weight": torch.where(mask_BT, weights_BT, 0.0).sum(dtype=torch.float64),
+        "used": used_BT.sum(),
+        "used_squared": used_BT.square().sum(),
+        **{name: which.sum() for name, which in counts.items()},
+        **{f"rejected_tokens.{name}": (mask_BT & ~kept_BT).sum() for name, kept_BT in keep_by.items()},
     }
-    sums |= {_REJECTED + name: (mask_BT & ~kept_BT).sum() for name, kept_BT in keep_by.items()}
-    # the same on every rank, so merging by maximum changes nothing
-    return Tally.of(sums, maxima={"correction.batch_norm_factor": mean_weight, "correction.log_centre": log_centre})
+    sums, constants = ({f"correction.{name}": value for name, value in group.items()} for group in (sums, constants))
+    return Tally.of(sums, maxima=constants)  # merging equal values by maximum changes nothing
 
 
 def correction_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of `CorrectedRollout.report` after it was gathered and read.
+    """Metrics from `Tally.read()` of a tally that contains `CorrectedRollout.report`.
 
     Fractions are of the tokens and sequences before rejection. A fraction of nothing is NaN.
-
-    Args:
-        sums: `Tally.read()` of a tally that contains the report.
     """
+    own = {name.removeprefix("correction."): value for name, value in sums.items() if name.startswith("correction.")}
 
-    def fraction(part: str, whole: str) -> float:
-        return sums[part] / sums[whole] if sums[whole] else float("nan")
+    def fraction(part: str, whole: str = "tokens") -> float:
+        return own[part] / own[whole] if own[whole] else float("nan")
 
-    tokens, used_squared = sums["correction.tokens"], sums["correction.used_squared"]
+    tokens, used_squared = own["tokens"], own["used_squared"]
+    used = own["used"] ** 2 / (tokens * used_squared) if used_squared else 0.0 if tokens else float("nan")
     metrics = {
-        "correction/fraction_clipped_high": fraction("correction.clipped_high", "correction.units"),
-        "correction/fraction_clipped_low": fraction("correction.clipped_low", "correction.units"),
-        "correction/fraction_masked_tokens": 1 - fraction("correction.contributing_tokens", "correction.tokens"),
-        "correction/fraction_masked_sequences": 1
-        - fraction("correction.contributing_sequences", "correction.sequences"),
-        "correction/all_rejected": float(tokens > 0 and sums["correction.contributing_tokens"] == 0),
-        "correction/weight_mean": fraction("correction.weight", "correction.tokens"),
-        "correction/effective_sample_size_used": (
-            sums["correction.used"] ** 2 / (tokens * used_squared) if used_squared else 0.0 if tokens else float("nan")
-        ),
-        "correction/batch_norm_factor": sums["correction.batch_norm_factor"],
+        "correction/fraction_clipped_high": fraction("clipped_high", "units"),
+        "correction/fraction_clipped_low": fraction("clipped_low", "units"),
+        "correction/fraction_masked_tokens": 1 - fraction("contributing_tokens"),
+        "correction/fraction_masked_sequences": 1 - fraction("contributing_sequences", "sequences"),
+        "correction/all_rejected": float(tokens > 0 and own["contributing_tokens"] == 0),
+        "correction/weight_mean": fraction("weight"),
+        "correction/effective_sample_size_used": used,
+        "correction/batch_norm_factor": own["batch_norm_factor"],
     }
-    rejected = [name for name in sums if name.startswith(_REJECTED)]
+    rejected = [name for name in own if name.startswith("rejected_tokens.")]
     for name in rejected:
-        metrics[f"correction/fraction_rejected/{name.removeprefix(_REJECTED)}"] = fraction(name, "correction.tokens")
+        metrics[f"correction/fraction_rejected/{name.removeprefix('rejected_tokens.')}"] = fraction(name)
     if rejected:
-        metrics["correction/log_centre"] = sums["correction.log_centre"]
+        metrics["correction/log_centre"] = own["log_centre"]
     return metrics

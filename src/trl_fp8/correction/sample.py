@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .log_ratio import log_ratio
+from .log_ratio import LogRatio
 
 
 BINS, LIMIT = 120, 3.0  # of log r in [-LIMIT, LIMIT], and an open bin on either side
@@ -36,14 +36,11 @@ class RolloutSample:
         }
 
 
-def rollout_sample(
-    trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> RolloutSample:
-    """Sample one rank's batch; arguments as of `log_ratio`."""
-    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+def rollout_sample(ratio: LogRatio) -> RolloutSample:
+    """Sample one rank's batch; nothing is waited for."""
     scored = ratio.scored_BT.flatten().double()
     bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
     counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)
     chosen = torch.linspace(0, max(scored.numel() - 1, 0), min(POSITIONS, scored.numel()), device=scored.device).long()
-    sides = [side.detach().flatten()[chosen].double() for side in (trainer_logps_BT, rollout_logps_BT)]
+    sides = [side.flatten()[chosen].double() for side in (ratio.trainer_BT, ratio.rollout_BT)]
     return RolloutSample(torch.cat([counts, *sides, scored[chosen]]))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -22,9 +23,7 @@ import torch
 class Tally:
     """A float64 vector [sums | minima | maxima] and the names of its entries."""
 
-    sums: tuple[str, ...]
-    minima: tuple[str, ...]
-    maxima: tuple[str, ...]
+    names: tuple[tuple[str, ...], ...]  # of sums, minima and maxima
     values: torch.Tensor
 
     @classmethod
@@ -35,46 +34,36 @@ class Tally:
         maxima: Mapping[str, torch.Tensor] | None = None,
     ) -> Tally:
         """Build a tally from 0-d tensors of any dtype."""
-        groups = [dict(sums), dict(minima or {}), dict(maxima or {})]
+        groups = (sums, minima or {}, maxima or {})
         values = torch.stack([value.double() for group in groups for value in group.values()])
-        return cls(*(tuple(group) for group in groups), values=values)
+        return cls(tuple(tuple(group) for group in groups), values)
 
     def _parts(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return values.split([len(self.sums), len(self.minima), len(self.maxima)], dim=-1)
+        return values.split([len(group) for group in self.names], dim=-1)
 
     def __or__(self, other: Tally) -> Tally:
         """Both tallies of the same tokens side by side; names must not repeat."""
-        repeated = {*self.sums, *self.minima, *self.maxima} & {*other.sums, *other.minima, *other.maxima}
+        repeated = set(chain(*self.names)) & set(chain(*other.names))
         assert not repeated, f"both tallies hold {sorted(repeated)}"
+        names = tuple(ours + theirs for ours, theirs in zip(self.names, other.names, strict=True))
         pairs = zip(self._parts(self.values), other._parts(other.values), strict=True)
-        return Tally(
-            self.sums + other.sums,
-            self.minima + other.minima,
-            self.maxima + other.maxima,
-            torch.cat([part for pair in pairs for part in pair]),
-        )
+        return Tally(names, torch.cat([part for pair in pairs for part in pair]))
 
     def _merge_rows(self, values_RN: torch.Tensor) -> Tally:
         sums, minima, maxima = self._parts(values_RN)
-        merged = torch.cat([sums.sum(dim=0), minima.amin(dim=0), maxima.amax(dim=0)])
-        return Tally(self.sums, self.minima, self.maxima, merged)
+        return Tally(self.names, torch.cat([sums.sum(dim=0), minima.amin(dim=0), maxima.amax(dim=0)]))
 
     @staticmethod
     def merged(tallies: Iterable[Tally]) -> Tally:
         """One tally of several disjoint batches, e.g. micro-batches (no synchronization)."""
         tallies = list(tallies)
-        names = {(tally.sums, tally.minima, tally.maxima) for tally in tallies}
-        assert len(names) == 1, "tallies of different quantities cannot be merged"
+        assert len({tally.names for tally in tallies}) == 1, "tallies of different quantities cannot be merged"
         return tallies[0]._merge_rows(torch.stack([tally.values for tally in tallies]))
 
     def gathered(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> Tally:
-        """Merge over ranks with one collective.
-
-        Args:
-            gather: Concatenates a 1-D tensor over ranks, or stacks it, as `accelerate.Accelerator.gather` does.
-        """
+        """Merge over ranks with one collective, `gather`, which concatenates or stacks a 1-D tensor over ranks."""
         return self._merge_rows(gather(self.values).reshape(-1, self.values.numel()))
 
     def read(self) -> dict[str, float]:
         """The entries by name. This is the one place that waits for the device."""
-        return dict(zip(self.sums + self.minima + self.maxima, self.values.tolist(), strict=True))
+        return dict(zip(chain(*self.names), self.values.tolist(), strict=True))

@@ -1,22 +1,12 @@
-"""What any engine answers: how it computes, told once after its start, and what a sync came to.
+"""What any engine tells once after its start: how it computes. Whoever follows one reads this and asks nothing else.
 
-Nothing here knows vLLM. Whoever follows an engine (features/flow.py, features/kv_cache.py) reads `EngineNumerics` and
-asks nothing else.
+What a delivery asks of an engine is `sync.delivery.Engine`: it stands there because sync must not import engines.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from trl_fp8.quantization.formats import ScaleFormat
-from trl_fp8.quantization.kv_scales import KVScales
-
-
-class ActivationScaling(NamedTuple):
-    """Arguments of `quantization.blockwise.quantize_activation` that give the engine's codes and scales."""
-
-    scale_format: ScaleFormat
-    amax_floor: float
+from trl_fp8.quantization.formats.spec import ActivationScaling
 
 
 @dataclass(frozen=True)
@@ -39,30 +29,3 @@ class EngineNumerics:
     fused_experts: bool = False
     query_rounded: bool = False
     attention_weight_offset: float | None = None
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One finished sync. Seconds are wall time.
-
-    Attributes:
-        seconds: The whole sync took so long.
-        quantize_seconds: The part of it that was spent outside the engine's loader.
-        calibration_seconds: The part of it that the KV scales took.
-        audited_tensors: Number of tensors that were read back and compared.
-        bytes_sent: Bytes of all weights as the engine holds them, scales included.
-        fp8_weights: Number of weights that went out in FP8.
-        weight_relative_error: Root of the sampled squared quantization error over the squared weight.
-        dead_blocks: Name of each FP8 weight with blocks that are as good as zero -> their number.
-        kv_scales: Scales that were sent. None if the KV cache is not FP8.
-    """
-
-    seconds: float
-    quantize_seconds: float
-    calibration_seconds: float
-    audited_tensors: int
-    bytes_sent: int
-    fp8_weights: int
-    weight_relative_error: float
-    dead_blocks: dict[str, int]
-    kv_scales: KVScales | None

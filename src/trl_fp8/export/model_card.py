@@ -1,12 +1,12 @@
-"""What a model card says about FP8: how the run generated, how far engine and trainer disagreed, how to load
-an export.
-"""
+"""What a model card says about FP8: how the run generated, how far both sides disagreed, how to load an export."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 import yaml
+
+from trl_fp8.quantization.formats.spec import FormatSpec
 
 
 # metric -> what it is called in the card
@@ -27,23 +27,20 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
 
     Args:
         facts: `run_facts` of the run.
-        log_history: `trainer.state.log_history`; the mismatch is averaged over the last rows that have it.
+        log_history: `trainer.state.log_history`. The mismatch is averaged over the last rows that have it.
         audit_failures: Number of syncs that were not delivered.
     """
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    correction = facts["correction"] and ", ".join(f"{k}={v}" for k, v in facts["correction"].items() if v)
+    flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts["correction"] or {}
     rows = {
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
-        "engine kernels": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
-        or "high precision",
-        "trainer": f"fp8_forward={facts['fp8_flags']['fp8_forward']}, simulate_kv_cache="
-        f"{facts['fp8_flags']['simulate_kv_cache']}",
-        "correction of the mismatch": correction or "none",
+        "engine kernels": ", ".join(f"{name} ({count})" for name, count in kernels) or "high precision",
+        "trainer": ", ".join(f"{name}={flags[name]}" for name in ("fp8_forward", "simulate_kv_cache")),
+        "correction of the mismatch": ", ".join(f"{k}={v}" for k, v in correction.items() if v) or "none",
         **_measured(log_history),
         "syncs that failed their audit": audit_failures,
         "hardware": f"{facts['processes']} x {facts['hardware']}",
-        "versions": versions,
+        "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
@@ -52,20 +49,21 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     )
 
 
-def export_card(card: str, plan: str, has_kv_scales: bool, base_model: str | None = None) -> str:
+def export_card(card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, base_model: str | None = None) -> str:
     """A card for an FP8 checkpoint.
 
     Args:
-        card: Of the policy it was made from, with header and plan; empty for a model that was not trained here.
+        card: Card of the policy, with header and plan; empty for a model that was not trained here.
         plan: Table of what is FP8.
-        has_kv_scales: Whether the checkpoint brings scales of an FP8 KV cache.
-        base_model: Id of the model, for the header, if `card` is empty.
+        spec: Format of the weights.
+        has_kv_scales: The checkpoint brings scales of an FP8 KV cache.
+        base_model: Id of the model, for the header if `card` is empty.
     """
     options = ', kv_cache_dtype="fp8"' if has_kv_scales else ""
     section = (
-        "## FP8 checkpoint\n\nWeights are e4m3 in 128x128 blocks with `weight_scale_inv`; "
+        f"## FP8 checkpoint\n\nWeights are {spec.description} with `weight{spec.scale_suffix}`; "
         + ("KV cache scales are included. " if has_kv_scales else "there are no KV cache scales. ")
-        + f"vLLM reads it as it is, transformers dequantizes or runs it.\n\n```python\nfrom vllm import LLM\n\nllm = "
+        + f"{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = "
         f'LLM("THIS_REPOSITORY"{options})\n```\n\n'
         "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
     )
@@ -89,8 +87,8 @@ def _weights(facts: Mapping[str, Any]) -> str:
         return "none"
     experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
     return (
-        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: e4m3 in 128x128 "
-        f"blocks, {facts['scale_format']} scales, quantized at every sync"
+        f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: "
+        f"{facts['weight_format']}, {facts['scale_format']} scales, quantized at every sync"
     )
 
 
@@ -104,9 +102,5 @@ def _kv_cache(facts: Mapping[str, Any]) -> str:
 
 def _measured(log_history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Each metric over the last rows that have it; what was not measured is left out."""
-    found = {}
-    for metric, label in SHOWN.items():
-        values = [row[metric] for row in log_history if metric in row][-LAST:]
-        if values:
-            found[f"{label}, last {len(values)} logged steps"] = f"{fmean(values):.3g}"
-    return found
+    rows = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
+    return {f"{label}, last {len(last)} logged steps": f"{fmean(last):.3g}" for label, last in rows.items() if last}

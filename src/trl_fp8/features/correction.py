@@ -28,7 +28,9 @@ class Correction(Feature):
         if not from_trl:  # TRL described a ratio that is not used
             for statistic in ("min", "mean", "max"):
                 trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(batch.tensors, correction, trainer.accelerator, ratio_from_trl=from_trl)
+        metrics = apply_correction(
+            batch.tensors, batch.ratio, correction, trainer.accelerator, ratio_from_trl=from_trl
+        )
         batch.metrics |= metrics
         for name, text in health_warnings(metrics, correction).items():
             if name not in self._warned:

@@ -21,6 +21,9 @@ import torch
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
+from trl_fp8.correction.apply import batch_log_ratio
+from trl_fp8.correction.log_ratio import LogRatio
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -49,6 +52,11 @@ class Batch:
     tensors: dict[str, torch.Tensor]
     metrics: dict[str, float] = field(default_factory=dict)
     record: dict = field(default_factory=dict)
+
+    @cached_property
+    def ratio(self) -> LogRatio | None:
+        """Log-ratios of the tokens that the policy wrote, as they were before a correction."""
+        return batch_log_ratio(self.tensors)
 
 
 class Feature(TrainerCallback):

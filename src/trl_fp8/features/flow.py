@@ -39,7 +39,7 @@ class Flow(Feature):
         recipe, experts = trainer.recipe, None
         if numerics.linears is None and numerics.experts is None:
             raise RuntimeError(
-                f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's block-FP8 kernels: expected are those "
+                f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those "
                 f"of {len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found "
                 "is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or "
                 "set fp8_forward='off'."
@@ -54,9 +54,9 @@ class Flow(Feature):
         trainer = self.trainer
         return FP8Flow(
             **trainer.args.flow,
-            weight_format=trainer.recipe.scale_format,
-            activation_format=scaling.scale_format,
-            activation_amax_floor=scaling.amax_floor,
+            format=trainer.recipe.format,
+            scale_format=trainer.recipe.scale_format,
+            activation=scaling,
             cache_weights=not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
             **options,
         )

@@ -31,14 +31,11 @@ class RunLog(Feature):
             self._write(append, "log", state.log_history[-1])
 
     def extend_batch(self, batch: Batch) -> None:
-        """Comes before the correction, which may change the log-probs."""
         if not (self.writes and self.trainer.model.training):
             return
-        row, tensors = {"step": self.trainer.state.global_step}, batch.tensors
-        if {"old_per_token_logps", "sampling_per_token_logps"} <= tensors.keys():
-            mask_BT = tensors["completion_mask"] * tensors.get("tool_mask", 1)
-            sides = tensors["old_per_token_logps"], tensors["sampling_per_token_logps"]
-            row |= rollout_sample(*sides, mask_BT).read()
+        row = {"step": self.trainer.state.global_step}
+        if batch.ratio is not None:
+            row |= rollout_sample(batch.ratio).read()
         self._write(append, "rollouts", row | batch.record)
 
     def _write(self, write: Callable, *line) -> None:

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from trl_fp8.engine.protocol import SyncReport
+from trl_fp8.listing import listed
+from trl_fp8.sync.delivery import SyncReport
 
 from .feature import Feature, Rollouts
 
@@ -39,11 +40,10 @@ class Syncs(Feature):
         self._logged = sync
         if new := [name for name in sync.dead_blocks if name not in self._dead]:
             self._dead.update(new)
-            listed = ", ".join(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new[:6])
+            dead = listed(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new)
             logger.warning(
-                f"{len(new)} weights have 128x128 blocks without an element above 1e-12, which the engine holds as "
-                f"good as zero: {listed}{', ...' if len(new) > 6 else ''}. Usual causes: experts that get no "
-                "tokens, pruned weights."
+                f"{len(new)} weights ({self.trainer.recipe.format.description}) have blocks that the engine holds as "
+                f"good as zero: {dead}. Usual causes: experts that get no tokens, pruned weights."
             )
         metrics = {
             "fp8/sync_seconds": sync.seconds,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from trl_fp8.quantization.e4m3 import check_scale_format
+from trl_fp8.quantization.formats import FORMATS, format_named
 
 from .flag import flag
 
@@ -13,8 +14,11 @@ class WeightFlags:
 
     fp8_weights: bool = flag(
         True,
-        "Whether the engine runs the policy's linear layers in FP8 (W8A8, 128x128 weight blocks, 1x128 "
-        "activation groups). Weights are quantized from the policy at every sync.",
+        "Whether the engine runs the policy's linear layers in FP8 (W8A8). Weights are quantized from the policy at "
+        "every sync.",
+    )
+    fp8_weight_format: str = flag(
+        "blocks", "Format of FP8 weights: " + " ".join(f"{name!r}: {spec.help}" for name, spec in FORMATS.items())
     )
     fp8_scale_format: str = flag(
         "pow2",
@@ -30,6 +34,7 @@ class WeightFlags:
 
     def check_weights(self) -> None:
         """Raise `ValueError` for an unknown format."""
+        format_named(self.fp8_weight_format)
         try:
             check_scale_format(self.fp8_scale_format)
         except ValueError as error:

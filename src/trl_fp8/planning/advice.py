@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from trl_fp8.listing import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import is_vision
 
@@ -35,8 +36,8 @@ def risks(plan: Plan, outline: Outline) -> list[Risk]:
     if not_aligned:
         split = recipe.tensor_parallel_size > 1
         text = (
-            f"{len(not_aligned)} modules stay in BF16 because their shards do not fill 128x128 blocks: "
-            f"{not_aligned[0]}, ... "
+            f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}: "
+            f"{listed(not_aligned, 1)}. "
             f"{'A smaller vllm_tensor_parallel_size may help.' if split else 'No flag helps: it is their shape.'}"
         )
         found.append(Risk(text))

@@ -17,10 +17,7 @@ RESERVED_BYTES = 3 * GIB
 class Capacity:
     """KV cache tokens of one engine in `gpu_bytes * utilization` on each of its ranks.
 
-    Attributes:
-        plan: Of the model, with its tensor parallel size.
-        gpu_bytes: Memory of one GPU.
-        utilization: Share of it that the engine gets (`vllm_gpu_memory_utilization`).
+    `utilization` is the share of a GPU's memory that the engine gets (`vllm_gpu_memory_utilization`).
     """
 
     plan: Plan

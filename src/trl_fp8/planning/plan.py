@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import BLOCK
+from trl_fp8.quantization.formats.spec import FormatSpec
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -88,7 +88,7 @@ class Plan:
             "  ".join(pad(cell, width) for pad, cell, width in zip(align, line, widths, strict=True)).rstrip()
             for line in [header, tuple("-" * width for width in widths), *body]
         ]
-        weights = f"128x128 blocks, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
+        weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
         title = (
             f"FP8 plan for {self.model_name} (tensor parallel size {recipe.tensor_parallel_size}, weights {weights})"
         )
@@ -125,19 +125,16 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
     return Plan(
         model_name=outline.name,
         recipe=recipe,
-        rows=tuple(_row(key, count) for key, count in groups.items()),
+        rows=tuple(_row(key, count, recipe.format) for key, count in groups.items()),
         kv_bytes_per_token_before=2 * per_layer * outline.layers,
         kv_bytes_per_token_after=per_layer * (2 * outline.layers - fp8_layers),
     )
 
 
-def _row(key: tuple[str, tuple[int, ...], str, str], count: int) -> PlanRow:
+def _row(key: tuple[str, tuple[int, ...], str, str], count: int, spec: FormatSpec) -> PlanRow:
     pattern, shape, precision, reason = key
     numel = prod(shape) * count
-    after = 2 * numel
-    if precision == "fp8":  # one byte an element and an fp32 scale a block
-        blocks = prod(shape[:-2]) * -(-shape[-2] // BLOCK) * -(-shape[-1] // BLOCK) * count
-        after = numel + 4 * blocks
+    after = count * spec.weight_bytes(shape) if precision == "fp8" else 2 * numel
     return PlanRow(pattern, count, shape, precision, reason, numel, 2 * numel, after)
 
 

@@ -8,6 +8,7 @@ and output head included, and drops `quantization_config`, so that the saved mod
 from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.e4m3 import E4M3
 
 from .model import transformers_model
@@ -32,8 +33,8 @@ def save_in_high_precision(model: nn.Module) -> None:
     """
     if names := [name for name, parameter in model.named_parameters() if parameter.dtype == E4M3]:
         raise ValueError(
-            f"model was loaded in FP8 ({names[0]}, ... are float8_e4m3fn), which cannot be trained. Pass its name to "
-            "the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
+            f"model was loaded in FP8 ({listed(names, 1)} are float8_e4m3fn), which cannot be trained. Pass its name "
+            "to the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
         )
     base = transformers_model(model)
     if conversions := getattr(base, "_weight_conversions", None):

@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .digest_kernel import tile
 from .e4m3 import E4M3, E4M3_MAX
-from .formats import BLOCK, ScaleFormat
-from .tile import tile
+from .formats.blocks import BLOCK
+from .formats.spec import ScaleFormat
 
 
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
@@ -22,14 +23,8 @@ ROWS = 32  # per program, for groups in a row. Transposed operands are contiguou
 def quantize_blocks(
     values: torch.Tensor, square: bool, scale_format: ScaleFormat, amax_floor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `values`, in blocks of 128x128 (`square`) or groups of 128 in a row.
-
-    Args:
-        values: `[..., N, K]`, or `[..., K]` without `square`; floating point, on a GPU, any strides. A last block that
-            is not filled is quantized as if padded with zeros.
-        square: See above.
-        scale_format: Format of the scales.
-        amax_floor: Smallest amax that a block is given.
+    """Codes and scales of `values` `[..., N, K]`, any strides, in blocks of 128x128 (`square`) or groups of 128 in a
+    row. A last block that is not filled is quantized as if padded with zeros.
 
     Returns:
         e4m3 codes of `values`' shape, contiguous, and fp32 scales `[..., ceil(N/128), ceil(K/128)]`, or
@@ -44,24 +39,12 @@ def quantize_blocks(
     else:
         scale = torch.empty((count, blocks, rows), dtype=torch.float32, device=values.device).transpose(1, 2)
     height = BLOCK if square else ROWS
+    constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK, "LIMIT": E4M3_MAX}
     if values.numel():
         with torch.cuda.device_of(values):
-            _quantize[triton.cdiv(rows, height), blocks, count](
-                matrices,
-                codes,
-                scale,
-                rows,
-                columns,
-                *matrices.stride(),
-                *scale.stride(),
-                amax_floor,
-                SQUARE=square,
-                POW2=scale_format == "pow2",
-                HEIGHT=height,
-                WIDTH=BLOCK,
-                LIMIT=E4M3_MAX,
-                num_warps=8 if square else 4,
-            )
+            grid, strides = (triton.cdiv(rows, height), blocks, count), (*matrices.stride(), *scale.stride())
+            warps = 8 if square else 4
+            _quantize[grid](matrices, codes, scale, rows, columns, *strides, amax_floor, **constants, num_warps=warps)
     lead = values.shape[:-2] if square else values.shape[:-1]
     return codes.view(values.shape), scale.view(*lead, *scale.shape[1 if square else 2 :])
 
@@ -75,25 +58,15 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
     values = torch.empty(matrices.shape, dtype=dtype, device=codes.device)
     if codes.numel():
         with torch.cuda.device_of(codes):
-            _dequantize[triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK), count](
-                matrices,
-                scales,
-                values,
-                rows,
-                columns,
-                *matrices.stride(),
-                *scales.stride(),
-                SQUARE=square,
-                HEIGHT=ROWS,
-                WIDTH=BLOCK,
-            )
+            grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK), count
+            strides = *matrices.stride(), *scales.stride()
+            constants = {"SQUARE": square, "HEIGHT": ROWS, "WIDTH": BLOCK}
+            _dequantize[grid](matrices, scales, values, rows, columns, *strides, **constants)
     return values.view(codes.shape)
 
 
 def _matrices(tensor: torch.Tensor, square: bool) -> torch.Tensor:
-    """`[matrices, rows, columns]`: leading dims are further matrices, or where blocks are groups in a row,
-    further rows.
-    """
+    """`[matrices, rows, columns]`: leading dims are further matrices, or without `square` further rows."""
     return tensor.reshape(-1, *tensor.shape[-2:]) if square else tensor.reshape(1, -1, tensor.shape[-1])
 
 

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .tile import tile
-
 
 HEIGHT, WIDTH = 32, 256  # words per program
 
@@ -17,11 +15,7 @@ HEIGHT, WIDTH = 32, 256  # words per program
 def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_step: int) -> None:
     """Add to `total` (int64, 0-d) the sum of word (r, c) times `2 (first_row + r + c column_step) + 1`, modulo 2**64.
 
-    Args:
-        total: On a GPU.
-        words: int32 `[R, C]`, contiguous, on the same GPU.
-        first_row: Row of the first word in the tensor that `words` is a part of.
-        column_step: `P` of digest.py: odd, below 2**63.
+    `words` are int32 `[R, C]`, contiguous; `first_row` is the first one's in its tensor, `column_step` digest.py's P.
     """
     rows, columns = words.shape
     if words.numel():
@@ -31,6 +25,14 @@ def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_s
         with torch.cuda.device_of(words):
             grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
             _add_words[grid](total, words, rows, columns, first_row, column_step, HEIGHT=height, WIDTH=width)
+
+
+@triton.jit
+def tile(rows, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Row numbers `[HEIGHT]` and column numbers `[WIDTH]` in int64, and which pairs of them are inside the matrix."""
+    row = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    return row, column, (row < rows)[:, None] & (column < columns)[None, :]
 
 
 @triton.jit

@@ -11,7 +11,7 @@ decide how it is used here:
 
 import torch
 
-from .formats import SCALE_FORMATS, ScaleFormat
+from .formats.spec import SCALE_FORMATS, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
@@ -28,9 +28,7 @@ def check_scale_format(scale_format: str) -> None:
 
 
 def casts_in_hardware(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU with e4m3 instructions: Ada (8.9) or later. What is written in Triton
-    needs them.
-    """
+    """Whether `device` is an NVIDIA GPU with e4m3 instructions, which Triton needs: Ada (8.9) or later."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -57,13 +55,8 @@ def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
     """The multiplier that dequantizes (vLLM's `scale_inv`) for blocks whose largest magnitude is `amax`.
 
-    Args:
-        amax: Largest magnitudes, any shape.
-        scale_format: `"fp32"` gives amax / 448, `"pow2"` the next power of two, in an fp32 container either way.
-        amax_floor: Lower bound of `amax`, so that an all-zero block gets a scale that divides without NaN.
-
-    Returns:
-        fp32 scales of `amax`'s shape. A NaN or infinite amax gives a NaN or infinite scale.
+    `"fp32"` gives amax / 448, `"pow2"` the next power of two, in fp32 either way. `amax_floor` is a lower bound of
+    `amax`, so that an all-zero block gets a scale that divides without NaN. What is not finite stays so.
     """
     # By a tensor: on CUDA, torch turns a division by a number into a product with its rounded reciprocal
     scale = amax.to(torch.float32).clamp_min(amax_floor) / torch.full((), E4M3_MAX, device=amax.device)

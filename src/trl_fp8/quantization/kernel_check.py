@@ -11,7 +11,7 @@ import torch
 
 from .blockwise import dequantize_weight, quantize_activation, quantize_weight
 from .digest import digest
-from .formats import SCALE_FORMATS
+from .formats.spec import SCALE_FORMATS
 
 
 def require_exact_kernels(device: torch.device) -> None:

@@ -6,11 +6,12 @@ relative error is the same anywhere in its normal range. Hence amax times a marg
 which BF16 also represents exactly (vLLM reads a checkpoint's scales as BF16 at first load and as FP32 on reload).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
 import torch
+
+from trl_fp8.listing import listed
 
 from .e4m3 import E4M3_MAX, ceil_pow2
 
@@ -62,7 +63,7 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
     if bad.any():
         offenders = [f"layer {layer} {QKV[column]} (amax {amax[layer, column]:g})" for layer, column in bad.nonzero()]
         raise ValueError(
-            f"KV cache scales cannot be calibrated: {_list(offenders)}. A NaN or infinite value means that the "
+            f"KV cache scales cannot be calibrated: {listed(offenders)}. A NaN or infinite value means that the "
             "policy's forward diverged (check loss and grad_norm of the last steps); zero means that the layer was "
             "never run on a real token. kv_cache_dtype='auto' trains without an FP8 KV cache."
         )
@@ -76,10 +77,7 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
     `scaling * E4M3_RELATIVE_ERROR * sqrt(sum_d E[q_d^2] E[k_d^2])`. The largest over the root mean square of k says
     less: one outlier channel of D brings it to sqrt(D), however large the outlier is.
 
-    Args:
-        q_squares_HD: Mean squares of q per head and channel, over tokens; H is a multiple of G.
-        k_squares_GD: The same of k.
-        scaling: What attention multiplies q k by.
+    `q_squares_HD` and `k_squares_GD` are mean squares per head and channel, over tokens; H is a multiple of G.
     """
     k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
     return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()
@@ -88,7 +86,3 @@ def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling:
 def outlier_layers(logit_error_L: torch.Tensor) -> dict[int, float]:
     """Layers whose k has outliers that e4m3 cannot serve: layer number -> `logit_error` beyond `LOGIT_ERROR_LIMIT`."""
     return {layer: error for layer, error in enumerate(logit_error_L.tolist()) if error > LOGIT_ERROR_LIMIT}
-
-
-def _list(items: Sequence[str], most: int = 6) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")

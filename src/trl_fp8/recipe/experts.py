@@ -4,16 +4,13 @@
     model.layers.0.mlp.experts.gate_up_proj    [E, 2I, K]  of each expert the gate's rows, then the up projection's
     model.layers.0.mlp.experts.down_proj       [E, K, I]
 
-vLLM loads these fused tensors under the same names, except for Mixtral, whose published checkpoints have names of
-their own that transformers renames while loading and vLLM does not.
-
-Shape letters: E experts, I intermediate size of one expert, K hidden size.
+Shape letters: E experts, I intermediate size of one expert, K hidden size. Other names for them: `names.py`.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import BLOCK
+from trl_fp8.quantization.formats.spec import FormatSpec
 
 from .names import checkpoint_name, full_shape
 from .outline import Outline
@@ -23,7 +20,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-PARAMETERS = ("gate_up_proj", "down_proj")
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 
 
@@ -41,19 +37,19 @@ def router_name(experts: str) -> str:
 
 
 def is_router(module: "nn.Module") -> bool:
-    """Whether a module is a router that chooses experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral
-    and OLMoE.
-    """
+    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
     return type(module).__name__.endswith("TopKRouter")
 
 
-def why_not_fp8(outline: Outline, experts: str, tensor_parallel_size: int) -> str | None:
-    """Why an engine cannot hold a module of experts in block FP8, or None if it can."""
+def why_not_fp8(outline: Outline, experts: str, spec: FormatSpec, tensor_parallel_size: int) -> str | None:
+    """Why an engine cannot hold a module of experts in a format, or None if it can."""
+    if spec.why_no_experts:
+        return spec.why_no_experts
     if not outline.experts[experts]:
         return "experts of another layout than gate_up_proj [E, 2I, K] and down_proj [E, K, I]"
     _, hidden, intermediate = outline.parameters[f"{experts}.down_proj"]
     intermediate /= tensor_parallel_size
-    if intermediate % BLOCK or hidden % BLOCK:
+    if not spec.fits(intermediate, hidden):
         at = f" per rank at tensor parallel size {tensor_parallel_size}" if tensor_parallel_size > 1 else ""
-        return f"experts of {intermediate:g} x {hidden}{at}, not multiples of {BLOCK}"
+        return f"experts of {intermediate:g} x {hidden}{at}, not multiples of {spec.alignment}"
     return None

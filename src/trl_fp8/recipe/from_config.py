@@ -23,8 +23,8 @@ _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
-    """Outline of a checkpoint called `name`; None if its config.json leaves something to defaults that only
-    transformers knows, or if its architecture is not one of `CLASSES`.
+    """Outline of a checkpoint called `name`; None if its architecture is not one of `CLASSES`, or if its config.json
+    leaves something to defaults that only transformers knows.
     """
     kind = config.get("model_type")
     wanted = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"}
@@ -90,14 +90,11 @@ def _attention(prefix: str, kind: str, config: Mapping[str, Any], head_dim: int)
 
 def _dense(prefix: str, config: Mapping[str, Any]) -> _Shapes:
     hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    for name, rows, columns in (
-        ("gate_proj", intermediate, hidden),
-        ("up_proj", intermediate, hidden),
-        ("down_proj", hidden, intermediate),
-    ):
-        yield f"{prefix}.{name}.weight", (rows, columns)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
+        yield f"{prefix}.{name}.weight", shape
         if config.get("mlp_bias", False):
-            yield f"{prefix}.{name}.bias", (rows,)
+            yield f"{prefix}.{name}.bias", shape[:1]
 
 
 def _is_sparse(layer: int, config: Mapping[str, Any]) -> bool:

@@ -7,8 +7,8 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from .experts import PARAMETERS, expert_modules
-from .names import checkpoint_name, full_shape
+from .experts import expert_modules
+from .names import TRANSFORMERS, checkpoint_name, full_shape
 from .outline import Outline
 
 
@@ -43,9 +43,9 @@ def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that checkpoints hold, by checkpoint name: the routers' `e_score_correction_bias` of DeepSeek-V3 and
-    GLM-4 MoE, for example. They follow the model's updates like parameters, but no gradient, and keep their dtype
-    in an engine.
+    """Buffers that checkpoints hold, by checkpoint name, e.g. the routers' `e_score_correction_bias` of DeepSeek-V3.
+
+    They are updated like parameters, though by no gradient, and keep their dtype in an engine.
     """
     of_adapter = _adapter_names(model)
     for prefix, module in model.named_modules():
@@ -57,7 +57,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _heads(text: Any) -> tuple[int, int]:
-    """(KV heads, head size) from a language model's config; (0, 0) where its layers differ in them or have none."""
+    """(KV heads, head size); (0, 0) where layers differ in them or have none."""
     try:
         heads = getattr(text, "num_attention_heads", 0)
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -67,8 +67,8 @@ def _heads(text: Any) -> tuple[int, int]:
 
 
 def _adapter_names(model: nn.Module) -> Callable[[str], bool]:
-    """Whether a name of a PEFT model is an adapter's: by the prefix of its method, or a copy of a whole module that is
-    not the active one (PEFT's original, and TRL's reference). What TRL's sync leaves out.
+    """Tells what TRL's sync leaves out: names with the prefix of a PEFT method, and copies of whole modules that are
+    not active (PEFT's original, and TRL's reference).
     """
     prefix = getattr(model, "prefix", "lora_")
 
@@ -82,4 +82,4 @@ def _has_usual_layout(experts: nn.Module) -> bool:
     """transformers marks experts that are stored transposed, or with gate and up interleaved."""
     named = sorted(name for name, _ in experts.named_parameters(recurse=False))
     odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
-    return named == sorted(PARAMETERS) and not odd
+    return named == sorted(TRANSFORMERS.fused) and not odd

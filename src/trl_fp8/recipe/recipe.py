@@ -5,9 +5,10 @@ matches exact names only and drops what does not match without a word, so nothin
 is either in `fp8_modules` or in `kept_modules` with the reason why.
 
 A linear layer is FP8 if it is one of a decoder layer's projections (or of its shared expert's) and each of its shards
-at the engine's tensor parallel size fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v and gate, up)
-stand or fall together. The experts of a layer are FP8 under the same condition, all together, where the engine has
-kernels for them. Output head, embeddings, norms, routers and gates of shared experts stay in high precision.
+at the engine's tensor parallel size fits the format (fills whole 128x128 blocks, for one). Projections that vLLM fuses
+(q, k, v and gate, up) stand or fall together. The experts of a layer are FP8 under the same condition, all together,
+where the engine has kernels for them. Output head, embeddings, norms, routers and gates of shared experts stay in high
+precision.
 """
 
 import re
@@ -15,21 +16,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import BLOCK, ScaleFormat
+from trl_fp8.listing import listed
+from trl_fp8.quantization.formats import format_named
+from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .experts import PARAMETERS, router_name, why_not_fp8
-from .names import engine_name
+from .experts import router_name, why_not_fp8
+from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name
 from .outline import Outline
 
 
 if TYPE_CHECKING:
     from torch import nn
 
-
-# What vLLM shards along N (columns of x @ W.T) and along K (rows).
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _PROJECTION = re.compile(
     r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>"
@@ -44,21 +43,23 @@ class FP8Recipe:
     """What is FP8 in the engine. Made by `recipe_for_model`; every field is final once the engine has started.
 
     Attributes:
-        fp8_modules: Exact names (as in the checkpoint) of the linear layers whose weights are FP8, in model order.
-        fp8_experts: Exact names of the expert modules whose weights are FP8, in model order.
+        fp8_modules: Exact checkpoint names of the linear layers whose weights are FP8, in model order.
+        fp8_experts: Exact checkpoint names of the expert modules whose weights are FP8, in model order.
         kept_modules: Name -> reason, for every linear layer, expert module and router that stays in high precision.
         kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
         kv_cache_skip_layers: Decoder layers whose KV cache stays in the model's dtype.
-        scale_format: Format of the weights' scales, see `trl_fp8.numerics.e4m3`.
-        kv_scale_margin: What the calibrated amax of q, k and v is multiplied by before it becomes a scale.
+        format: Format of the weights.
+        scale_format: Format of the weights' scales, see `trl_fp8.quantization.e4m3`.
+        kv_scale_margin: Factor on the calibrated amax of q, k and v before it becomes a scale.
         tensor_parallel_size: Number of ranks that share one engine.
-        model_type: Of the model's config; a few model types have other names in the engine.
+        model_type: Model type of the config. A few model types have other names in the engine.
     """
 
     fp8_modules: tuple[str, ...]
     kept_modules: dict[str, str] = field(default_factory=dict)
     kv_cache_dtype: str = "fp8"
     kv_cache_skip_layers: tuple[int, ...] = ()
+    format: FormatSpec = BLOCKS
     scale_format: ScaleFormat = "pow2"
     kv_scale_margin: float = 1.05
     tensor_parallel_size: int = 1
@@ -68,7 +69,7 @@ class FP8Recipe:
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
         """Checkpoint names of the weights that are FP8."""
-        experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in PARAMETERS}
+        experts = {f"{name}.{parameter}" for name in self.fp8_experts for parameter in TRANSFORMERS.fused}
         return frozenset(experts | {f"{name}.weight" for name in self.fp8_modules})
 
     @property
@@ -83,6 +84,16 @@ class FP8Recipe:
         """What the engine calls a parameter or module of the policy."""
         return engine_name(name, self.model_type)
 
+    def scale_name(self, name: str) -> str:
+        """What the engine calls the scale of an FP8 weight of the policy."""
+        return self.engine_name(name + self.format.scale_suffix)
+
+    def sharing_scale(self, name: str) -> tuple[str, ...]:
+        """The FP8 weights, this one included, that have one scale; in the order in which vLLM fuses them."""
+        module = name.removesuffix(".weight")
+        peers = _fused_with(module) if self.format.fused_share_scale else []
+        return tuple(n for peer in peers if (n := f"{peer}.weight") in self.fp8_tensors) or (name,)
+
     @property
     def fp8_kv_cache(self) -> bool:
         return self.kv_cache_dtype != "auto"
@@ -96,13 +107,8 @@ class FP8Recipe:
         """
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": [self.engine_name(name) for name in self.kept_modules],
-        }
+        kept = [self.engine_name(name) for name in self.kept_modules]
+        return self.format.quantization_config | {"modules_to_not_convert": kept}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
@@ -118,6 +124,7 @@ def recipe_for(
     fp8_weights: bool = True,
     kv_cache_dtype: str = "fp8",
     kv_cache_skip_layers: tuple[int, ...] = (),
+    weight_format: str = "blocks",
     scale_format: ScaleFormat = "pow2",
     kv_scale_margin: float = 1.05,
     tensor_parallel_size: int = 1,
@@ -127,38 +134,38 @@ def recipe_for(
     """Decide for each linear layer and expert module of a model.
 
     Args:
-        outline: Of the policy.
-        fp8_weights, kv_cache_dtype, kv_cache_skip_layers, scale_format, kv_scale_margin, tensor_parallel_size: See the
-            flags of `FP8GRPOConfig`.
+        outline: Outline of the policy.
+        fp8_weights, kv_cache_dtype, kv_cache_skip_layers, weight_format, scale_format, kv_scale_margin,
+            tensor_parallel_size: See the flags of `FP8GRPOConfig`.
         ignored_modules: Linear layers and expert modules to keep, by exact name.
-        expert_kernels: Whether the engine has kernels for FP8 experts: vLLM has on CUDA, not on CPU.
+        expert_kernels: The engine has kernels for FP8 experts. vLLM has them on CUDA, not on CPU.
 
     Raises:
         ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
             layers that do not exist, or all layers. The message lists them.
     """
-    linears, experts = outline.linears, outline.experts
+    linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
     modules = [*linears, *experts]
     _check_ignored(ignored_modules, modules)
     _check_skipped(kv_cache_skip_layers, outline.layers)
     reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
     reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name in linears:
-        reasons[name] = reasons.get(name) or _why_kept(outline, name, tensor_parallel_size)
+        reasons[name] = reasons.get(name) or _why_kept(outline, name, spec, tensor_parallel_size)
     for name in experts:
         blocked = None if expert_kernels else "vLLM has no kernel for FP8 experts on CPU"
-        reasons[name] = reasons.get(name) or why_not_fp8(outline, name, tensor_parallel_size) or blocked
+        reasons[name] = reasons.get(name) or why_not_fp8(outline, name, spec, tensor_parallel_size) or blocked
     for name in linears:  # what vLLM fuses is either all FP8 or all kept
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
             reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
     kept = {name: reasons[name] for name in modules if reasons[name]}
     if fp8_weights and len(kept) == len(modules):
-        offenders = "\n".join(f"  {name}: {reason}" for name, reason in list(kept.items())[:8])
+        offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
-            "Block-FP8 needs shards that fill whole 128x128 blocks. Use "
+            f"Weights as {spec.description} need shards that {spec.requirement}. Use "
             f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False "
             "(kv_cache_dtype='fp8' works without it)."
         )
@@ -168,6 +175,7 @@ def recipe_for(
         kept_modules=kept | {router_name(name): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
+        format=spec,
         scale_format=scale_format,
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
@@ -180,16 +188,16 @@ def is_vision(name: str) -> bool:
     return _VISION.search(name) is not None
 
 
-def _why_kept(outline: Outline, name: str, tp_size: int) -> str | None:
+def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> str | None:
     match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
     if match is None or is_vision(name):
         return "not named as a projection of Llama's decoder layers"
     rows, columns = _shard_shape(match["kind"], outline.linears[name], outline.kv_heads, tp_size)
-    if rows % BLOCK or columns % BLOCK:
+    if not spec.fits(rows, columns):
         at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
-        return f"{rows:g} x {columns:g}{at} is not a multiple of {BLOCK} x {BLOCK}"
+        return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
     return None
 
 
@@ -208,8 +216,9 @@ def _smaller(tp_size: int) -> str:
 
 
 def _fused_with(name: str) -> list[str]:
+    """What vLLM fuses a module with, itself included; empty if nothing."""
     parent, _, kind = name.rpartition(".")
-    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group if peer != kind]
+    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
 
 
 def _check_ignored(ignored: tuple[str, ...], known: list[str]) -> None:

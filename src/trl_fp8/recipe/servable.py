@@ -3,7 +3,7 @@
 Three things have to hold: vLLM loads the model into a class of its own, that class takes the tensors that the policy
 sends under the policy's names, and what it made of them can be read back. What of vLLM 0.31 breaks one of them is
 listed here by what gives it away: a part of a parameter's name, or the model type where no name does. Other model
-types go on; once the engine is built its names are compared with the policy's (`engine.names`).
+types go on; once the engine is built its names are compared with the policy's (`sync.policy_checks`).
 tests/engine/test_servable.py holds the lists to what vLLM's classes do.
 """
 
@@ -65,9 +65,9 @@ def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
     """Raise `ValueError` for a model that no engine can serve; the message names its model type, reason and remedy.
 
     Args:
-        outline: Of the policy.
-        resolve: Architectures -> name of the class that vLLM would load them into, None if it has none
-            (`upstream.vllm.engine_class`). None: vLLM is not asked; it is not installed, or would take too long.
+        outline: Outline of the policy.
+        resolve: `upstream.vllm.engine_class`: architectures -> class of vLLM, None where it has none. Without it vLLM
+            is not asked, because it is not installed or would take too long.
     """
     if (reason := why_not_servable(outline, resolve)) is not None:
         raise ValueError(unservable(outline.model_type, reason))

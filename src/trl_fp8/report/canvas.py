@@ -1,29 +1,23 @@
 """Figures without a global state, and where they are written."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 
-if TYPE_CHECKING:
+try:
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+except ImportError as error:
+    raise ImportError("pictures need matplotlib: pip install 'trl-fp8[report]'") from error
 
 RAW, TREND, MARK = "#9ecae1", "#08519c", "#d94801"
 SERIES = ("#08519c", "#d94801", "#31844a", "#7b3f98", "#a07800", "#555555")
 
 
-def new_figure(width: float, height: float, title: str | None = None) -> "Figure":
+def new_figure(width: float, height: float, title: str | None = None) -> Figure:
     """An empty figure of `width` x `height` inches with a canvas of its own: no global backend, no open figure of the
     caller's is touched.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("pictures need matplotlib: pip install 'trl-fp8[report]'") from error
     figure = Figure(figsize=(width, height), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)
     if title:
@@ -31,7 +25,7 @@ def new_figure(width: float, height: float, title: str | None = None) -> "Figure
     return figure
 
 
-def save(figure: "Figure", path: str | Path) -> Path:
+def save(figure: Figure, path: str | Path) -> Path:
     """Write a PNG; its folder is made."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,7 +33,7 @@ def save(figure: "Figure", path: str | Path) -> Path:
     return path
 
 
-def tidy(axes: "Axes", title: str | None = None, x: str | None = None, y: str | None = None) -> None:
+def tidy(axes: Axes, title: str | None = None, x: str | None = None, y: str | None = None) -> None:
     """Labels, a light grid, and no frame above and on the right."""
     if title:
         axes.set_title(title, fontsize=11, loc="left")

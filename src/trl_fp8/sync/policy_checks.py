@@ -5,10 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from trl_fp8.listing import listed
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.vllm import engine_class
+
+from .pieces import Layout
 
 
 def require_servable(model: nn.Module) -> None:
@@ -35,17 +39,36 @@ def require_servable(model: nn.Module) -> None:
         )
 
 
-def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Raise `ValueError` naming what of `model`, parameters and persistent buffers, is not finite in the
-    engine's BF16.
+def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
+    """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has some of them.
 
-    Runs before the engine is touched, so that a diverged policy leaves the engine as it was. Reads every parameter
-    once and waits for the device once.
+    Finds what `require_servable` does not know of. The audit of a sync would find the same names, but a sync later,
+    and cannot tell a model that vLLM holds differently from a tensor that got lost.
+    """
+    sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
+    sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
+    unknown = [name for name in sent if name not in layout.pieces and layout.unreadable_name(name) is None]
+    filled = {layout.unreadable_name(name) or name for name in sent}
+    empty = [name for name in (*layout.pieces, *layout.unreadable) if name not in filled]
+    if unknown or empty:
+        reason = (
+            f"vLLM's class has {len(empty)} tensors under names that the policy does not have "
+            f"({listed(sorted(empty), 4) or 'none'}), and the policy {len(unknown)} that the class does not have "
+            f"({listed(sorted(unknown), 4) or 'none'})"
+        )
+        raise ValueError(servable.unservable(recipe.model_type, reason))
+
+
+def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
+    """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
+
+    Runs before the engine is touched, so that a diverged policy leaves it as it was. Reads every parameter (under
+    FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once.
 
     Args:
-        model: The policy. Under FSDP2 and ZeRO-3 this rank's shards are read.
-        reduce_max: Replaces a small tensor by its maximum over ranks, so that all of them raise, or none: a rank that
-            went on alone would wait for the others in the next gather.
+        model: The policy.
+        reduce_max: Replaces a tensor by its maximum over ranks. All of them raise, or none: a rank that went on alone
+            would wait for the others in the next gather.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
     named = [(name, _local(tensor)) for name, tensor in both if tensor.is_floating_point()]
@@ -58,11 +81,10 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         reduce_max(bad)
     names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
     if names:
-        listed = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         raise ValueError(
-            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: {listed}. "
-            "Nothing was sent; the engine still serves the previous weights. Look at the last optimizer step "
-            "(learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
+            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: "
+            f"{listed(names, 8)}. Nothing was sent; the engine still serves the previous weights. Look at the last "
+            "optimizer step (learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
         )
 
 

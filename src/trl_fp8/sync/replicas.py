@@ -1,8 +1,8 @@
 """The ranks that have to hold the same bytes, and whether they do.
 
-Every rank's engine is synced by itself. If one of them got other weights (a gather gone wrong, a policy that drifted
-apart, another model on disk), each sync would pass its own audit and the ranks would train on rollouts of different
-policies. So the audit's checksums are also compared over ranks: one small all-reduce, part of the audit's transfer.
+If one rank's engine got other weights (a gather gone wrong, a policy that drifted apart), each sync would pass its own
+audit, and the ranks would train on rollouts of different policies. So the audit's checksums are also compared over
+ranks: one small all-reduce, part of the audit's transfer.
 """
 
 from collections.abc import Callable
@@ -16,22 +16,14 @@ _ABSENT = torch.iinfo(torch.int64).min
 
 @dataclass(frozen=True)
 class Replicas:
-    """Ranks with the same place in their engine's tensor parallel group. They hold the same part of the same policy.
+    """Ranks with the same place in their engine's tensor parallel group: they hold the same part of the policy."""
 
-    Attributes:
-        rank: This process's rank.
-        tensor_parallel_size: Number of consecutive ranks that share one engine.
-        reduce_max: Replaces a tensor by its maximum over all ranks, in place.
-    """
-
-    rank: int
-    tensor_parallel_size: int
-    reduce_max: Callable[[torch.Tensor], None]
+    rank: int  # of this process
+    tensor_parallel_size: int  # number of consecutive ranks that share one engine
+    reduce_max: Callable[[torch.Tensor], None]  # replaces a tensor by its maximum over all ranks
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
-        """Largest and smallest of each of the int64 `values` `[n]` over this rank's replicas: `[2, n]`. A
-        collective.
-        """
+        """Largest and smallest of each of the int64 `values` `[n]` over the replicas: `[2, n]`. A collective."""
         slots = values.new_full((2, self.tensor_parallel_size, len(values)), _ABSENT)
         slot = self.rank % self.tensor_parallel_size
         slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow

@@ -2,46 +2,49 @@
 
     policy parameter ("...q_proj.weight", "...experts.gate_up_proj", fp32 or bf16)
         -> rounded to bf16                            what a BF16 engine would compute with
-        -> quantize_weight                            "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
+        -> Q(W) of the recipe's format                "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
                                                       (all experts of a layer in one call)
     any other parameter -> rounded to bf16, or as it is, for a loader that rounds on copying
     buffers of the checkpoint -> as they are
     last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 
-Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to.
-Yielded tensors never alias the policy where it could change under the consumer (merged adapters are unmerged again).
+Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to, or
+those of the two or three whose scale is one. Yielded tensors never alias the policy where it could change under the
+consumer (merged adapters are unmerged again).
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import BLOCK, dead_blocks, quantize_weight
-from trl_fp8.quantization.e4m3 import ScaleFormat
+from trl_fp8.listing import listed
+from trl_fp8.quantization.blockwise import dequantize_weight, first_rows
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
 Named = tuple[str, torch.Tensor]
 Share = Callable[[str, Float8Tensor], None]
-SCALE_SUFFIX = "_scale_inv"
+SAMPLED_ROWS = 128
 
 
 @dataclass
 class StreamReport:
-    """What one pass of `weight_stream` did. Complete when the stream is exhausted.
+    """What one pass of a `WeightStream` did. Complete when the stream is exhausted.
 
     Attributes:
+        seconds: Time that it took to produce what the consumer asked for.
         fp8_weights: Number of weights that went out in FP8.
         bytes_sent: Bytes of all weights as the engine holds them, scales included (not the KV cache scales).
-        error_sums: Sums of squares `[2]` (error, weight) over the first block row of each FP8 weight (of each expert
-            of it), on the device.
-        dead: Name of each FP8 weight -> number of its blocks that are zero or as good as zero, on the device; see
-            `quantization.blockwise.dead_blocks`.
+        error_sums: Sums of squares `[2]` (error, weight) over the first rows of each FP8 weight (of each expert of
+            it), on the device: a sample for 1/N of the cost.
+        dead: Name of each FP8 weight -> number of its blocks that are as good as zero, on the device.
     """
 
+    seconds: float = 0.0
     fp8_weights: int = 0
     bytes_sent: int = 0
     error_sums: torch.Tensor | None = None
@@ -58,81 +61,96 @@ class StreamReport:
         return (error / weight) ** 0.5 if weight else 0.0, counts
 
 
-def weight_stream(
-    parameters: Iterable[Named],
-    recipe: FP8Recipe,
-    kv_scales: KVScales | None,
-    report: StreamReport,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    copy: bool = False,
-    round_here: bool = True,
-    share: Share | None = None,
-    buffers: Iterable[Named] = (),
-) -> Iterator[Named]:
-    """Yield `(name, tensor)` for every checkpoint tensor of the engine.
+class WeightStream:
+    """Iterates over `(name, tensor)` of every checkpoint tensor of the engine, once.
 
     Args:
         parameters: The policy's `(checkpoint name, full tensor)`, in model order.
-        recipe: Which weights are FP8.
-        kv_scales: Scales for every attention layer; None if the KV cache is not FP8.
-        report: Filled on the way.
-        dtype: The engine's high-precision dtype; FP8 weights are quantized from values rounded to it.
-        copy: Copy also what is in `dtype` already, for parameters that change before the consumer has read them.
-        round_here: Whether what is not FP8 is brought to `dtype`. A loader in the same process does that by itself,
-            and an embedding is not held twice.
-        share: Called with the name of each FP8 weight and Q(W), for whoever computes with it too.
+        recipe: Which weights are FP8, and how.
+        kv_scales: Scales for every attention layer. None if the KV cache is not FP8.
         buffers: `(checkpoint name, tensor)` of the policy's persistent buffers, which keep their dtype in the engine.
+        copy: Copy also what is in BF16 already, for parameters that change before the consumer has read them.
+        round_here: Cast unquantized tensors before yielding. False if the loader casts while copying: saves a second
+            embedding.
+        share: Called with the name of each FP8 weight and Q(W), for whoever computes with it too.
+
+    Attributes:
+        report: `StreamReport` of the pass.
 
     Raises:
-        RuntimeError: Modules of the recipe had no weight in `parameters`; the message lists them.
+        RuntimeError: In the iteration: modules of the recipe had no weight in `parameters`; the message lists them.
     """
-    pending = set(recipe.fp8_tensors)
-    for name, parameter in parameters:
-        if name in recipe.fp8_tensors:
-            pending.discard(name)
-            weight = parameter.detach().to(dtype)
-            codes = quantize_weight(weight, recipe.scale_format, name=name, check_finite=False)
-            if share is not None:
-                share(name, codes)
-            _note(name, weight[..., :BLOCK, :], codes, recipe.scale_format, report)
-            for item in (name, codes.qdata), (name + SCALE_SUFFIX, codes.scale):
-                report.bytes_sent += item[1].nbytes
-                yield recipe.engine_name(item[0]), item[1]
-        else:
-            report.bytes_sent += parameter.numel() * dtype.itemsize
-            tensor = parameter.detach().to(dtype, copy=copy) if copy or round_here else parameter.detach()
-            yield recipe.engine_name(name), tensor
-    if pending:
-        raise RuntimeError(
-            f"the policy lacks {len(pending)} weights that the engine expects in FP8: {sorted(pending)[:6]}. Were "
-            "modules renamed or replaced after the trainer was made?"
-        )
-    for name, buffer in buffers:
-        report.bytes_sent += buffer.nbytes
-        yield recipe.engine_name(name), buffer.detach()
-    if kv_scales is not None:
-        yield from kv_scale_stream(kv_scales, recipe.kv_cache_skip_layers)
 
+    def __init__(
+        self,
+        parameters: Iterable[Named],
+        recipe: FP8Recipe,
+        kv_scales: KVScales | None = None,
+        *,
+        buffers: Iterable[Named] = (),
+        copy: bool = False,
+        round_here: bool = True,
+        share: Share | None = None,
+    ):
+        self.parameters, self.recipe, self.kv_scales, self.buffers = parameters, recipe, kv_scales, buffers
+        self.copy, self.round_here, self.share = copy, round_here, share
+        self.report = StreamReport()
 
-def _note(name: str, rows: torch.Tensor, codes: Float8Tensor, scale_format: ScaleFormat, report: StreamReport) -> None:
-    """Account for one FP8 weight; nothing here waits for the device."""
-    report.fp8_weights += 1
-    sums = _block_row_error(rows.float(), codes.qdata[..., :BLOCK, :], codes.scale)
-    report.error_sums = sums if report.error_sums is None else report.error_sums + sums
-    report.dead[name] = dead_blocks(codes.scale, scale_format).sum(dtype=torch.float32)
+    def timed(self, items: Iterable[Named]) -> Iterator[Named]:
+        """Pass `items`, which are made from this stream, through, and note in the report how long they took."""
+        items, start = iter(items), time.perf_counter()
+        for item in items:
+            self.report.seconds += time.perf_counter() - start
+            yield item
+            start = time.perf_counter()
+        self.report.seconds += time.perf_counter() - start
 
+    def __iter__(self) -> Iterator[Named]:
+        recipe, report = self.recipe, self.report
+        pending: dict[str, torch.Tensor] = {}  # whose scale is also that of a weight to come
+        missing = set(recipe.fp8_tensors)
+        for name, parameter in self.parameters:
+            if name in recipe.fp8_tensors:
+                missing.discard(name)
+                group = recipe.sharing_scale(name)
+                pending[name] = parameter.detach().to(torch.bfloat16, copy=self.copy and len(group) > 1)
+                if all(peer in pending for peer in group):
+                    yield from self._quantized({peer: pending.pop(peer) for peer in group})
+            else:
+                report.bytes_sent += parameter.numel() * torch.bfloat16.itemsize
+                rounded = self.copy or self.round_here
+                tensor = parameter.detach()
+                yield recipe.engine_name(name), tensor.to(torch.bfloat16, copy=self.copy) if rounded else tensor
+        if missing:
+            raise RuntimeError(
+                f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
+                "Were modules renamed or replaced after the trainer was made?"
+            )
+        for name, buffer in self.buffers:
+            report.bytes_sent += buffer.nbytes
+            yield recipe.engine_name(name), buffer.detach()
+        yield from self._kv_scales()
 
-def _block_row_error(rows: torch.Tensor, qdata: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Sums of squares (error, weight) over the first 128 rows: a sample of each weight for 1/N of the cost."""
-    restored = qdata.float().unflatten(-1, (-1, BLOCK)) * scale[..., :1, :, None]
-    return torch.stack([(rows - restored.flatten(-2)).square().sum(), rows.square().sum()])
+    def _quantized(self, weights: dict[str, torch.Tensor]) -> Iterator[Named]:
+        """FP8 weights with their scales; nothing here waits for the device."""
+        recipe, report = self.recipe, self.report
+        quantized = recipe.format.quantize_weights(list(weights.values()), recipe.scale_format)
+        for (name, weight), codes in zip(weights.items(), quantized, strict=True):
+            if self.share is not None:
+                self.share(name, codes)
+            rows = weight[..., :SAMPLED_ROWS, :].float()
+            error = rows - dequantize_weight(first_rows(codes, SAMPLED_ROWS), torch.float32)
+            sums = torch.stack([error.square().sum(), rows.square().sum()])
+            report.error_sums = sums if report.error_sums is None else report.error_sums + sums
+            report.dead[name] = recipe.format.dead_blocks(codes, recipe.scale_format).float()
+            report.fp8_weights += 1
+            report.bytes_sent += codes.qdata.nbytes + codes.scale.nbytes
+            yield recipe.engine_name(name), codes.qdata
+            yield recipe.scale_name(name), recipe.format.sent_scale(codes)
 
-
-def kv_scale_stream(kv_scales: KVScales, skip_layers: Collection[int] = ()) -> Iterator[Named]:
-    """The KV cache scales under the names that vLLM maps onto its attention layers."""
-    for layer, values in enumerate(kv_scales.values):
-        if layer in skip_layers:
-            continue
-        for which, value in zip(QKV, values, strict=True):
-            yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
+    def _kv_scales(self) -> Iterator[Named]:
+        """The KV cache scales under the names that vLLM maps onto its attention layers."""
+        for layer, values in enumerate(self.kv_scales.values if self.kv_scales is not None else ()):
+            if layer not in self.recipe.kv_cache_skip_layers:
+                for which, value in zip(QKV, values, strict=True):
+                    yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()

@@ -1,1 +1,1 @@
-"""Every private name of another library that this project relies on, and every patch that it makes."""
+"""Other libraries: every private name that this project relies on, and every patch that it makes."""

@@ -1,10 +1,6 @@
-"""Every private name of vLLM 0.31 and TRL 1.16 that this project relies on, in one place.
+"""Names of vLLM 0.31 that are no interface, and that this project relies on; as in `upstream.trl`.
 
-Each is used by exactly one function here and held by a contract test (tests/engine/test_upstream.py), so that an
-upgrade breaks there, with a name, and not in a training run. (vllm is imported where it is used: the trainer needs
-`substituted` also where vLLM is not installed.) The two classes that TRL constructs by module-global name
-(`VLLMGeneration` in its trainer, `LLM` in its generation module) have no factory hook; they are substituted for the
-duration of one constructor call.
+What can be done by a function stands here, too. vllm is imported where it is used: planning works without.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,6 +13,30 @@ from torch import nn
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.config import VllmConfig
+
+
+_LAYERS = "vllm.model_executor.layers"
+PRIVATE_NAMES = {  # owner -> name -> layers that use it
+    "vllm.model_executor.models.registry": {"_LazyRegisteredModel": "upstream"},
+    "vllm.model_executor.model_loader.reload.layerwise": {
+        "LOADING_LAYERS": "upstream",
+        "_place_kernel_tensors": "upstream",
+        "get_layerwise_info": "upstream",
+    },
+    "vllm": {"_custom_ops": "engine"},
+    "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
+    "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {"input_batch": "upstream", "query_start_loc": "upstream"},
+    f"{_LAYERS}.attention.Attention": {
+        f"_{which}_scale{copy}": "engine"
+        for which, copies in {"q": ("", "_float"), "k": ("", "_float", "_cpu"), "v": ("", "_float", "_cpu")}.items()
+        for copy in copies
+    },
+    f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
+    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine"},
+    f"{_LAYERS}.quantization.fp8.Fp8MoEMethod": {"_init_moe_kernel": "upstream"},
+    f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
+}
 
 
 def engine_model(llm: "LLM") -> nn.Module:
@@ -59,10 +79,10 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
 
 
 def reload_weights(llm: "LLM", weights: Iterator) -> None:
-    """Load a whole model's checkpoint tensors into the running engine (vLLM 0.31 `gpu_model_runner.reload_weights`).
+    """Load a whole model's checkpoint tensors into the running engine, with vLLM's own post-processing per layer.
 
-    Runs vLLM's own post-processing per layer and copies into the existing storage, so CUDA graphs stay valid. Must be
-    given every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
+    It copies into the existing storage, so that CUDA graphs stay valid. Must be given every tensor: a layer that got
+    only some of its shards is finished with uninitialized memory in the rest.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 
@@ -70,8 +90,8 @@ def reload_weights(llm: "LLM", weights: Iterator) -> None:
 def rebuild_expert_kernels(layers: Iterable[nn.Module]) -> None:
     """After a reload: let the kernels of `layers`, FP8 experts of the engine, read the engine's own scales.
 
-    vLLM 0.31 makes them anew from the layer as it is during the reload, so that they keep a second copy of the scales:
-    equal, but not what an audit of the parameters reads, and memory for nothing.
+    vLLM made them from the layer as it was during the reload, with a second copy of the scales: equal, but not what an
+    audit of the parameters reads.
     """
     for layer in layers:
         layer.quant_method._init_moe_kernel(layer)

@@ -1,8 +1,8 @@
 """The engine's KV cache scales: where vLLM keeps them, and proof that they are the ones that were sent.
 
 vLLM keeps each scale three times: a device tensor that CUDA kernels read, a Python float that the CPU kernel and
-FlashInfer read, and for k and v a tensor on the host. A scale that reaches only some of them is the bug that others
-had for months, so all of them are read back and compared.
+FlashInfer read, and for k and v a tensor on the host. It is no error if a new one reaches only some of them: so all
+are read back and compared.
 """
 
 from collections.abc import Collection
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.recipe.servable import REMEDY
 
@@ -18,20 +19,13 @@ from trl_fp8.recipe.servable import REMEDY
 # Attention implementations (vLLM 0.31) that read the scales anew in each forward, from the device tensors
 # (FlashAttention 3, Triton) or from the host floats (the CPU reference)
 READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
-
-
-# Factor on attention weights before vLLM 0.31's kernels round them to e4m3, which they do where q is e4m3:
-# Max_offset = 8 in FlashAttention 3 (hopper/flash_fwd_kernel_sm90.h), none in
-# v1/attention/ops/triton_unified_attention.py
+# `EngineNumerics.attention_weight_offset` where q is e4m3: Max_offset = 8 in FlashAttention 3
+# (hopper/flash_fwd_kernel_sm90.h), none in v1/attention/ops/triton_unified_attention.py
 WEIGHT_OFFSETS = {"FlashAttentionImpl": 2.0**8, "TritonAttentionImpl": 1.0}
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:
-    """The engine's attention modules by decoder layer number.
-
-    Raises:
-        RuntimeError: Two of them have the same layer number, or a name holds none.
-    """
+    """The engine's attention modules by decoder layer number; `RuntimeError` if names do not tell the layer."""
     layers = {}
     for name, module in model.named_modules():
         if isinstance(module, Attention):
@@ -43,11 +37,8 @@ def attention_layers(model: nn.Module) -> dict[int, Attention]:
 
 
 def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) -> dict[int, Attention]:
-    """The attention modules whose cache is FP8, after checking that recalibrated scales will be read by all of them.
-
-    Raises:
-        RuntimeError: Layers have a cache of another type than the recipe says, or an implementation that keeps copies
-            of the scales; the message lists them.
+    """The attention modules whose cache is FP8. `RuntimeError` lists layers that have a cache of another type than the
+    recipe says, or whose implementation may keep copies of the scales.
     """
     layers = attention_layers(model)
     if list(layers) != list(range(len(layers))):
@@ -69,7 +60,7 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
     if wrong:
         raise RuntimeError(
             f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  "
-            + "\n  ".join(wrong[:8])
+            + listed(wrong, 8, "\n  ")
             + "\n"
             "Remove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
             f"{READ_EACH_TIME}."
@@ -78,32 +69,20 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
 
 
 def quantizes_query(model: nn.Module) -> bool:
-    """Whether the engine's attention rounds q to e4m3 as well (FlashAttention 3 and Triton do, the CPU
-    reference not).
-    """
+    """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, the CPU reference does not."""
     return any(module.query_quant is not None for module in attention_layers(model).values())
 
 
 def attention_weight_offset(model: nn.Module) -> float | None:
-    """Factor on the weights of the engine's attention before they are rounded to e4m3; None: they are not."""
-    found = {
-        WEIGHT_OFFSETS[type(module.impl).__name__]
-        for module in attention_layers(model).values()
-        if module.query_quant is not None
-    }
+    """As in `EngineNumerics`."""
+    rounding = [module.impl for module in attention_layers(model).values() if module.query_quant is not None]
+    found = {WEIGHT_OFFSETS.get(type(impl).__name__) for impl in rounding}
     return found.pop() if len(found) == 1 else None
 
 
 def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collection[int] = ()) -> None:
-    """Compare every copy of every scale in the engine with `expected`. Waits for the device once.
-
-    Args:
-        model: The engine's model.
-        expected: What was sent.
-        skip_layers: Layers whose cache is not FP8; they have no scales.
-
-    Raises:
-        RuntimeError: The message lists each copy that differs, by layer and name.
+    """Compare every copy of every scale in an engine's model with `expected`, what was sent; layers of `skip_layers`
+    have none. `RuntimeError` lists each copy that differs, by layer and name. Waits for the device once.
     """
     layers = attention_layers(model)
     if list(layers) != list(range(len(expected))):
@@ -128,5 +107,6 @@ def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collecti
             ]
     if wrong:
         raise RuntimeError(
-            f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  " + "\n  ".join(wrong[:12])
+            f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  "
+            + listed(wrong, 12, "\n  ")
         )

@@ -1,6 +1,4 @@
-"""Which kernels run the engine's FP8 layers, and how they quantize activations: what a trainer in FP8 has
-to follow.
-"""
+"""`EngineNumerics` of a started vLLM, read off the modules of its model."""
 
 from collections import Counter
 
@@ -10,18 +8,14 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
-from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 from .kv_scales import attention_weight_offset, quantizes_query
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
-    """Read how an engine computes off its model.
-
-    Raises:
-        RuntimeError: Its FP8 linears quantize their input in several ways.
-    """
+    """How an engine computes. `RuntimeError` if its FP8 linears quantize their input in several ways."""
     experts = expert_scaling(model)
     return EngineNumerics(
         kernels=fp8_kernels(model),
@@ -34,7 +28,7 @@ def engine_numerics(model: nn.Module) -> EngineNumerics:
 
 
 def fp8_kernels(model: nn.Module) -> dict[str, int]:
-    """Names of the kernels that run the engine's FP8 linear layers and experts -> number of layers."""
+    """`EngineNumerics.kernels`."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
 
@@ -46,17 +40,19 @@ def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
-    """How the engine's FP8 linears quantize their input; None if there are none.
-
-    Raises:
-        RuntimeError: Layers differ, so that no single trainer flow could follow them.
+    """How the engine's FP8 linears quantize their input; None if there are none. `RuntimeError` if they differ: no
+    single flow of a trainer could follow them.
     """
     found = set()
     for kernel in _kernels(model):
         quant = kernel.quant_fp8
         native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
-        floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
-        found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
+        if quant.is_group_quant:
+            floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
+            found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
+        else:  # always fp32 scales that are floored; the torch path multiplies by their reciprocal
+            scope = "token" if quant.group_shape.is_per_token() else "tensor"
+            found.add(ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native))
     if len(found) > 1:
         raise RuntimeError(
             f"the engine's FP8 linears quantize activations in {len(found)} ways: {sorted(found)}. Pin one kernel: "
@@ -66,8 +62,7 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 
 def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
-    """How the engine's FP8 experts quantize activations, and whether act(gate) * up is quantized unrounded;
-    None without.
+    """`experts` and `fused_experts` of `EngineNumerics`; None without FP8 experts.
 
     vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is
     in use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization

@@ -1,15 +1,13 @@
 """vLLM's engine with a lighter sleep where the next generation needs the same weights, a memory of its routers, and
 samples that depend on nobody else's random numbers.
 
-TRL 1.16 puts the engine to sleep at level 2 after each generation: memory is freed and the weights are discarded, so
-the next generation begins with a sync. In a training step that is right, the weights will have changed. Between the
-batches of an evaluation and the turns of a conversation they have not: there level 1 moves them to host memory (half
-as much in FP8) and back.
+TRL 1.16 puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation
+begins with a sync. Between the batches of an evaluation and the turns of a conversation the weights stay the same:
+there level 1 moves them to host memory (half as much in FP8) and back.
 
 vLLM 0.31's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
 engine have to draw the same ones, or they sample different tokens and wait for each other for ever; but reward
-functions draw from that generator too, each rank for its own completions. So each generation begins at a seed of its
-own.
+functions draw from it too, each rank for its own completions. So each generation begins at a seed of its own.
 """
 
 import re
@@ -39,23 +37,19 @@ class RolloutLLM(LLM):
     Args:
         routes_from: Where the experts that routers choose come from: `"vllm"` returns them, `"routers"` are read;
             None: nobody asks.
-        **kwargs: As for `vllm.LLM`. `seed` is the same on ranks that share an engine and different on others, as TRL
-            sets it.
+        **kwargs: As for `vllm.LLM`. `seed` is the same on ranks that share an engine and different on others.
 
     Raises:
         ValueError: vLLM cannot return routes for this model or configuration; the message has its reason.
 
     Attributes:
-        keep_weights: Whether the weights will be needed again as they are.
-        weights_kept: Whether the engine sleeps with its weights in host memory.
-        routes: Of everything that was generated; None without `routes_from`.
         occasion: The trainer's step, and whether it trains or evaluates: what a resumed run knows of the uninterrupted
             one, to sample alike.
     """
 
-    keep_weights = False
-    weights_kept = False
-    routes: RouteLog | None = None
+    keep_weights = False  # they will be needed again as they are
+    weights_kept = False  # the engine sleeps with its weights in host memory
+    routes: RouteLog | None = None  # of everything that was generated; None without `routes_from`
     occasion = 0, 1
     _routes_from: str | None = None
     _seed = 0

@@ -1,21 +1,18 @@
 """Where an engine rounds to BF16 between its linears, pinned for a trainer that has to round there too.
 
-vLLM 0.31 leaves it to the compiler. On CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
-product, or a rotary embedding in FP32 and rounds once, where transformers' BF16 arithmetic rounds after each operation
-(vllm/ir/ops/layernorm.py, vllm/compilation/passes). The separate CUDA kernels do so for residual sums and SiLU; norm
-times weight and rotary embeddings they round once, too (disassembled from the wheel; nothing was run on a GPU). e4m3
-magnifies every BF16 step of difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
+vLLM 0.31 leaves it to the compiler: on CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
+product, or a rotary embedding in FP32 and rounds once, where transformers rounds to BF16 after each operation. So do
+the separate CUDA kernels for residual sums and SiLU; norm times weight and rotary embeddings they round once, too
+(disassembled from the wheel). e4m3 magnifies every BF16 step of difference: FP32 between the linears leaves nearly all
+of the mismatch (docs/numerics.md).
 
-A custom operation is opaque to the compiler, so the separate kernels run, compiled or not, with CUDA graphs or
-without; in what Inductor still fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then
-computes what an eager one does, bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are
-the price. On CPU, cpu_ops.py has the operations that round in the same way.
+A custom operation is opaque to the compiler, so the separate kernels run, compiled or not; in what Inductor still
+fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then computes what an eager one does,
+bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are the price.
 """
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from trl_fp8.engine.vllm.cpu.ops import PROVIDER
 
 
 if TYPE_CHECKING:
@@ -24,25 +21,17 @@ if TYPE_CHECKING:
 
 # Passes of vLLM's compiler that put such an operation into one kernel with its neighbours
 FUSIONS = (
-    "fuse_norm_quant",
-    "fuse_act_quant",
-    "fuse_attn_quant",
-    "fuse_allreduce_rms",
+    *("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms"),
     "enable_qk_norm_rope_fusion",
 )
 
 
 @dataclass(frozen=True)
 class RoundingPoints:
-    """Which of vLLM's implementations rounds as transformers does.
+    """Which of vLLM's implementations rounds as transformers does."""
 
-    Attributes:
-        norms: vLLM's IR operation -> its provider.
-        custom_ops: Other operations -> whether vLLM's custom operation is it, or else its torch path.
-    """
-
-    norms: dict[str, str]
-    custom_ops: dict[str, bool]
+    norms: dict[str, str]  # vLLM's IR operation -> its provider
+    custom_ops: dict[str, bool]  # other operations -> True for vLLM's custom operation, False for its torch path
 
     def arguments(self) -> dict[str, dict]:
         """For `vllm.LLM(...)`."""
@@ -57,11 +46,7 @@ class RoundingPoints:
         }
 
     def require(self, config: "VllmConfig") -> None:
-        """Raise `ValueError` naming the settings of a running engine that round elsewhere.
-
-        Args:
-            config: The engine's, with its defaults filled in.
-        """
+        """Raise `ValueError` naming the settings of a running engine that round elsewhere."""
         compilation, priority = config.compilation_config, config.kernel_config.ir_op_priority
         found = [
             f"kernel_config ir_op_priority.{name}={getattr(priority, name)}"
@@ -84,10 +69,3 @@ class RoundingPoints:
                 f"lets the engine round elsewhere: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove "
                 "these from vllm_engine_kwargs, or set fp8_forward='off'."
             )
-
-
-CPU = RoundingPoints(norms={"fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False})
-CUDA = RoundingPoints(
-    norms={"rms_norm": "vllm_c", "fused_add_rms_norm": "vllm_c"},
-    custom_ops={"rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
-)

@@ -24,17 +24,11 @@ from trl_fp8.upstream import vllm as upstream
 
 @dataclass
 class RouteLog:
-    """Routes of everything generated since `clear`.
+    """Routes of everything generated since `clear`."""
 
-    Attributes:
-        source: Requests of one call -> routes `[T - 1, L, K]` of each.
-        calls: Number of calls.
-        records: (token ids as bytes, routes) of each completion, in order.
-    """
-
-    source: Callable[[list[RequestOutput]], list[np.ndarray]]
+    source: Callable[[list[RequestOutput]], list[np.ndarray]]  # requests of one call -> routes `[T - 1, L, K]` of each
     calls: int = 0
-    records: list[tuple[bytes, np.ndarray]] = field(default_factory=list)
+    records: list[tuple[bytes, np.ndarray]] = field(default_factory=list)  # token ids and routes of each completion
 
     def clear(self) -> None:
         self.calls, self.records = 0, []
@@ -53,12 +47,10 @@ class RouteLog:
 
     def of(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Routes `[T - 1, L, K]` of each sequence; `NOWHERE` for tokens that were never fed (a tool's last result).
+        `RuntimeError` if the engine generated nothing that a sequence begins with.
 
         A conversation of several calls has for each token the routes of the first call that fed it: those under which
         the next token's log-prob was computed.
-
-        Raises:
-            RuntimeError: The engine generated nothing that a sequence begins with.
         """
         keys = [_bytes(tokens) for tokens in sequences]
         if self.calls == 1 and keys == [tokens for tokens, _ in self.records]:
@@ -95,13 +87,8 @@ def returned_routes(outputs: list[RequestOutput]) -> list[np.ndarray]:
 
 
 class RouterCapture:
-    """Reads the routers of a vLLM 0.31 engine on CPU (first model runner, eager) as they route.
-
-    Args:
-        llm: The engine, without prefix caching.
-
-    Raises:
-        ValueError: The engine's model has no routers.
+    """Reads the routers of a vLLM 0.31 engine on CPU (first model runner, eager, no prefix caching) as they route.
+    `ValueError` if it has none.
     """
 
     def __init__(self, llm: LLM):

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
 
 from .observation import QKVObservation
@@ -182,7 +183,7 @@ class KVCalibrator:
         now = self.margin * self.margin_factor
         logger.warning(
             "KV cache scales were too small for the rollouts: share of saturated elements in "
-            f"{', '.join(beyond[:6])}. "
+            f"{listed(beyond)}. "
             + (
                 f"The margin is at its limit of {now:g} already: the policy changes faster than it is calibrated. "
                 "Lower learning_rate, or set kv_calibration='policy'."

@@ -16,19 +16,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from trl_fp8.quantization.e4m3 import saturating_cast_
+from trl_fp8.quantization.round_trip import straight_through
 
 
 CHUNK = 256  # queries
-
-
-class _RoundWeights(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weights: torch.Tensor, offset: float) -> torch.Tensor:
-        return saturating_cast_(weights * offset).float().div_(offset)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient, None
 
 
 def rounded_attention(
@@ -98,6 +89,7 @@ def _attend(
     largest = scores.detach().amax(-1, keepdim=True).nan_to_num(neginf=0.0)
     weights = (scores - largest).exp()
     total = weights.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-    rounded = _RoundWeights.apply(weights, offset).view(batch, groups, -1, key.shape[2])
+    rounded = straight_through(weights, lambda w: saturating_cast_(w * offset).float().div_(offset))
+    rounded = rounded.view(batch, groups, -1, key.shape[2])
     output = (rounded @ value.float()).view(batch, groups, heads // groups, queries, size) / total
     return output.view(batch, heads, queries, size).transpose(1, 2)

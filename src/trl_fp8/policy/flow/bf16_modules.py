@@ -15,7 +15,6 @@ through the cast, as under FSDP2's `MixedPrecisionPolicy(param_dtype=torch.bfloa
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from trl_fp8.recipe.names import full_shape
 
 from .experts import FP8Experts
 from .linear import FP8Linear
+from .swapped_modules import SwappedModules, swapped_class
 
 
 class _BF16Parameters:
@@ -76,16 +76,8 @@ class _BF16ScaledOutput(_BF16Output):
         return super().forward(*args, **kwargs) * self.embed_scale.to(torch.bfloat16)
 
 
-class BF16Modules:
-    """The modules of a policy that compute in BF16; `install` and `remove`. FP8 linears, FP8
-    experts and LoRA adapters are not among them.
-
-    Attributes:
-        modules: What was turned, in model order.
-    """
-
-    def __init__(self, modules: list[nn.Module]):
-        self.modules = modules
+class BF16Modules(SwappedModules):
+    """The modules of a policy that compute in BF16. FP8 linears, FP8 experts and LoRA adapters are not among them."""
 
     @classmethod
     def install(cls, model: nn.Module) -> "BF16Modules":
@@ -96,15 +88,10 @@ class BF16Modules:
         """
         base = transformers_model(model)
         candidates = dict(base.get_decoder().named_modules()) | {"lm_head": base.get_output_embeddings()}
-        chosen = [module for name, module in candidates.items() if _computes(name, module)]
-        for module in chosen:
-            module.__class__ = _mixed(_mixin_for(module), type(module))
+        chosen = {name: module for name, module in candidates.items() if _computes(name, module)}
+        for module in chosen.values():
+            module.__class__ = swapped_class(_mixin_for(module), type(module), "BF16")
         return cls(chosen)
-
-    def remove(self) -> None:
-        """Turn the modules back into what they were."""
-        for module in self.modules:
-            module.__class__ = type(module).before
 
 
 def _computes(name: str, module: nn.Module | None) -> bool:
@@ -141,11 +128,6 @@ def _bf16_parameters(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(held)
-
-
-@cache
-def _mixed(mixin: type, cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"BF16{cls.__name__}", (mixin, cls), {"__module__": cls.__module__, "before": cls})
 
 
 def _bf16(value: object) -> object:

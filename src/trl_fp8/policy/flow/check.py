@@ -16,13 +16,8 @@ LIMIT = 1e-3
 def flow_warning(
     mismatch: float, model_type: str, *, adapters: bool = False, kv_cache_left_out: bool = False
 ) -> str | None:
-    """What a user should know about a full flow whose latest rollouts show `mismatch`; None if it holds.
-
-    Args:
-        mismatch: Mean |log-prob difference| over completion tokens; NaN means that nothing was measured.
-        model_type: Of the language model's config.
-        adapters: Whether the policy has adapters.
-        kv_cache_left_out: Whether the KV cache is FP8, and not simulated.
+    """What a user should know about a full flow whose latest rollouts show `mismatch`, a mean |log-prob difference|
+    over completion tokens (NaN: nothing was measured). None if the flow holds.
     """
     if not mismatch > LIMIT:
         return None

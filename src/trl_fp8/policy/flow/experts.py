@@ -4,14 +4,13 @@
         -> Q(x) @ Q(W13)^T  -> BF16 -> act(gate) * up -> Q(.) @ Q(W2)^T -> times the gate weight
         -> sum over a token's experts
 
-as FP8 linears do (fp8_flow.py), with all experts of a layer in one grouped GEMM, and one quantization of each 3-D
-weight per optimizer step, which the sync shares. A module stays the object it was and only changes its class.
+as FP8 linears do (flow.py), with all experts of a layer in one grouped GEMM, and one quantization of each 3-D weight
+per optimizer step, which the sync shares.
 
 Shape letters: N tokens, K experts per token, P = N * K pairs, E experts, I intermediate size, H hidden size.
 """
 
 from collections.abc import Collection
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +18,18 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import FLOORED_SCALE_AMAX, dequantize_weight, quantize_activation
+from trl_fp8.listing import listed
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX
 from trl_fp8.recipe.experts import expert_modules
 
 from .flow import FP8Flow
 from .matmul import compute_dtype
-from .quantized_weight import QuantizedWeight
+from .quantized_weight import KeepsQuantizedWeights
+from .swapped_modules import SwappedModules, swapped_class
 
 
-class FP8Experts:
+class FP8Experts(KeepsQuantizedWeights):
     """Mixed into an experts module's class. `FP8ExpertModules` sets `fp8_flow` and `_quantized`."""
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
@@ -51,27 +53,11 @@ class FP8Experts:
             hidden = self._apply_gate(gate_up)
             return hidden, self.fp8_flow.quantize_input(hidden)
         hidden = self._apply_gate(gate_up.float())
-        return hidden, quantize_activation(hidden, self.fp8_flow.activation_format, amax_floor=FLOORED_SCALE_AMAX)
+        scaling = self.fp8_flow.activation._replace(amax_floor=FLOORED_SCALE_AMAX)
+        return hidden, self.fp8_flow.format.quantize_activation(hidden, scaling)
 
     def _grouped(self, name: str, x: torch.Tensor, codes: Float8Tensor | None, ends_E: torch.Tensor) -> torch.Tensor:
         return _FP8GroupedMM.apply(x, codes, getattr(self, name), self.quantized_weight(name), ends_E)
-
-    def quantized_weight(self, name: str) -> Float8Tensor:
-        """Q(W) of one of the two parameters, codes `[E, ., .]`: the kept one if it is current, else made now."""
-        weight, kept = getattr(self, name), self._quantized.get(name)
-        if kept is not None and kept.is_current(weight):
-            return kept.codes
-        if not self.fp8_flow.cache_weights:
-            return self.fp8_flow.quantize_weight(weight)
-        return self.keep(name, self.fp8_flow.quantize_weight(weight))
-
-    def keep(self, name: str, codes: Float8Tensor) -> Float8Tensor:
-        """Compute with `codes`, Q(W) of a parameter as it is now, until the parameter changes."""
-        self._quantized[name] = QuantizedWeight.of(getattr(self, name), codes)
-        return codes
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_quantized": {}}
 
 
 class _FP8GroupedMM(torch.autograd.Function):
@@ -106,50 +92,19 @@ def _gemm_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
-class FP8ExpertModules:
-    """The FP8 experts of one model: installed together, invalidated together.
-
-    Attributes:
-        modules: Checkpoint name -> experts module, in model order.
-    """
-
-    def __init__(self, modules: dict[str, nn.Module]):
-        self.modules = modules
+class FP8ExpertModules(SwappedModules):
+    """The FP8 experts of one model, by checkpoint name."""
 
     @classmethod
     def install(cls, model: nn.Module, names: Collection[str], flow: FP8Flow) -> "FP8ExpertModules":
-        """Turn experts of `model` into FP8 experts, in place.
-
-        Args:
-            model: A plain or PEFT-wrapped model.
-            names: Names as in the checkpoint (`FP8Recipe.fp8_experts`).
-            flow: What they compute; its `backend` is that of the linears.
-
-        Raises:
-            ValueError: The flow's backward is FP8, which experts have not.
-        """
+        """Turn experts of `model`, plain or PEFT-wrapped, into FP8 experts, in place; `names` are the checkpoint's."""
         if names and flow.backward == "fp8":
             raise ValueError(
-                f"fp8_backward='fp8' with FP8 experts ({names[0]}, ...): their backward is straight-through only. Set "
-                "fp8_backward='bf16', or keep the experts in high precision with fp8_ignored_modules."
+                f"fp8_backward='fp8' with FP8 experts ({listed(names, 1)}): their backward is straight-through only. "
+                "Set fp8_backward='bf16', or keep the experts in high precision with fp8_ignored_modules."
             )
         chosen = {name: module for name, module in expert_modules(model) if name in names}
         for module in chosen.values():
-            module.__class__ = _mixed(type(module))
+            module.__class__ = swapped_class(FP8Experts, type(module), "FP8", ("fp8_flow", "_quantized"))
             module.fp8_flow, module._quantized = flow, {}
         return cls(chosen)
-
-    def keep(self, name: str, codes: Float8Tensor) -> None:
-        """Let the experts compute with Q(W) of a parameter, by checkpoint name, until the parameter changes."""
-        module, _, parameter = name.rpartition(".")
-        self.modules[module].keep(parameter, codes)
-
-    def invalidate(self) -> None:
-        """Drop what is kept: weights have changed."""
-        for module in self.modules.values():
-            module._quantized.clear()
-
-
-@cache
-def _mixed(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(f"FP8{cls.__name__}", (FP8Experts, cls), {"__module__": cls.__module__})

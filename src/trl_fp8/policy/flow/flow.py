@@ -7,17 +7,21 @@
                "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8,
                                                                           Jet-RL (arXiv 2601.14243)
 
-Q rounds to e4m3: weights in 128x128 blocks, everything else in groups of 128 along the dim that the GEMM contracts.
-The fields carry the values of the flags fp8_forward, fp8_backward and fp8_gemm_backend; "off" is no flow at all.
+Q rounds to e4m3: weights and activations as their format says (`quantization.formats`), the backward's operands in
+groups of 128 along the dim that the GEMM contracts. The fields carry the values of the flags fp8_forward, fp8_backward
+and fp8_gemm_backend; "off" is no flow at all.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation, quantize_weight
-from trl_fp8.quantization.e4m3 import ScaleFormat, check_scale_format
+from trl_fp8.quantization.blockwise import quantize_activation
+from trl_fp8.quantization.e4m3 import check_scale_format
+from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, ActivationScaling, FormatSpec, ScaleFormat
 
 
 FORWARDS = ("weights", "full")
@@ -35,10 +39,10 @@ class FP8Flow:
     Attributes:
         forward: `"weights"` or `"full"`, see above.
         backward: `"bf16"` or `"fp8"`, see above.
-        weight_format: Format of the weights' scales; what the sync sends to the engine (`FP8Recipe.scale_format`).
-        activation_format: Format of the scales of activations and gradients: what the engine's kernel uses.
-        activation_amax_floor: Smallest amax of an activation group, see `quantize_activation`.
-        backend: How the FP8 GEMMs run; see `trl_fp8.policy.fp8_gemm`.
+        format: Of the weights; what the sync sends to the engine (`FP8Recipe.format`).
+        scale_format: Of the weights' scales (`FP8Recipe.scale_format`).
+        activation: How the engine's kernel quantizes activations. Scales of gradients have its format.
+        backend: How the FP8 GEMMs run; see gemm.py.
         fused_activation: Of experts: act(gate) * up goes into quantization in fp32, and not rounded to BF16.
         cache_weights: Keep each layer's quantized weight (1 byte per element) until its weight changes. False where
             the weight that a forward sees is gathered anew each time (FSDP2, ZeRO-3).
@@ -49,9 +53,9 @@ class FP8Flow:
 
     forward: str = "full"
     backward: str = "bf16"
-    weight_format: ScaleFormat = "pow2"
-    activation_format: ScaleFormat = "pow2"
-    activation_amax_floor: float = ACTIVATION_AMAX_FLOOR
+    format: FormatSpec = BLOCKS
+    scale_format: ScaleFormat = "pow2"
+    activation: ActivationScaling = ActivationScaling("pow2")
     backend: str = "fake_quant"
     fused_activation: bool = False
     cache_weights: bool = True
@@ -64,25 +68,28 @@ class FP8Flow:
         ):
             if value not in known:
                 raise ValueError(f"{flag}={value!r} is not a precision flow. Use one of {list(known)}.")
-        check_scale_format(self.weight_format)
-        check_scale_format(self.activation_format)
-        if not self.activation_amax_floor > 0:
+        check_scale_format(self.scale_format)
+        check_scale_format(self.activation.scale_format)
+        if not self.activation.amax_floor > 0:
             raise ValueError(
-                f"activation_amax_floor={self.activation_amax_floor} would divide an all-zero group by zero. Use a "
-                f"positive number (vLLM's CUDA kernels: {ACTIVATION_AMAX_FLOOR})."
+                f"amax_floor={self.activation.amax_floor} of activations would divide an all-zero group by zero. Use "
+                f"a positive number (vLLM's CUDA kernels: {ACTIVATION_AMAX_FLOOR})."
             )
+        self._check_format()
         self._check_backend()
 
-    def quantize_weight(self, weight: torch.Tensor) -> Float8Tensor:
-        """Q(W), `[N, K]`, of the BF16-rounded weight: the bytes that a sync sends to the engine.
+    def quantize_weights(self, weights: Sequence[torch.Tensor]) -> list[Float8Tensor]:
+        """Q(W), `[N, K]` each, of BF16-rounded weights that the engine fuses, or of one: the bytes that a sync sends.
 
         A weight that is not finite gives non-finite scales here; the sync refuses it by name.
         """
-        return quantize_weight(weight.detach().to(torch.bfloat16), self.weight_format, check_finite=False)
+        return self.format.quantize_weights([one.detach().to(torch.bfloat16) for one in weights], self.scale_format)
 
-    def quantize_input(self, x: torch.Tensor) -> Float8Tensor:
-        """Q(x), `[..., K]`, of the BF16-rounded input: the engine's activations are BF16."""
-        return quantize_activation(x.to(torch.bfloat16), self.activation_format, amax_floor=self.activation_amax_floor)
+    def quantize_input(self, x: torch.Tensor, parts: int = 1) -> Float8Tensor:
+        """Q(x), `[..., K]`, of the BF16-rounded input: the engine's activations are BF16. Its tensor parallel ranks
+        hold `parts` parts of K.
+        """
+        return self.format.quantize_activation(x.to(torch.bfloat16), self.activation, parts)
 
     @torch.no_grad()
     def quantize_tokens(self, x: torch.Tensor) -> Float8Tensor:
@@ -92,7 +99,21 @@ class FP8Flow:
 
     def quantize_for_backward(self, values: torch.Tensor) -> Float8Tensor:
         """Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
-        return quantize_activation(values, self.activation_format, amax_floor=GRADIENT_AMAX_FLOOR)
+        return quantize_activation(values, self.activation.scale_format, amax_floor=GRADIENT_AMAX_FLOOR)
+
+    def _check_format(self) -> None:
+        flag = f"fp8_weight_format={self.format.name!r} with fp8_forward={self.forward!r}"
+        if self.forward == "full" and self.activation.scope != self.format.activation_scope:
+            raise ValueError(
+                f"{flag}: the engine's kernel quantizes activations with one scale per {self.activation.scope}, not "
+                f"per {self.format.activation_scope}, which depends on what else is in the batch, so that no trainer "
+                "can follow it. Run on a GPU with vLLM's CUTLASS kernels, or set fp8_forward='weights' or 'off'."
+            )
+        if self.format.fused_share_scale and not self.cache_weights:
+            raise ValueError(
+                f"{flag} under FSDP2 or DeepSpeed ZeRO-3: layers that vLLM fuses share a scale, and a forward sees "
+                "one gathered weight at a time. Set fp8_weight_format='blocks' or fp8_forward='off'."
+            )
 
     def _check_backend(self) -> None:
         flag = f"fp8_gemm_backend={self.backend!r}"
@@ -101,12 +122,17 @@ class FP8Flow:
                 f"{flag} with fp8_forward={self.forward!r}: without quantized activations no GEMM has two FP8 "
                 "operands. Set fp8_forward='full' or fp8_gemm_backend='fake_quant'."
             )
+        if self.backend not in self.format.gemm_backends:
+            raise ValueError(
+                f"{flag} with fp8_weight_format={self.format.name!r}: it multiplies other blocks. Use one of "
+                f"{list(self.format.gemm_backends)}, or fp8_weight_format='blocks'."
+            )
         if self.backend == "torchao" and self.backward != "fp8":
             raise ValueError(
                 f"{flag} with fp8_backward={self.backward!r}: torchao's block-FP8 GEMM brings its own FP8 backward. "
                 "Set fp8_backward='fp8', or another backend."
             )
-        formats = self.weight_format, self.activation_format
+        formats = self.scale_format, self.activation.scale_format
         if self.backend == "torchao" and formats != ("fp32", "fp32"):
             raise ValueError(
                 f"{flag} with weight scales {formats[0]!r} and activation scales {formats[1]!r}: torchao quantizes "

@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import BLOCK, dequantize_weight
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.formats.blocks import BLOCK
 
 from .flow import BACKENDS
 
@@ -33,10 +34,7 @@ HOPPER = (9, 0)
 
 
 def gemm_for(backend: str) -> Gemm:
-    """The function `(a, b, dtype) -> a @ b.T` of a backend, with codes `[M, K]` and `[N, K]`.
-
-    `dtype` is the dtype of the trainer's computation. The result has at least BF16's precision and any dtype.
-    """
+    """The `gemm` of a backend; `dtype` is that of the trainer's computation. Results have at least BF16 precision."""
     return {"fake_quant": fake_quant_gemm, "scaled_mm": scaled_mm_gemm}[backend]
 
 
@@ -94,15 +92,7 @@ def torchao_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def require_backend(backend: str, device_capability: tuple[int, int] | None) -> None:
-    """Raise unless `backend` can run here.
-
-    Args:
-        backend: One of `BACKENDS`.
-        device_capability: CUDA compute capability of the training device; None for CPU.
-
-    Raises:
-        ValueError: Names the flag, its value, the reason and the remedy.
-    """
+    """Raise `ValueError` unless `backend` can run on a device of this CUDA compute capability (None: on CPU)."""
     flag, remedy = f"fp8_gemm_backend={backend!r}", "Set fp8_gemm_backend='fake_quant', which runs on any device."
     if backend not in BACKENDS:
         raise ValueError(f"{flag} is not a GEMM backend. Use one of {list(BACKENDS)}.")

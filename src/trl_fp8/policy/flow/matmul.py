@@ -1,4 +1,4 @@
-"""The FP8 linear as one differentiable function, `fp8_linear`; which operand is rounded where is said in fp8_flow.py.
+"""The FP8 linear as one differentiable function, `fp8_linear`; which operand is rounded where is said in flow.py.
 
 What the backward keeps decides its memory: the straight-through backward keeps `x` in the compute dtype, as the plain
 linear does; the FP8 backward keeps the forward's codes of `x`, 1 byte per element. Neither keeps a copy of the weight.
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import BLOCK, dequantize_weight
+from trl_fp8.quantization.blockwise import dequantize_weight
 
 from .flow import FP8Flow
 from .gemm import gemm_for
@@ -31,8 +31,7 @@ def fp8_linear(
     Args:
         x: `[..., K]`, floating point.
         weight: `[N, K]`, the high precision weight: what gets the gradient, in its dtype.
-        bias: `[N]` or None.
-        weight_codes: Q(W): `flow.quantize_weight(weight)`, cached or not.
+        weight_codes: Q(W): `flow.quantize_weights([weight])`, cached or not.
         flow: The precision flow; not of backend "torchao".
         partial_sums: Number of parts of K that the engine's tensor parallel ranks multiply by themselves. Each product
             is rounded to BF16 and their sum once more, which is what any all-reduce of two ranks computes.
@@ -41,7 +40,8 @@ def fp8_linear(
     Returns:
         `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is
         rounded to BF16 before the bias is added and again after, as the engine does (vLLM 0.31,
-        BlockScaledMMLinearKernel.py); with `"weights"` it is the plain linear of x and the round-tripped weight.
+        BlockScaledMMLinearKernel.py), or only after, where its kernel adds the bias (`FormatSpec.fused_bias`); with
+        `"weights"` it is the plain linear of x and the round-tripped weight.
     """
     tokens, compute = x.reshape(-1, x.shape[-1]), compute_dtype(x)
     y = _FP8Matmul.apply(tokens, weight, bias, weight_codes, flow, partial_sums, compute, input_codes)
@@ -59,9 +59,10 @@ class _FP8Matmul(torch.autograd.Function):
     def forward(ctx, x, weight, bias, weight_codes: Float8Tensor, flow: FP8Flow, partial_sums, compute, codes):
         with torch.autocast(x.device.type, enabled=False):
             if codes is None and flow.forward == "full":
-                codes = flow.quantize_input(x)
+                codes = flow.quantize_input(x, partial_sums)
             y = _product(x, codes, weight_codes, bias, flow, partial_sums, compute)
             ctx.flow, ctx.compute = flow, compute
+            ctx.blocks = weight_codes.block_size, None if codes is None else codes.block_size
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
             for_dx, for_dw = (None, None), (None, None)
             if ctx.needs_input_grad[0]:
@@ -78,60 +79,60 @@ class _FP8Matmul(torch.autograd.Function):
     def backward(ctx, dy):
         dx = dw = db = None
         weight, weight_scale, x, x_scale = ctx.saved_tensors
+        if weight_scale is not None:
+            weight = _float8(weight, weight_scale, ctx.blocks[0])
+        if x_scale is not None:
+            x = _float8(x, x_scale, ctx.blocks[1])
         with torch.autocast(dy.device.type, enabled=False):
             if ctx.needs_input_grad[0]:
-                dx = _input_gradient(dy, weight, weight_scale, ctx.flow, ctx.compute).to(ctx.dtypes[0])
+                dx = _input_gradient(dy, weight, ctx.flow, ctx.compute).to(ctx.dtypes[0])
             if ctx.needs_input_grad[1]:
-                dw = _weight_gradient(dy, x, x_scale, ctx.flow, ctx.compute).to(ctx.dtypes[1])
+                dw = _weight_gradient(dy, x, ctx.flow, ctx.compute).to(ctx.dtypes[1])
             if ctx.needs_input_grad[2]:
                 db = dy.sum(0).to(ctx.dtypes[2])
         return dx, dw, db, None, None, None, None, None
 
 
 def _product(
-    x: torch.Tensor,
-    codes: Float8Tensor | None,
-    weight_codes: Float8Tensor,
-    bias: torch.Tensor | None,
-    flow: FP8Flow,
-    partial_sums: int,
-    compute: torch.dtype,
+    x: torch.Tensor, codes, weight_codes: Float8Tensor, bias, flow: FP8Flow, partial_sums: int, compute: torch.dtype
 ) -> torch.Tensor:
     """The forward, `[T, N]` in `compute`; `codes` is Q(x), None where x stays as it is."""
     if codes is None:
         bias = bias if bias is None else bias.to(compute)
         return F.linear(x.to(compute), dequantize_weight(weight_codes, compute), bias)
     gemm, bf16 = gemm_for(flow.backend), torch.bfloat16
-    parts = zip(_split(codes, 1, partial_sums), _split(weight_codes, BLOCK, partial_sums), strict=True)
-    products = [gemm(*part, compute).to(bf16) for part in parts]
+    parts = zip(_split(codes, partial_sums), _split(weight_codes, partial_sums), strict=True)
+    products = [gemm(*part, compute) for part in parts]
     if bias is not None:  # the first rank's, before the sum
-        products[0] = products[0] + bias.to(bf16)
+        first = products[0].float() if flow.format.fused_bias else products[0].to(bf16)
+        products[0] = first + bias.to(bf16)
+    products = [product.to(bf16) for product in products]
     y = products[0] if partial_sums == 1 else sum(product.float() for product in products).to(bf16)
     return y.to(compute)
 
 
 def _input_gradient(
-    dy: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None, flow: FP8Flow, compute: torch.dtype
+    dy: torch.Tensor, weight: torch.Tensor | Float8Tensor, flow: FP8Flow, compute: torch.dtype
 ) -> torch.Tensor:
-    """dX `[T, K]`. `weight` is W, or with `scale` the forward's codes of it."""
+    """dX `[T, K]`. `weight` is W, or the forward's codes of it."""
     if flow.backward == "bf16":
         dtype = _backward_dtype(compute, dy.device)
         return dy.to(dtype).mm(weight.to(compute).to(dtype))
     # Without a cache the codes are made again: kept ones would hold an unsharded weight until the backward
-    codes = flow.quantize_weight(weight) if scale is None else _float8(weight, scale, rows=BLOCK)
-    # Square blocks transposed are the same blocks: no second rounding
-    transposed = _float8(codes.qdata.t(), codes.scale.t(), rows=BLOCK)
+    codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
+    # Blocks transposed are the same blocks: no second rounding
+    transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
     return gemm_for(flow.backend)(flow.quantize_for_backward(dy), transposed, compute).to(compute)
 
 
 def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor, scale: torch.Tensor | None, flow: FP8Flow, compute: torch.dtype
+    dy: torch.Tensor, x: torch.Tensor | Float8Tensor, flow: FP8Flow, compute: torch.dtype
 ) -> torch.Tensor:
-    """dW `[N, K]`. `x` is X, or with `scale` the forward's codes of it."""
+    """dW `[N, K]`. `x` is X, or the forward's codes of it."""
     if flow.backward == "bf16":
         dtype = _backward_dtype(compute, dy.device)
         return dy.to(dtype).t().mm(x.to(dtype))
-    seen = x if scale is None else dequantize_weight(_float8(x, scale, rows=1), torch.float32)
+    seen = dequantize_weight(x, torch.float32) if isinstance(x, Float8Tensor) else x
     along_tokens = flow.quantize_for_backward(dy.t()), flow.quantize_for_backward(seen.t())
     return gemm_for(flow.backend)(*along_tokens, compute).to(compute)
 
@@ -141,13 +142,15 @@ def _backward_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else compute
 
 
-def _split(operand: Float8Tensor, rows: int, parts: int) -> list[Float8Tensor]:
-    """`operand` `[*, K]` in equal parts of K, each of whole blocks."""
+def _split(operand: Float8Tensor, parts: int) -> list[Float8Tensor]:
+    """`operand` `[*, K]` in equal parts of K, each of whole blocks, or all of one block."""
     if parts == 1:
         return [operand]
-    pairs = zip(operand.qdata.chunk(parts, 1), operand.scale.chunk(parts, 1), strict=True)
-    return [_float8(codes, scale, rows) for codes, scale in pairs]
+    rows, columns = operand.block_size
+    scales = operand.scale.chunk(parts, 1) if operand.scale.shape[1] > 1 else [operand.scale] * parts
+    pieces = zip(operand.qdata.chunk(parts, 1), scales, strict=True)
+    return [_float8(codes, scale, [rows, min(columns, codes.shape[1])]) for codes, scale in pieces]
 
 
-def _float8(codes: torch.Tensor, scale: torch.Tensor, rows: int) -> Float8Tensor:
-    return Float8Tensor(codes, scale, block_size=[rows, BLOCK], dtype=torch.bfloat16)
+def _float8(codes: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> Float8Tensor:
+    return Float8Tensor(codes, scale, block_size=list(block_size), dtype=torch.bfloat16)

@@ -1,6 +1,4 @@
-"""The policy in the engine's precision: FP8 linears and experts, and with a full FP8 forward the engine's
-BF16 between.
-"""
+"""The policy in the engine's precision: FP8 linears, FP8 experts, and with a full FP8 forward BF16 between them."""
 
 from torch import nn
 from torchao.quantization import Float8Tensor
@@ -12,6 +10,7 @@ from .bf16_modules import BF16Modules
 from .experts import FP8ExpertModules
 from .flow import FP8Flow
 from .linear import FP8Linears
+from .swapped_modules import SwappedModules
 
 
 class PrecisionFlow:
@@ -26,6 +25,7 @@ class PrecisionFlow:
 
     Attributes:
         flow: As given.
+        installed: FP8 experts and FP8 linears, by checkpoint name.
         keeps_weights: Whether a quantized weight lives until the weight changes, so that a sync's can be kept.
     """
 
@@ -39,8 +39,9 @@ class PrecisionFlow:
     ):
         self.flow = flow
         self.keeps_weights = flow.cache_weights and flow.backend != "torchao"  # which quantizes by itself
-        self._experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
-        self._linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
+        experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
+        linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
+        self.installed = SwappedModules(experts.modules | linears.modules)
         if flow.forward == "full":
             BF16Modules.install(model)
             if tap is not None and tap.device.type == "cpu":  # as the engine's reference
@@ -48,14 +49,9 @@ class PrecisionFlow:
 
     def weights_changed(self) -> None:
         """Quantized weights are made again when they are next needed."""
-        self._linears.invalidate()
-        self._experts.invalidate()
+        self.installed.invalidate()
 
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
-        """Compute with `codes`, an FP8 weight by checkpoint name as a sync has just quantized it, until the
-        weight changes.
-        """
-        if (linear := self._linears.modules.get(name.removesuffix(".weight"))) is not None:
-            linear.keep(codes)
-        else:
-            self._experts.keep(name, codes)
+        """Compute with `codes`, Q(W) of a weight by checkpoint name that a sync has just made, until W changes."""
+        module, _, parameter = name.rpartition(".")
+        self.installed.modules[module].keep(codes, parameter)

@@ -1,15 +1,14 @@
 """FP8 KV cache attention for vLLM on any CPU, out of plain torch operations.
 
 vLLM 0.31's own CPU kernel for an FP8 KV cache needs AVX-512 and rounds toward zero where the CUDA kernels round to
-nearest. The reference backend keeps real e4m3 bytes in vLLM's real paged cache and computes what the CUDA kernels
-compute, in FP64, so that a decode step gives what a prefill of the same tokens gives:
+nearest. The reference keeps real e4m3 bytes in vLLM's paged cache and computes what the CUDA kernels compute, in FP64,
+so that a decode step gives what a prefill of the same tokens gives, on any host:
 
     write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v)
     read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
-It is used for every FP8 KV cache on CPU, so that results do not depend on the host, and like the linear kernel it is
-made for development, tests and demos. Scales are read from the layer's host floats, as vLLM's CPU backend does. Layers
-that keep their cache in BF16 (`kv_cache_skip_layers`) go through the same code without the round trip.
+Scales are read from the layer's host floats, as vLLM's CPU backend does. Layers that keep their cache in BF16
+(`kv_cache_skip_layers`) go through the same code without the round trip.
 
 Shape letters: T tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """

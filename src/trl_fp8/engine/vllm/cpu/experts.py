@@ -1,8 +1,8 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's CPU kernels pack experts, so that an audit could not read them back, and vLLM 0.31 packs them anew at the first
-load only: after a reload they would compute with noise. The reference computes what `TritonExperts` computes on CUDA,
-out of plain torch operations, accumulation order apart:
+vLLM's CPU kernels pack experts, which could not be read back, and vLLM 0.31 packs them at the first load only: after a
+reload they would compute with noise. The reference computes what `TritonExperts` computes on CUDA, the order of sums
+apart:
 
     pairs of token and expert, sorted by expert -> gate_up in fp32 -> BF16 -> act(gate) * up in BF16 -> down in fp32,
     times the router's weight -> BF16; the sum over a token's experts is fp32 and rounded once
@@ -16,6 +16,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+from trl_fp8.upstream.patches import patch
 
 
 ACTIVATIONS = {MoEActivation.SILU: F.silu, MoEActivation.GELU: F.gelu}
@@ -60,15 +62,14 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
 
 def register_cpu_experts() -> None:
     """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Does nothing twice."""
-    classes = unquantized.backend_to_kernel_cls
-    if ReferenceUnquantizedExperts in classes(unquantized.UnquantizedMoeBackend.CPU):
+    cpu = unquantized.UnquantizedMoeBackend.CPU
+    if ReferenceUnquantizedExperts in unquantized.backend_to_kernel_cls(cpu):
         return
 
     def with_reference(backend: unquantized.UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
-        reference = backend is unquantized.UnquantizedMoeBackend.CPU
-        return [*([ReferenceUnquantizedExperts] if reference else []), *classes(backend)]
+        return [*([ReferenceUnquantizedExperts] if backend is cpu else []), *classes(backend)]
 
-    unquantized.backend_to_kernel_cls = with_reference
+    classes = patch(unquantized, "backend_to_kernel_cls", with_reference)
 
 
 def _grouped(

@@ -13,10 +13,16 @@ is made for development, tests and demos, not for speed.
 
 import torch
 from torch import nn
+from vllm import _custom_ops as vllm_ops
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import FP8ScaledMMLinearKernel
 from vllm.model_executor.layers import utils as vllm_layers
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum, current_platform
+
+from trl_fp8.upstream.patches import patch
 
 
 class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
@@ -37,22 +43,52 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
         return (x.double() @ w.double().T).float().to(self.config.out_dtype)
 
 
-def register_cpu_kernel() -> None:
-    """Put the reference kernel first in vLLM's table of block-FP8 kernels for CPU, and let unquantized layers keep
-    their weights. Does nothing twice.
-
-    vLLM 0.31: `register_linear_kernel` fills the per-tensor table only, so the block table is edited directly.
-    Unquantized layers and embeddings look `dispatch_cpu_unquantized_gemm` up when their weights have been loaded.
+class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
+    """`y = dequantize(x) @ dequantize(w) + bias`, summed in fp64 and rounded once; vLLM quantizes `x` per token, as it
+    does before its CUTLASS kernel. What it would do on CPU, one scale per batch, no trainer could follow.
     """
-    kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
-    if ReferenceFp8BlockKernel not in kernels:
-        kernels.insert(0, ReferenceFp8BlockKernel)
-        packing = vllm_layers.dispatch_cpu_unquantized_gemm
 
-        def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
-            if layer.weight.ndim == 2:
-                layer.cpu_linear = torch.nn.functional.linear
-            else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
-                packing(layer, remove_weight)
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
 
-        vllm_layers.dispatch_cpu_unquantized_gemm = keep_as_loaded
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return current_platform.is_cpu(), "the reference kernel runs on CPU only"
+
+    @classmethod
+    def can_implement(cls, c) -> tuple[bool, str | None]:
+        return c.weight_quant_key.scale.group_shape.is_per_tensor(), "the reference kernel has one scale per weight"
+
+    def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape) -> torch.Tensor:
+        """A: codes [T, K], B: codes [K, N], As: scales [T, 1], Bs: scale [], bias: [N] or None -> [..., N]."""
+        product = ((A.float() * As).double() @ (B.float() * Bs).double()).float()
+        return (product if bias is None else product + bias.float()).to(out_dtype).view(output_shape)
+
+
+def _scaled_fp8_quant(
+    values: torch.Tensor, scale: torch.Tensor, *_unused, **_given
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (values.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def register_cpu_kernel() -> None:
+    """Put the reference kernels first in vLLM's tables of FP8 kernels for CPU, and let unquantized layers and
+    embeddings keep their weights. Does nothing twice.
+    """
+    blocks, tensors = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS, linear_kernels._POSSIBLE_FP8_KERNELS
+    if ReferenceFp8BlockKernel in blocks[PlatformEnum.CPU]:
+        return
+    for_blocks = [ReferenceFp8BlockKernel, *blocks[PlatformEnum.CPU]]
+    patch(linear_kernels, "_POSSIBLE_FP8_BLOCK_KERNELS", blocks | {PlatformEnum.CPU: for_blocks})
+    for_tensors = [ReferenceFp8TensorKernel, *tensors[PlatformEnum.CPU]]
+    patch(linear_kernels, "_POSSIBLE_FP8_KERNELS", tensors | {PlatformEnum.CPU: for_tensors})
+    patch(vllm_ops, "scaled_fp8_quant", _scaled_fp8_quant)
+
+    def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
+            packing(layer, remove_weight)
+
+    packing = patch(vllm_layers, "dispatch_cpu_unquantized_gemm", keep_as_loaded)

@@ -20,6 +20,8 @@ import torch
 from vllm import ir
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 
+from trl_fp8.upstream.patches import patch
+
 
 PROVIDER = "trl_fp8"
 
@@ -29,7 +31,7 @@ def register_cpu_ops() -> None:
     op = ir.ops.fused_add_rms_norm
     if PROVIDER not in op.impls:
         op.register_impl(PROVIDER, supported=torch.version.cuda is None)(_add_rms_norm)
-        cpu_router._softmax_topk = partial(_fp32_logits, cpu_router._softmax_topk)
+        patch(cpu_router, "_softmax_topk", partial(_fp32_logits, cpu_router._softmax_topk))
 
 
 def _fp32_logits(

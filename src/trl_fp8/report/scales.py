@@ -1,18 +1,13 @@
 """Scales of the FP8 KV cache, per layer over the generations."""
 
 from math import log2
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.file import Run
 
-from .canvas import new_figure
+from .canvas import Figure, new_figure
 
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-def scales_figure(run: Run) -> "Figure | None":
+def scales_figure(run: Run) -> Figure | None:
     """log2 of the scales of q, k and v, layers upwards, steps to the right; None if the KV cache was not FP8."""
     rows = [row for row in run.rollouts if "kv_scales" in row]
     if not rows:
@@ -23,7 +18,7 @@ def scales_figure(run: Run) -> "Figure | None":
     return figure
 
 
-def saturation_figure(run: Run) -> "Figure | None":
+def saturation_figure(run: Run) -> Figure | None:
     """Share of k and v that their scale did not hold; None if that was not measured or never happened."""
     rows = [row for row in run.rollouts if "kv_saturation" in row]
     if not any(share for row in rows for layer in row["kv_saturation"] for share in layer):
@@ -34,7 +29,7 @@ def saturation_figure(run: Run) -> "Figure | None":
     return figure
 
 
-def _heatmaps(columns: dict[str, list[list[float]]], steps: list[int], colors: str, label: str) -> "Figure":
+def _heatmaps(columns: dict[str, list[list[float]]], steps: list[int], colors: str, label: str) -> Figure:
     """A map for each of `columns`: name -> generation -> layer -> value; all share one colour bar."""
     layers = len(next(iter(columns.values()))[0])
     figure = new_figure(3.6 * len(columns) + 0.9, min(6.0, 2.4 + 0.1 * layers))

@@ -1,9 +1,61 @@
-"""A run's summary as a plain-text table."""
+"""What the addition demo shows at its end: a summary as a plain-text table, and its training as one picture."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from trl_fp8.planning.plan import format_bytes
+from trl_fp8.report.canvas import MARK, Axes, Figure, save
+from trl_fp8.report.curves import TRAINING_PANELS, curves_figure
+
+
+def plot_training(
+    log_history: Iterable[Mapping[str, Any]],
+    path: str | Path,
+    title: str = "GRPO with FP8 rollouts",
+    held_out: Mapping[int, float] | None = None,
+) -> Path:
+    """Write `training_figure` as one PNG, whose folder is made, and return its path."""
+    return save(training_figure(log_history, title, held_out), path)
+
+
+def training_figure(
+    log_history: Iterable[Mapping[str, Any]], title: str | None = None, held_out: Mapping[int, float] | None = None
+) -> Figure:
+    """Reward, mismatch, completion length and sync time over the steps, a panel each.
+
+    Args:
+        log_history: `trainer.state.log_history`. Series that it lacks get no panel.
+        title: Above all panels.
+        held_out: Step -> reward on held-out problems, marked in the reward panel.
+
+    Raises:
+        ValueError: `log_history` holds none of the series.
+    """
+    figure, axes = curves_figure(log_history, TRAINING_PANELS, title)
+    if "reward" in axes and held_out:
+        _mark_held_out(axes["reward"], held_out)
+        axes["reward"].legend(frameon=False, fontsize=9, loc="best")
+    return figure
+
+
+def _mark_held_out(axes: Axes, held_out: Mapping[int, float]) -> None:
+    steps, rewards = zip(*sorted(held_out.items()), strict=True)
+    axes.plot(
+        steps,
+        rewards,
+        linestyle="none",
+        marker="D",
+        markersize=7,
+        color=MARK,
+        clip_on=False,
+        label="held-out problems",
+    )
+    for step, reward in zip(steps, rewards, strict=True):
+        # Inwards of the panel, and below: rewards rise, so that their curve is above
+        offset, side = ((8, -16), "left") if step == steps[0] else ((-4, -18), "right")
+        axes.annotate(f"{reward:.2f}", (step, reward), offset, "data", "offset points", ha=side, color=MARK)
+    axes.set_ylim(top=max(axes.get_ylim()[1], 1.15 * max(rewards)))
 
 
 def demo_table(summary: Mapping[str, Any]) -> str:

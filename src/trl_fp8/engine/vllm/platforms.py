@@ -1,0 +1,222 @@
+"""CPU and CUDA: what vLLM is told on each, what is put in place before it starts, and where it rounds.
+
+The engine starts from dummy weights with the recipe's `quantization_config` put into the model's config: no FP8
+checkpoint has to exist, and TRL syncs the whole policy before the first rollout in any case. Kernels and attention
+backend are pinned, because vLLM's automatic choice depends on the batch size (FlashInfer below 32 rows, DeepGEMM
+above) and takes kernels whose weights or scales could not be read back.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from accelerate.logging import get_logger
+from transformers import PretrainedConfig
+
+from trl_fp8.quantization.kernel_check import require_exact_kernels
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.vllm import forget_rotary_embeddings
+
+from .cpu.attention import reference_attention
+from .cpu.experts import register_cpu_experts
+from .cpu.linear import register_cpu_kernel
+from .cpu.ops import PROVIDER, register_cpu_ops
+from .rounding import RoundingPoints
+
+
+logger = get_logger(__name__)
+
+
+class Platform(ABC):
+    """Where an engine runs.
+
+    Attributes:
+        name: As torch calls the device.
+        rounding: vLLM's implementations that round where transformers does.
+        routes_from: Where `RolloutLLM` gets the experts that routers choose.
+    """
+
+    name: ClassVar[str]
+    rounding: ClassVar[RoundingPoints]
+    routes_from: ClassVar[Literal["vllm", "routers"]]
+
+    def arguments(
+        self,
+        recipe: FP8Recipe,
+        config: PretrainedConfig,
+        *,
+        max_num_seqs: int,
+        max_model_len: int | None,
+        return_routes: bool = False,
+        match_rounding: bool = False,
+        user: dict | None = None,
+    ) -> dict:
+        """What to pass to `LLM(...)` over what TRL passes.
+
+        Args:
+            recipe: What is FP8.
+            config: The policy's.
+            max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
+            return_routes: The experts that routers choose are wanted.
+            match_rounding: The trainer reproduces the engine's numerics, so pin BF16 rounding points (CPU: always).
+            user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
+
+        Raises:
+            ValueError: The platform cannot run what the recipe asks for; the message says what can.
+        """
+        user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        if recipe.quantization_config is not None:
+            arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
+            arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
+        if recipe.kv_cache_skip_layers:
+            arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
+        arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
+        if match_rounding:
+            arguments |= self.rounding.arguments()
+        if return_routes:
+            arguments |= self._routes_arguments(recipe, user)
+            cached = arguments["enable_prefix_caching"]
+            if user.get("enable_prefix_caching", cached) != cached:
+                raise ValueError(
+                    f"vllm_engine_kwargs sets enable_prefix_caching={not cached} with router_replay, which needs "
+                    f"{cached} on {self.name}. Remove it, or set router_replay='off'."
+                )
+        return _merged(arguments, user)
+
+    @abstractmethod
+    def ready(self, recipe: FP8Recipe) -> AbstractContextManager[None]:
+        """Engines that are started inside the block find what they need."""
+
+    @abstractmethod
+    def accept_unreadable(self, tensors: int, reasons: str) -> None:
+        """Warn that so many tensors cannot be read back by an audit, or refuse them."""
+
+    @abstractmethod
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
+
+    @abstractmethod
+    def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict: ...
+
+
+class Cpu(Platform):
+    """Development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
+
+    name = "cpu"
+    rounding = RoundingPoints(norms={"fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False})
+    routes_from = "routers"
+    block = 128  # tokens per KV cache block
+
+    @contextmanager
+    def ready(self, recipe: FP8Recipe) -> Iterator[None]:
+        forget_rotary_embeddings()
+        register_cpu_kernel()
+        register_cpu_experts()
+        register_cpu_ops()
+        with reference_attention() if recipe.fp8_kv_cache else nullcontext():
+            yield
+
+    def accept_unreadable(self, tensors: int, reasons: str) -> None:
+        # vLLM 0.31 packs experts at the first load only: after a sync they would compute with noise
+        raise ValueError(
+            f"vLLM's CPU kernels pack tensors of this model, where a sync cannot reach: {reasons}. Run on a GPU, or "
+            "choose another model."
+        )
+
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
+        if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
+            raise ValueError(
+                f"kv_cache_dtype={recipe.kv_cache_dtype!r} with attn_logit_softcapping="
+                f"{config.attn_logit_softcapping} in the model's config ({config.model_type}): the CPU engine's "
+                "reference attention does not cap logits. Set kv_cache_dtype='auto' on CPU, or run on a GPU."
+            )
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
+        per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
+        blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
+        per_seq = per_token * self.block * blocks
+        # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
+        budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
+        return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.rounding.arguments()
+
+    def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
+        return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
+
+
+@dataclass(frozen=True)
+class Cuda(Platform):
+    """A GPU of `capability`, e.g. (9, 0)."""
+
+    capability: tuple[int, int]
+
+    name = "cuda"
+    rounding = RoundingPoints(
+        norms={"rms_norm": "vllm_c", "fused_add_rms_norm": "vllm_c"},
+        custom_ops={"rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
+    )
+    routes_from = "vllm"
+    # Capability's first number -> linears and attention that keep weights as loaded and read KV scales anew each time.
+    # On 10 and 12 (Blackwell) vLLM itself takes DeepGEMM and FlashInfer, which do not (docs/gpu_kernels.md)
+    backends: ClassVar = {9: ("cutlass", "FLASH_ATTN")} | dict.fromkeys((8, 10, 12), ("triton", "TRITON_ATTN"))
+
+    @contextmanager
+    def ready(self, recipe: FP8Recipe) -> Iterator[None]:
+        require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
+        forget_rotary_embeddings()
+        yield
+
+    def accept_unreadable(self, tensors: int, reasons: str) -> None:
+        logger.warning(f"{tensors} high-precision tensors are synced but cannot be read back by the audit: {reasons}.")
+
+    def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
+        major, minor = self.capability
+        if recipe.quantization_config is not None and (self.capability < (8, 9) or major not in self.backends):
+            given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
+            raise ValueError(
+                f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and "
+                "Blackwell (10.x, 12.x). Older GPUs have no FP8 units; of others it is not known which of vLLM's FP8 "
+                "kernels keep weights and KV scales as they were sent, so that delivery could not be verified. Switch "
+                "FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
+            )
+        linear, attention = self.backends.get(major, (None, None))
+        arguments = {"linear_backend": recipe.format.linear_backend or linear} if recipe.fp8_weights else {}
+        arguments |= {"attention_backend": attention} if recipe.fp8_kv_cache else {}
+        # Other kernels for experts shuffle them, so that they could not be read back
+        return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
+
+    def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
+        """vLLM 0.31 stores routes with its prefix cache, so keep that on.
+
+        By default it schedules a batch ahead, which is in flight when a generation ends; the next sync resets the
+        prefix cache, and `begin_step` (`aux_output_connector/worker.py`) then fails an assertion. Hence one by one.
+        """
+        if recipe.tensor_parallel_size > 1:
+            raise ValueError(
+                f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
+                "rank of a vLLM 0.31 engine returns the experts that it chose, and its other ranks fail without them. "
+                "Set vllm_tensor_parallel_size=1, or router_replay='off'."
+            )
+        if user.get("async_scheduling"):
+            raise ValueError(
+                "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM 0.31 cannot reset its prefix "
+                "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
+                "router_replay='off'."
+            )
+        return {"enable_prefix_caching": True, "enable_return_routed_experts": True, "async_scheduling": False}
+
+
+def platform_of(device: torch.device | None = None) -> Platform:
+    """The platform of `device`; None: CUDA if there is a GPU."""
+    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return Cuda(torch.cuda.get_device_capability()) if on_gpu else Cpu()
+
+
+def _merged(ours: dict, users: dict) -> dict:
+    """The user's settings over ours; a dictionary within does not replace ours as a whole."""
+    both = {
+        name for name in ours.keys() & users.keys() if isinstance(ours[name], dict) and isinstance(users[name], dict)
+    }
+    return ours | users | {name: _merged(ours[name], users[name]) for name in both}

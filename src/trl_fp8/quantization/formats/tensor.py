@@ -1,0 +1,55 @@
+"""e4m3 with one scale per weight and one per token: vLLM's `fp8` without blocks.
+
+vLLM holds q, k, v in one parameter with one scale, and gate, up in another. What it loads with several scales it
+dequantizes to FP16 and quantizes again with the largest. Here such weights share a scale from the start, the largest,
+and no scale is below FP16's smallest normal number: then both of vLLM's roundings give back what they were given, and
+the engine holds the bytes that were sent (tests/numerics/test_tensor_format.py).
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .spec import FormatSpec, ScaleFormat
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torchao.quantization import Float8Tensor
+
+
+class _TensorSpec(FormatSpec):
+    def quantize_weights(self, weights: Sequence["Tensor"], scale_format: ScaleFormat) -> list["Float8Tensor"]:
+        import torch
+
+        from trl_fp8.quantization.blockwise import quantize_weight
+
+        largest = torch.stack([torch.stack(torch.aminmax(weight)).abs().amax() for weight in weights]).amax()
+        options = {"amax_floor": self.weight_amax_floor, "amax": largest, "check_finite": False}
+        return [quantize_weight(weight, scale_format, block=tuple(weight.shape), **options) for weight in weights]
+
+    def sent_scale(self, codes: "Float8Tensor") -> "Tensor":
+        return codes.scale.view(1)
+
+    def dead_blocks(self, codes: "Float8Tensor", scale_format: ScaleFormat) -> "Tensor":
+        import torch
+
+        return (codes.qdata.view(torch.uint8) & 0x7F).any().logical_not()  # the scale may be another weight's
+
+
+TENSOR = _TensorSpec(
+    name="tensor",
+    description="e4m3 per tensor",
+    help="one scale per weight, common to those that vLLM fuses, and one per token; experts stay in high precision.",
+    weight_block=None,
+    activation_scope="token",
+    weight_amax_floor=448 * 2**-14,
+    scale_suffix="_scale",
+    alignment=16,
+    requirement="have sides that are multiples of 16",
+    kernels=("ReferenceFp8TensorKernel", "CutlassFP8ScaledMMLinearKernel"),
+    readers="vLLM reads it as it is.",
+    linear_backend="cutlass",
+    why_no_experts="vLLM quantizes the input of per-tensor FP8 experts with one scale per batch",
+    fused_share_scale=True,
+    fused_bias=True,
+)

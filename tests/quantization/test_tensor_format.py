@@ -1,0 +1,236 @@
+"""The format "tensor" against its formulas, re-derived in numpy; what its spec says; what a trainer makes of it."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from testing import tiny_models
+from testing.quantization_counter import QuantizationCounter
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.linear import FP8Linears
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.formats import FORMATS, format_named
+from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.quantization.formats.tensor import TENSOR
+from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
+from trl_fp8.sync.weight_stream import WeightStream
+
+
+PER_TOKEN = ActivationScaling("fp32", FLOORED_SCALE_AMAX, "token", True)
+E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+CODES = np.sort(np.unique(E4M3[E4M3.isfinite()].numpy()))
+
+
+def e4m3(values):
+    """Nearest e4m3 value of each, ties to the even mantissa, at most 448; from the list of all values."""
+    values = np.clip(np.asarray(values, dtype=np.float64), -448, 448)
+    above = np.searchsorted(CODES, values).clip(1, len(CODES) - 1)
+    low, high = CODES[above - 1].astype(np.float64), CODES[above].astype(np.float64)
+    even = (above - 1 - np.searchsorted(CODES, 0.0)) % 2 == 0  # counted from zero, codes alternate
+    return np.where((values - low < high - values) | ((values - low == high - values) & even), low, high)
+
+
+def scale_of(amax, scale_format, floor):
+    scale = np.float32(max(np.float32(amax), np.float32(floor))) / np.float32(448)
+    return np.float32(2.0 ** np.ceil(np.log2(np.float64(scale)))) if scale_format == "pow2" else scale
+
+
+def weights(scale=0.3):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (48, 80), (16, 80), (16, 80)
+    made = [torch.randn(shape, generator=generator) * torch.logspace(-4, 0, 80) for shape in shapes]
+    return [(weight * scale * (row + 1)).bfloat16() for row, weight in enumerate(made)]
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("scale", [0.3, 1e-4])  # of the second, even the largest is below the floor
+def test_fused_weights_share_the_scale_of_the_largest(scale, scale_format):
+    given = weights(scale)
+    expected = scale_of(max(weight.abs().max().item() for weight in given), scale_format, 448 * 2**-14)
+    for weight, codes in zip(given, TENSOR.quantize_weights(given, scale_format), strict=True):
+        assert codes.scale.shape == (1, 1) and codes.scale.item() == expected
+        assert np.array_equal(codes.qdata.float().numpy(), e4m3(np.float32(weight.float().numpy()) / expected))
+        values = dequantize_weight(codes, torch.float32).numpy()
+        assert np.array_equal(values, codes.qdata.float().numpy() * expected)
+    (alone,) = TENSOR.quantize_weights(given[:1], scale_format)
+    assert scale < 0.1 or alone.scale.item() < expected
+    assert TENSOR.sent_scale(alone).shape == (1,)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("reciprocal", [False, True])
+def test_a_token_has_one_scale_on_each_rank(parts, reciprocal):
+    """Divided by it as in vLLM's CUDA kernel, or times its rounded reciprocal as in its torch path."""
+    x = torch.randn(33, 80, generator=torch.Generator().manual_seed(1)) * torch.logspace(-5, 1, 33)[:, None]
+    x = x.bfloat16()
+    codes = TENSOR.quantize_activation(x, PER_TOKEN._replace(reciprocal=reciprocal), parts)
+    assert codes.scale.shape == (33, parts)
+    for token, row in enumerate(x.float().numpy()):
+        for part, values in enumerate(np.split(row, parts)):
+            scale = np.float32(max(abs(values).max() / np.float32(448), np.float32(1 / (448 * 512))))
+            assert codes.scale[token, part].item() == scale
+            scaled = values * (np.float32(1) / scale) if reciprocal else values / scale
+            found = codes.qdata[token].float().numpy().reshape(parts, -1)[part]
+            assert np.array_equal(found, e4m3(scaled))
+
+
+def test_requantized_by_way_of_fp16_codes_stay_from_the_floor_on():
+    """What vLLM does to fused weights while loading; two-sided: scales below the floor lose codes."""
+
+    def kept(scale):
+        through_fp16 = (CODES * np.float32(scale)).astype(np.float16).astype(np.float32)
+        return np.array_equal(e4m3(through_fp16 * (np.float32(1) / np.float32(scale))), CODES)
+
+    floor = 2.0**-14
+    assert all(kept(floor * factor) for factor in np.concatenate([np.linspace(1, 2, 500), 2.0 ** np.arange(20)]))
+    assert not kept(floor / 8) and not kept(floor / 7)
+
+
+def test_nan_and_zeros():
+    dead = torch.zeros(16, 32).bfloat16()
+    broken = dead.clone()
+    broken[3, 4] = torch.nan
+    assert [TENSOR.dead_blocks(codes, "pow2").item() for codes in TENSOR.quantize_weights([dead, -dead], "pow2")] == [
+        True,
+        True,
+    ]
+    alive, zero = TENSOR.quantize_weights([dead + 1, dead], "pow2")
+    assert not TENSOR.dead_blocks(alive, "pow2") and TENSOR.dead_blocks(zero, "pow2")
+    assert all(codes.scale.isnan().all() for codes in TENSOR.quantize_weights([dead, broken], "pow2"))
+
+
+def test_what_the_specs_say():
+    blocks = format_named("blocks")
+    assert {name: spec.name for name, spec in FORMATS.items()} == {"blocks": "blocks", "tensor": "tensor"}
+    with pytest.raises(ValueError, match=r"fp8_weight_format='rows' .*\['blocks', 'tensor'\]"):
+        format_named("rows")
+    common = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+    assert TENSOR.quantization_config == common
+    assert blocks.quantization_config == common | {"weight_block_size": [128, 128]}
+    assert TENSOR.weight_bytes((48, 80)) == 48 * 80 + 4 and blocks.weight_bytes((3, 130, 128)) == 3 * 130 * 128 + 24
+    assert TENSOR.fits(48, 80) and not TENSOR.fits(48, 8) and not TENSOR.fits(48, 80 / 3)
+    assert not set(TENSOR.kernels) & set(blocks.kernels)
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config(intermediate_size=208))
+
+
+def test_the_recipe_of_a_tensor_format(model):
+    recipe = recipe_for_model(model, weight_format="tensor")
+    assert len(recipe.fp8_modules) == 14 and len(recipe_for_model(model).fp8_modules) == 8  # 208 fills no blocks
+    attention = "model.layers.1.self_attn"
+    group = tuple(f"{attention}.{kind}.weight" for kind in ("q_proj", "k_proj", "v_proj"))
+    assert all(recipe.sharing_scale(name) == group for name in group)
+    assert recipe.sharing_scale(f"{attention}.o_proj.weight") == (f"{attention}.o_proj.weight",)
+    assert recipe_for_model(model).sharing_scale(group[0]) == group[:1]
+    moe = tiny_models.ARCHITECTURES["qwen3_moe"][1](tiny_models.config("qwen3_moe"))
+    kept = recipe_for(outline_of(moe), weight_format="tensor").kept_modules
+    assert "one scale per batch" in kept["model.layers.0.mlp.experts"]
+
+
+def test_the_stream_waits_for_all_that_share_a_scale(model):
+    recipe = recipe_for_model(model, weight_format="tensor")
+    names, parameters = [], dict(model.named_parameters())
+    for name, tensor in WeightStream(parameters.items(), recipe):
+        names.append(name)
+        if name.endswith("weight_scale"):
+            group = recipe.sharing_scale(name.removesuffix("_scale"))
+            amax = max(parameters[peer].bfloat16().abs().max().item() for peer in group)
+            assert tensor.shape == (1,) and tensor.item() == scale_of(amax, "pow2", 448 * 2**-14)
+    assert sorted(names) == sorted([*parameters, *(f"{name}_scale" for name in recipe.fp8_tensors)])
+    first = [name for name in names if "layers.0.mlp" in name]
+    assert [name.split(".")[4:] for name in first[:4]] == [
+        ["gate_proj", "weight"],
+        ["gate_proj", "weight_scale"],
+        ["up_proj", "weight"],
+        ["up_proj", "weight_scale"],
+    ]
+    without = [(name, p) for name, p in parameters.items() if "layers.1.mlp.up_proj" not in name]
+    with pytest.raises(RuntimeError, match=r"lacks 1 weights .*layers\.1\.mlp\.up_proj\.weight"):
+        list(WeightStream(without, recipe))
+
+
+def test_a_parameter_that_changes_while_its_peers_are_awaited_was_copied(model):
+    model = model.bfloat16()
+    recipe = recipe_for_model(model, weight_format="tensor")
+    expected = {name: tensor.clone() for name, tensor in WeightStream(model.named_parameters(), recipe)}
+
+    def as_zero3_gathers_them():
+        for name, parameter in model.named_parameters():
+            gathered = parameter.detach().clone()
+            yield name, gathered
+            gathered.fill_(7)
+
+    for name, tensor in WeightStream(as_zero3_gathers_them(), recipe, copy=True):
+        assert torch.equal(tensor.float(), expected[name].float()), name
+
+
+def test_peers_are_quantized_together_once_and_anew_when_one_changes(model, monkeypatch):
+    recipe = recipe_for_model(model, weight_format="tensor")
+    modules = FP8Linears.install(model, recipe.fp8_modules, FP8Flow(format=TENSOR, activation=PER_TOKEN)).modules
+    counter, ids = QuantizationCounter(monkeypatch), torch.arange(12)[None]
+    assert counter.during(lambda: model(ids)) == 14 and counter.during(lambda: model(ids)) == 0
+    with torch.no_grad():
+        modules["model.layers.0.self_attn.k_proj"].weight.mul_(100)
+    before = modules["model.layers.0.self_attn.q_proj"]._quantized["weight"].codes.scale.clone()
+    assert counter.during(lambda: model(ids)) == 3
+    assert modules["model.layers.0.self_attn.q_proj"].quantized_weight().scale > 10 * before
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(ids).logits, model(ids).logits)
+    peers = twin.model.layers[0].self_attn.q_proj._peers
+    assert peers[1] is twin.model.layers[0].self_attn.k_proj
+
+
+@pytest.mark.parametrize("backward", ["bf16", "fp8"])
+@pytest.mark.parametrize("forward", ["weights", "full"])
+def test_a_linear_layer_trains(forward, backward):
+    """Gradients near those of the plain layer: with an FP8 backward, within a few roundings of 2**-4."""
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"layer": nn.Linear(256, 144)})
+    twin = copy.deepcopy(plain)
+    FP8Linears.install(twin, ["layer"], FP8Flow(forward, backward, format=TENSOR, activation=PER_TOKEN))
+    x = torch.randn(9, 256)
+    for one in (plain, twin):
+        one["layer"](x).square().sum().backward()
+    found, expected = twin["layer"].weight.grad, plain["layer"].weight.grad
+    assert 0 < (found - expected).norm() / expected.norm() < 0.15
+
+
+def test_row_parallel_parts_are_quantized_by_themselves():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"o_proj": nn.Linear(256, 144)}).bfloat16()
+    flow, x = FP8Flow(format=TENSOR, activation=PER_TOKEN), torch.randn(9, 256).bfloat16()
+    x[:, :128] *= 30
+    FP8Linears.install(model, ["o_proj"], flow, tensor_parallel_size=2)
+    (weight,) = TENSOR.quantize_weights([model["o_proj"].weight.detach()], "pow2")
+    w = dequantize_weight(weight, torch.float32).double()
+    halves = []
+    for rank in (0, 1):
+        part = dequantize_weight(TENSOR.quantize_activation(x[:, 128 * rank :][:, :128], PER_TOKEN), torch.float32)
+        product = (part.double() @ w[:, 128 * rank :][:, :128].T).float()
+        halves.append((product + model["o_proj"].bias.float() if rank == 0 else product).bfloat16().float())
+    assert torch.equal(model["o_proj"](x), sum(halves).bfloat16())
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (
+            {"cache_weights": False},
+            r"fp8_weight_format='tensor' with fp8_forward='full' under FSDP2 or DeepSpeed ZeRO-3",
+        ),
+        ({"activation": ActivationScaling("fp32", scope="tensor")}, r"one scale per tensor, not per token.*CUTLASS"),
+        ({"backend": "scaled_mm"}, r"fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'"),
+    ],
+)
+def test_flows_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        FP8Flow(**{"format": TENSOR, "activation": PER_TOKEN} | fields)
+    assert FP8Flow("weights", format=TENSOR, activation=ActivationScaling("fp32", scope="tensor"))
