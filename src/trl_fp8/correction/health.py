@@ -1,7 +1,6 @@
 """When a mismatch or correction metric has left the range in which others trained stably, and what to try then.
 
-Thresholds are those of the projects that published them; the text is what a user can change. Saying it once per run
-is the caller's business.
+The text is what a user can change. Saying it once per run is the caller's business.
 """
 
 from collections.abc import Mapping
@@ -15,12 +14,7 @@ MAX_MASKED_SEQUENCES = 0.2
 
 
 def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection) -> dict[str, str]:
-    """Warnings by metric name, empty while all is well. NaN (nothing measured) is not a warning.
-
-    Args:
-        metrics: The union of `mismatch_metrics` and `correction_metrics`, or any part of it.
-        correction: The correction in force; at level `"sequence"` the sample size of sequence ratios counts.
-    """
+    """Warnings about any of the mismatch and correction metrics, by name. NaN (nothing measured) is not a warning."""
 
     def leaves(name: str, low: float = float("-inf"), high: float = float("inf")) -> bool:
         return name in metrics and (metrics[name] < low or metrics[name] > high)

@@ -2,19 +2,14 @@
 
 The engine samples from pi_rollout, the loss assumes pi_trainer. Multiplying each term by r = pi_trainer / pi_rollout
 removes the bias and adds variance, which grows with the product of ratios; bounding r trades some of the bias back.
-Three decisions are kept apart because mixing them hides what was lost:
+Three decisions are kept apart because mixing them hides what was lost: weighting (`level` and `bound`), rejection
+(`rejection.py`, on raw ratios only), and the denominator (whether rejected tokens count in the loss average).
 
-- weighting: at which *level* the ratio is taken, and what its *bound* does (`RolloutCorrection.level`, `.bound`);
-- rejection: which tokens or sequences are not trained on (`rejection.py`), decided on raw ratios only;
-- the denominator: whether rejected tokens still count in the loss average (`keep`) or not (`shrink`).
+Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mode`s bit for bit while no log-ratio
+reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
 
-Levels `"token"` and `"sequence"` with a bound are TRL's four `vllm_importance_sampling_mode`s and equal TRL's ratios
-bit for bit while no log-ratio reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
-
-    padding, prompt, tool output       exactly 1       VESPO sums log(weight) over all T, unmasked
-    token without a rollout log-prob   1 at level "token"; the sequence's weight at the other levels,
-                                       to which it adds 0
-    both sides agree                   exactly 1
+    padding, prompt, tool output       exactly 1, also where both sides agree: VESPO sums log(weight) over all T
+    token without a rollout log-prob   1 at level "token"; else the sequence's weight, to which it adds 0
 
 Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens; a unit
 is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
@@ -22,6 +17,7 @@ is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -34,12 +30,7 @@ from .report import correction_tally
 from .tally import Tally
 
 
-LEVELS = ("token", "sequence", "geometric")
-BOUNDS = ("truncate", "mask")
-DENOMINATORS = ("keep", "shrink")
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-
-_MEAN_FLOOR = 1e-8  # of a batch that is masked (nearly) everywhere: dividing would only amplify noise
 
 
 @dataclass(frozen=True)
@@ -60,8 +51,8 @@ class RolloutCorrection:
         reject (`tuple[Rejection, ...]`, *optional*, defaults to `()`):
             Rejection rules; a token is trained on if all accept it.
         batch_normalize (`bool`, *optional*, defaults to `False`):
-            Divide the bounded weights by their mean over the whole batch (over scored tokens, or over sequences at the
-            other levels, before rejection), so that correction does not change the learning rate.
+            Divide the bounded weights by their mean over all scored units of the batch, before rejection, so that the
+            correction does not change the learning rate.
         denominator (`str`, *optional*, defaults to `"keep"`):
             `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do not count.
         bypass (`bool`, *optional*, defaults to `False`):
@@ -87,12 +78,12 @@ class RolloutCorrection:
             raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
 
     def _problems(self) -> Iterator[str]:
-        if self.level is not None and self.level not in LEVELS:
-            yield f"level={self.level!r} is unknown; use one of {', '.join(LEVELS)}, or None for weights of 1"
-        if self.bound not in BOUNDS:
-            yield f"bound={self.bound!r} is unknown; use one of {', '.join(BOUNDS)}"
-        if self.denominator not in DENOMINATORS:
-            yield f"denominator={self.denominator!r} is unknown; use one of {', '.join(DENOMINATORS)}"
+        if self.level not in ("token", "sequence", "geometric", None):
+            yield f"level={self.level!r} is unknown; use one of token, sequence, geometric, or None for weights of 1"
+        if self.bound not in ("truncate", "mask"):
+            yield f"bound={self.bound!r} is unknown; use one of truncate, mask"
+        if self.denominator not in ("keep", "shrink"):
+            yield f"denominator={self.denominator!r} is unknown; use one of keep, shrink"
         yield from bound_problems(self.bound_min, self.bound_max, ratio=True, names=("bound_min", "bound_max"))
         if self.level is not None and self.bound == "truncate" and self.bound_min is None and self.bound_max is None:
             yield "bound='truncate' has nothing to truncate at; set bound_max (2.0 is usual)"
@@ -121,20 +112,17 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Whether sum_t log(weight_t) is the log of the sequence's ratio, as VESPO reads it.
-
-        At level "sequence" it counts that ratio T times. At level "geometric" it is the ratio again.
-        """
-        return self.level != "sequence"
+        """VESPO reads sum_t log(weight_t) as the log of the sequence's ratio."""
+        return self.level != "sequence"  # which counts that ratio T times; "geometric" gives it again
 
     @property
     def needs_all_reduce(self) -> bool:
-        """Whether weights or mask depend on other ranks' tokens."""
+        """Weights or mask depend on other ranks' tokens."""
         return self.batch_normalize or self.measures_centre
 
     @property
     def measures_centre(self) -> bool:
-        """Whether a rejection band follows the KL measured in the run."""
+        """A rejection band follows the KL measured in the run."""
         return any(rule.centre == "measured" for rule in self.reject)
 
 
@@ -159,7 +147,18 @@ def correct_rollout(
     all_reduce: AllReduce | None = None,
     measured_kl: torch.Tensor | float | None = None,
 ) -> CorrectedRollout:
-    """`correct` for two sets of log-probs and a mask, as `log_ratio` takes them."""
+    """Turn two sets of log-probs into weights and a keep-mask.
+
+    Args:
+        trainer_logps_BT: Log-probs of the trainer, as `log_ratio` takes them.
+        rollout_logps_BT: Log-probs of the engine.
+        mask_BT: Nonzero at the tokens that are trained on.
+        correction: What to do.
+        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
+            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
+        measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
+            takes this batch's median over sequences.
+    """
     ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
     return correct(ratio, correction, all_reduce=all_reduce, measured_kl=measured_kl)
 
@@ -171,20 +170,12 @@ def correct(
     all_reduce: AllReduce | None = None,
     measured_kl: torch.Tensor | float | None = None,
 ) -> CorrectedRollout:
-    """Turn log-ratios into weights and a keep-mask.
-
-    Args:
-        ratio: Log-ratios of the batch.
-        correction: What to do.
-        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
-            `correction.needs_all_reduce`, so every rank calls it or none does. `None` normalizes and centres over this
-            batch alone.
-        measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
-            takes this batch's median over sequences.
-    """
+    """`correct_rollout` where the log-ratios are known."""
     raw, is_unit = _raw_ratio(ratio, correction.level)
-    too_high, too_low = _outside(raw, correction)
-    bounded = _bounded(raw, too_high | too_low, correction)
+    low = -math.inf if correction.bound_min is None else correction.bound_min
+    high = math.inf if correction.bound_max is None else correction.bound_max
+    too_high, too_low = raw > high, raw < low
+    bounded = raw.masked_fill(too_high | too_low, 0.0) if correction.bound == "mask" else raw.clamp(low, high)
     mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
     if measured_kl is not None:
         log_centre = torch.zeros_like(log_centre) - measured_kl
@@ -218,30 +209,14 @@ def correct(
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Ratio of each unit, and which units rest on at least one scored token."""
-    values_BT = ratio.values_BT
     if level is None:
-        return torch.ones_like(values_BT), ratio.scored_BT
+        return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
-        return torch.exp(values_BT), ratio.scored_BT
-    log_r_B1 = values_BT.sum(dim=-1, keepdim=True)
+        return torch.exp(ratio.values_BT), ratio.scored_BT
+    log_r_B1 = ratio.values_BT.sum(dim=-1, keepdim=True)
     if level == "geometric":
         log_r_B1 = log_r_B1 / ratio.scored_per_sequence_B1.clamp(min=1)
     return torch.exp(log_r_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), ratio.has_evidence_B1
-
-
-def _outside(raw: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
-    never = torch.zeros_like(raw, dtype=torch.bool)
-    too_high = never if correction.bound_max is None else raw > correction.bound_max
-    too_low = never if correction.bound_min is None else raw < correction.bound_min
-    return too_high, too_low
-
-
-def _bounded(raw: torch.Tensor, outside: torch.Tensor, correction: RolloutCorrection) -> torch.Tensor:
-    if correction.bound == "mask":
-        return raw.masked_fill(outside, 0.0)
-    if correction.level is None:  # weights of 1, whatever the bounds, which may be None
-        return raw
-    return torch.clamp(raw, min=correction.bound_min, max=correction.bound_max)
 
 
 def _batch_statistics(
@@ -260,7 +235,8 @@ def _batch_statistics(
     local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
     centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local
     mean = weight_sum / units.clamp(min=1)
-    usable = (mean > _MEAN_FLOOR) & correction.batch_normalize
+    # a batch that is masked (nearly) everywhere: dividing would only amplify noise
+    usable = (mean > 1e-8) & correction.batch_normalize
     return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
 
 

@@ -33,12 +33,10 @@ class LogRatio:
 
     @property
     def scored_per_sequence_B1(self) -> torch.Tensor:
-        """Number of scored tokens of each sequence, int64."""
         return self.scored_BT.sum(dim=-1, keepdim=True)
 
     @property
     def has_evidence_B1(self) -> torch.Tensor:
-        """Sequences with at least one scored token, bool."""
         return self.scored_per_sequence_B1 > 0
 
 
@@ -46,10 +44,8 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
     """Compare the log-probs that trainer and engine gave to the same sampled tokens.
 
     Args:
-        trainer_logps_BT: Log-probs from the trainer's forward. -inf is a ratio of (nearly) zero; NaN and +inf are
-            failures of the forward and are left unscored.
-        rollout_logps_BT: Log-probs of the engine that sampled the tokens. A sampled token cannot have probability
-            zero, so anything that is not finite counts as missing.
+        trainer_logps_BT: -inf is a ratio of (nearly) zero; NaN and +inf are failures of the forward, left unscored.
+        rollout_logps_BT: What is not finite counts as missing: a sampled token cannot have probability zero.
         mask_BT: Nonzero at the tokens that are trained on. What the log-probs hold elsewhere does not matter.
     """
     shapes = [tuple(x.shape) for x in (trainer_logps_BT, rollout_logps_BT, mask_BT)]

@@ -1,7 +1,6 @@
 """Rejection: which tokens or whole sequences are too far from the policy to learn from at all.
 
-Weighting repairs a sample; rejection refuses it. The two are kept apart (`importance.py` weights, this file only says
-keep or drop), so that each can be used without the other and a dropped sequence is always visible as dropped.
+Weighting (`importance.py`) repairs a sample, rejection refuses it; a dropped sequence is always visible as dropped.
 
 With log r_t = log pi_trainer - log pi_rollout, two divergences are estimated per token from the sample itself:
 
@@ -23,18 +22,10 @@ import torch
 from .log_ratio import LogRatio
 
 
-Statistic = Literal[
-    "token_ratio",
-    "token_k2",
-    "token_k3",
-    "token_veto",
-    "sequence_ratio",
-    "geometric_ratio",
-    "sequence_mean_k2",
-    "sequence_mean_k3",
-    "sequence_max_k2",
-    "sequence_max_k3",
-]
+_Token = Literal["token_ratio", "token_k2", "token_k3", "token_veto"]
+_Sequence = Literal["sequence_ratio", "geometric_ratio", "sequence_mean_k2", "sequence_mean_k3"]
+_Maximum = Literal["sequence_max_k2", "sequence_max_k3"]
+Statistic = Literal[_Token, _Sequence, _Maximum]
 
 # What a rule looks at, and over what it decides: each token for itself, a sum or mean over the sequence, or every
 # token of the sequence (one outside drops all; the maximum of a k is the same question)
@@ -121,8 +112,7 @@ def bound_problems(
 ) -> Iterator[str]:
     """Yield what is wrong with the band [minimum, maximum] of a ratio (which must contain 1) or of a k (>= 0)."""
     low, high = f"{names[0]}={minimum!r}", f"{names[1]}={maximum!r}"
-    wrong = [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]
-    if wrong:
+    if wrong := [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]:
         yield f"{' and '.join(wrong)} must be a finite number, or None for no bound"
     elif not ratio:
         if minimum is not None:
@@ -144,10 +134,8 @@ def _is_bound(value: object) -> bool:
 
 
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
-    """Median over sequences of the mean log-ratio, an estimate of -KL, and the number of sequences behind it.
-
-    A mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others.
-    """
+    """Median over sequences of the mean log-ratio, an estimate of -KL, and the number of sequences behind it."""
+    # a mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others
     has_evidence_B = ratio.has_evidence_B1.squeeze(-1)
     mean_B = _mean_over_sequence(ratio.values_BT.double(), ratio).squeeze(-1)
     candidates = torch.where(has_evidence_B, mean_B, torch.nan)

@@ -1,7 +1,4 @@
-"""A picture's worth of one batch's log-probs: a histogram of the log-ratio and a few pairs, in one small tensor.
-
-Shapes: B sequences, T completion tokens.
-"""
+"""A picture's worth of one batch's log-probs: a histogram of the log-ratio and a few pairs, in one small tensor."""
 
 from dataclasses import dataclass
 
@@ -21,9 +18,7 @@ class RolloutSample:
     packed: torch.Tensor
 
     def read(self) -> dict[str, list]:
-        """`log_ratio_counts` (BINS inside +-`log_ratio_limit`, an open one on either side) and `log_probs` (pairs of
-        trainer and rollout). Waits for the device.
-        """
+        """The histogram and pairs (trainer, rollout), as a run's file keeps them. Waits for the device."""
         values = self.packed.tolist()
         counts, rest = values[: BINS + 2], values[BINS + 2 :]
         third = len(rest) // 3

@@ -1,13 +1,11 @@
 """Named sums, minima and maxima of a batch in one small device tensor.
 
 A metric averaged per rank and then over ranks is wrong as soon as ranks hold different numbers of tokens, and a
-`.item()` per metric costs a synchronization each. A `Tally` avoids both: every rank and micro-batch contributes raw
-sums, they are merged exactly, and only the merged vector travels to the host, once.
+`.item()` per metric costs a synchronization each. With a `Tally`, every rank and micro-batch contributes raw sums and
+extremes, they are merged exactly, and only the merged vector travels to the host, once.
 
     tally = mismatch_tally(...) | corrected.report      # still on the device
     sums = tally.gathered(accelerator.gather).read()    # one collective, one synchronization -> dict[str, float]
-
-Summation alone would need only an all-reduce; extremes ride along because the vectors are gathered and merged by row.
 """
 
 from __future__ import annotations
