@@ -44,10 +44,8 @@ class RolloutCorrection:
         bound (`str`, *optional*, defaults to `"truncate"`):
             What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
             weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
-        bound_min (`float`, *optional*):
-            Lower bound of r = pi_trainer / pi_rollout, at most 1.
-        bound_max (`float`, *optional*, defaults to `2.0`):
-            Upper bound of r, at least 1.
+        bound_min, bound_max (`float`, *optional*, default to `None` and `2.0`):
+            Bounds of r = pi_trainer / pi_rollout, at most 1 and at least 1. `None` is no bound.
         reject (`tuple[Rejection, ...]`, *optional*, defaults to `()`):
             Rejection rules; a token is trained on if all accept it.
         batch_normalize (`bool`, *optional*, defaults to `False`):
@@ -56,8 +54,7 @@ class RolloutCorrection:
         denominator (`str`, *optional*, defaults to `"keep"`):
             `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do not count.
         bypass (`bool`, *optional*, defaults to `False`):
-            Use the rollout's log-probs as the old log-probs, so that the policy ratio itself corrects. Excludes a
-            `level`, which would correct twice.
+            Use the rollout's log-probs as the old log-probs: the policy ratio itself corrects, with `level=None`.
         monitor_only (`bool`, *optional*, defaults to `False`):
             Report what the correction would have done and change nothing.
     """

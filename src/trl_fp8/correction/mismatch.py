@@ -44,32 +44,26 @@ def mismatch_tally(ratio: LogRatio) -> Tally:
     """The sums behind `mismatch_metrics`, on the device."""
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
+    distance_BT = log_r_BT.abs()
     log_r_B = log_r_BT.sum(dim=-1)
     scored_B = ratio.scored_BT.any(dim=-1)
+    over_tokens = {
+        "tokens": ratio.mask_BT.sum(),
+        "scored": ratio.scored_BT.sum(),
+        "missing": ratio.missing_BT.sum(),
+        "broken": ratio.broken_BT.sum(),
+        "clamped": ratio.clamped_BT.sum(),
+        "log_r": log_r_BT.sum(),
+        "k3": k3_BT.sum(),
+        "distance": distance_BT.sum(),
+        "mult_error": torch.where(ratio.scored_BT, distance_BT.exp(), 0.0).sum(),
+    }
     return (
-        _token_tally(ratio, log_r_BT, k3_BT)
+        Tally.of(over_tokens, maxima={"distance_max": _highest(distance_BT, ratio.scored_BT)})
         | _ratio_tally("token", log_r_BT, ratio.scored_BT)
         | _ratio_tally("sequence", log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), scored_B)
         | _ratio_tally("geometric", log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1), scored_B)
         | _growth_tally(ratio, k3_BT)
-    )
-
-
-def _token_tally(ratio: LogRatio, log_r_BT: torch.Tensor, k3_BT: torch.Tensor) -> Tally:
-    scored_BT, distance_BT = ratio.scored_BT, log_r_BT.abs()
-    return Tally.of(
-        {
-            "tokens": ratio.mask_BT.sum(),
-            "scored": scored_BT.sum(),
-            "missing": ratio.missing_BT.sum(),
-            "broken": ratio.broken_BT.sum(),
-            "clamped": ratio.clamped_BT.sum(),
-            "log_r": log_r_BT.sum(),
-            "k3": k3_BT.sum(),
-            "distance": distance_BT.sum(),
-            "mult_error": torch.where(scored_BT, distance_BT.exp(), 0.0).sum(),
-        },
-        maxima={"distance_max": _highest(distance_BT, scored_BT)},
     )
 
 

@@ -17,6 +17,9 @@ from itertools import chain
 import torch
 
 
+Named = Mapping[str, torch.Tensor]
+
+
 @dataclass(frozen=True)
 class Tally:
     """A float64 vector [sums | minima | maxima] and the names of its entries."""
@@ -25,12 +28,7 @@ class Tally:
     values: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        sums: Mapping[str, torch.Tensor],
-        minima: Mapping[str, torch.Tensor] | None = None,
-        maxima: Mapping[str, torch.Tensor] | None = None,
-    ) -> Tally:
+    def of(cls, sums: Named, minima: Named | None = None, maxima: Named | None = None) -> Tally:
         """Build a tally from 0-d tensors of any dtype."""
         groups = (sums, minima or {}, maxima or {})
         values = torch.stack([value.double() for group in groups for value in group.values()])

@@ -1,7 +1,7 @@
 """Whether a run did what it was meant to do: the few questions that a report answers first."""
 
 from dataclasses import dataclass
-from math import isfinite
+from math import ceil, isfinite
 from statistics import fmean, median
 
 from trl_fp8.correction.health import health_warnings
@@ -32,10 +32,8 @@ def _delivered(run: Run) -> Check | None:
     if not (audited := _logged(run, "fp8/audited_tensors")):
         return None
     fewest = int(min(audited))
-    answer = (
-        f"{len(audited)} logged syncs, each read back from the engine ({fewest:,} tensors); a difference would have "
-        "stopped the run"
-    )
+    answer = f"{len(audited)} logged syncs, each read back from the engine ({fewest:,} tensors); "
+    answer += "a difference would have stopped the run"
     return Check(fewest > 0, "Did the engine get the weights?", answer)
 
 
@@ -49,15 +47,14 @@ def _mismatch(run: Run) -> Check | None:
 
 
 def _healthy(run: Run) -> Check | None:
-    found = {key: fmean(values[-LAST:]) for key in _metrics(run) if (values := _logged(run, key))}
+    keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
+    found = {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}
     if not found:
         return None
     level = (run.facts["correction"] or {}).get("level")
     warnings = health_warnings(found, RolloutCorrection(level=level))
-    answer = (
-        " ".join(warnings.values()) or f"all metrics of the last {LAST} logged steps are where others trained stably"
-    )
-    return Check(not warnings, "Can the correction handle it?", answer)
+    fine = f"all metrics of the last {LAST} logged steps are where others trained stably"
+    return Check(not warnings, "Can the correction handle it?", " ".join(warnings.values()) or fine)
 
 
 def _saturated(run: Run) -> Check | None:
@@ -70,12 +67,9 @@ def _saturated(run: Run) -> Check | None:
 def _dead(run: Run) -> Check | None:
     if not (blocks := _logged(run, "fp8/dead_blocks")):
         return None
-    answer = (
-        f"{int(max(blocks)):,} blocks of weights were as good as zero"
-        if max(blocks)
-        else "no block of weights is dead"
-    )
-    return Check(not max(blocks), "Are all weights alive?", answer)
+    most = ceil(max(blocks))  # of means over steps
+    answer = f"{most:,} blocks of weights were as good as zero" if most else "no block of weights is dead"
+    return Check(not most, "Are all weights alive?", answer)
 
 
 def _sync_share(run: Run) -> Check | None:
@@ -86,10 +80,6 @@ def _sync_share(run: Run) -> Check | None:
     answer = f"sync {median(syncs) / median(steps):.1%} of a step of {median(steps):.3g} s"
     answer += f", calibration of the KV cache {median(calibration) / median(steps):.2%}" if calibration else ""
     return Check(median(syncs) < 0.5 * median(steps), "What does it cost?", answer)
-
-
-def _metrics(run: Run) -> set[str]:
-    return {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
 
 
 def _logged(run: Run, key: str) -> list[float]:

@@ -13,9 +13,8 @@ def scales_figure(run: Run) -> Figure | None:
     if not rows:
         return None
     columns = {name: [[log2(layer[i]) for layer in row["kv_scales"]] for row in rows] for i, name in enumerate("qkv")}
-    figure = _heatmaps(columns, [row["step"] for row in rows], "viridis", "log2 of the scale")
-    figure.suptitle("Scales of the KV cache: one for q, k and v of each layer", fontsize=11, x=0.01, ha="left")
-    return figure
+    title = "Scales of the KV cache: one for q, k and v of each layer"
+    return _heatmaps(columns, [row["step"] for row in rows], "viridis", "log2 of the scale", title)
 
 
 def saturation_figure(run: Run) -> Figure | None:
@@ -24,29 +23,23 @@ def saturation_figure(run: Run) -> Figure | None:
     if not any(share for row in rows for layer in row["kv_saturation"] for share in layer):
         return None
     columns = {name: [[layer[i] for layer in row["kv_saturation"]] for row in rows] for i, name in enumerate("kv")}
-    figure = _heatmaps(columns, [row["step"] for row in rows], "Reds", "share of elements")
-    figure.suptitle("Elements of k and v beyond the scale in force", fontsize=11, x=0.01, ha="left")
-    return figure
+    title = "Elements of k and v beyond the scale in force"
+    return _heatmaps(columns, [row["step"] for row in rows], "Reds", "share of elements", title)
 
 
-def _heatmaps(columns: dict[str, list[list[float]]], steps: list[int], colors: str, label: str) -> Figure:
+def _heatmaps(columns: dict[str, list[list[float]]], steps: list[int], colors: str, label: str, title: str) -> Figure:
     """A map for each of `columns`: name -> generation -> layer -> value; all share one colour bar."""
     layers = len(next(iter(columns.values()))[0])
     figure = new_figure(3.6 * len(columns) + 0.9, min(6.0, 2.4 + 0.1 * layers))
+    figure.suptitle(title, fontsize=11, x=0.01, ha="left")
     every = [value for generations in columns.values() for row in generations for value in row]
     drawn = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     edge = (steps[-1] - steps[0]) / max(1, 2 * (len(steps) - 1)) or 0.5
+    extent = (steps[0] - edge, steps[-1] + edge, -0.5, layers - 0.5)
+    look = {"aspect": "auto", "origin": "lower", "interpolation": "nearest", "cmap": colors}
     for axes, (name, generations) in zip(drawn, columns.items(), strict=True):
-        image = axes.imshow(
-            list(zip(*generations, strict=True)),
-            aspect="auto",
-            origin="lower",
-            interpolation="nearest",
-            cmap=colors,
-            vmin=min(every),
-            vmax=max(every),
-            extent=(steps[0] - edge, steps[-1] + edge, -0.5, layers - 0.5),
-        )
+        by_layer = list(zip(*generations, strict=True))
+        image = axes.imshow(by_layer, extent=extent, vmin=min(every), vmax=max(every), **look)
         axes.set_title(name, fontsize=11, loc="left")
         axes.set_xlabel("step", fontsize=9)
         axes.tick_params(labelsize=9)
