@@ -41,7 +41,7 @@ def apply_correction(
     Every rank must call this: one gather, one host synchronization. `ratio_from_trl` says that the batch's
     `importance_sampling_ratio` is the correction's already. An engine that returns only NaN is a `RuntimeError`.
     """
-    corrected = correct(ratio, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum"))
+    corrected = correct(ratio, correction, lambda sums: accelerator.reduce(sums, "sum"), measured_kl=None)
     if not ratio_from_trl:
         batch["importance_sampling_ratio"] = corrected.loss_weights
         if correction.denominator == "shrink":
@@ -49,8 +49,7 @@ def apply_correction(
             batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
         if corrected.old_logps is not None:
             batch["old_per_token_logps"] = corrected.old_logps
-    tally = mismatch_tally(ratio) | corrected.report
-    sums = tally.gathered(accelerator.gather).read()
+    sums = (mismatch_tally(ratio) | corrected.report).gathered(accelerator.gather).read()
     if sums["tokens"] and sums["missing"] == sums["tokens"]:
         raise RuntimeError(
             f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "

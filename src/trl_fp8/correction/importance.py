@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
 from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio
@@ -30,7 +31,7 @@ from .report import correction_tally
 from .tally import Tally
 
 
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
+AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class RolloutCorrection:
         reject (`tuple[Rejection, ...]`, *optional*, defaults to `()`):
             Rejection rules; a token is trained on if all accept it.
         batch_normalize (`bool`, *optional*, defaults to `False`):
-            Divide the bounded weights by their mean over all scored units of the batch, before rejection, so that the
+            Divide the bounded weights by their mean over the batch on all ranks, before rejection, so that the
             correction does not change the learning rate.
         denominator (`str`, *optional*, defaults to `"keep"`):
             `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do not count.
@@ -127,22 +128,22 @@ class RolloutCorrection:
 class CorrectedRollout:
     """What a correction decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
 
-    weights: torch.Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
-    keep_mask: torch.Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
-    loss_weights: torch.Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
-    loss_mask: torch.Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
-    old_logps: torch.Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
+    weights: Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
+    keep_mask: Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
+    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
+    loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
+    old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
     report: Tally  # sums that `report.correction_metrics` turns into metrics
 
 
 def correct_rollout(
-    trainer_logps_BT: torch.Tensor,
-    rollout_logps_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    trainer_logps_BT: Tensor,
+    rollout_logps_BT: Tensor,
+    mask_BT: Tensor,
     correction: RolloutCorrection,
     *,
     all_reduce: AllReduce | None = None,
-    measured_kl: torch.Tensor | float | None = None,
+    measured_kl: Tensor | float | None = None,
 ) -> CorrectedRollout:
     """Turn two sets of log-probs into weights and a keep-mask.
 
@@ -157,15 +158,11 @@ def correct_rollout(
             takes this batch's median over sequences.
     """
     ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
-    return correct(ratio, correction, all_reduce=all_reduce, measured_kl=measured_kl)
+    return correct(ratio, correction, all_reduce, measured_kl)
 
 
 def correct(
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-    *,
-    all_reduce: AllReduce | None = None,
-    measured_kl: torch.Tensor | float | None = None,
+    ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None, measured_kl: Tensor | float | None
 ) -> CorrectedRollout:
     """`correct_rollout` where the log-ratios are known."""
     raw, is_unit = _raw_ratio(ratio, correction.level)
@@ -181,9 +178,7 @@ def correct(
     weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
 
     keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
-    keep_BT = ratio.mask_BT
-    for kept_BT in keep_by.values():
-        keep_BT = keep_BT & kept_BT
+    keep_BT = torch.stack([ratio.mask_BT, *keep_by.values()]).all(dim=0)
 
     counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
     constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
@@ -204,25 +199,22 @@ def correct(
     )
 
 
-def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
     """Ratio of each unit, and which units rest on at least one scored token."""
     if level is None:
         return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
         return torch.exp(ratio.values_BT), ratio.scored_BT
-    log_r_B1 = ratio.values_BT.sum(dim=-1, keepdim=True)
     if level == "geometric":
-        log_r_B1 = log_r_B1 / ratio.scored_per_sequence_B1.clamp(min=1)
+        log_r_B1 = ratio.mean_over_sequence_B1(ratio.values_BT)
+    else:
+        log_r_B1 = ratio.values_BT.sum(dim=-1, keepdim=True)
     return torch.exp(log_r_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), ratio.has_evidence_B1
 
 
 def _batch_statistics(
-    bounded: torch.Tensor,
-    is_unit: torch.Tensor,
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-    all_reduce: AllReduce | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bounded: Tensor, is_unit: Tensor, ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None
+) -> tuple[Tensor, Tensor]:
     """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
     if not correction.needs_all_reduce:
@@ -237,7 +229,7 @@ def _batch_statistics(
     return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
 
 
-def _bypass_logps(ratio: LogRatio) -> torch.Tensor:
+def _bypass_logps(ratio: LogRatio) -> Tensor:
     """Rollout log-probs as the old ones: the trainer's where missing, and never more than 20 below the trainer's."""
     old_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
     too_low = ratio.clamped_BT & (ratio.values_BT > 0)

@@ -32,12 +32,12 @@ class LogRatio:
     rollout_BT: torch.Tensor  # log-probs of the engine as given, likewise
 
     @property
-    def scored_per_sequence_B1(self) -> torch.Tensor:
-        return self.scored_BT.sum(dim=-1, keepdim=True)
-
-    @property
     def has_evidence_B1(self) -> torch.Tensor:
-        return self.scored_per_sequence_B1 > 0
+        return self.scored_BT.any(dim=-1, keepdim=True)
+
+    def mean_over_sequence_B1(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """Mean over the scored tokens of each sequence, of values that are 0 elsewhere; 0 where none is scored."""
+        return values_BT.sum(dim=-1, keepdim=True) / self.scored_BT.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> LogRatio:
@@ -59,8 +59,7 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
     mask = mask_BT.bool()
 
     missing = mask & ~torch.isfinite(rollout)
-    usable = trainer < torch.inf  # False for NaN and +inf, True for -inf
-    scored = mask & ~missing & usable
+    scored = mask & ~missing & (trainer < torch.inf)  # False for NaN and +inf, True for -inf
     difference = torch.where(scored, trainer - rollout, 0.0)
     values = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return LogRatio(
@@ -68,7 +67,7 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
         mask_BT=mask,
         scored_BT=scored,
         missing_BT=missing,
-        broken_BT=mask & ~missing & ~usable,
+        broken_BT=mask & ~missing & ~scored,
         clamped_BT=difference != values,
         trainer_BT=trainer,
         rollout_BT=rollout,

@@ -3,8 +3,7 @@
 All of it is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, the
 same metrics fall to zero exactly when correction throws the evidence away. With log r as in `log_ratio.py`:
 
-    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer);
-                                                            k3 is never negative
+    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer), k3 never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
     chi2_sequence = mean_i (prod_t r)^2 - 1                 the same of whole sequences; log ratios clamped at +-20
     ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence
@@ -20,6 +19,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
 from .tally import Tally
@@ -30,9 +30,7 @@ BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
 
 
-def mismatch_metrics(
-    trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> dict[str, float]:
+def mismatch_metrics(trainer_logps_BT: Tensor, rollout_logps_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
     """Mismatch of one batch on one rank, from the arguments of `log_ratio` with the mask before any rejection.
 
     Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
@@ -67,7 +65,7 @@ def mismatch_tally(ratio: LogRatio) -> Tally:
     )
 
 
-def _ratio_tally(level: str, log_r: torch.Tensor, scored: torch.Tensor) -> Tally:
+def _ratio_tally(level: str, log_r: Tensor, scored: Tensor) -> Tally:
     """Sums of the ratios at one level, over tokens [B, T] or sequences [B] that are scored."""
     r = log_r.exp()
     return Tally.of(
@@ -82,7 +80,7 @@ def _ratio_tally(level: str, log_r: torch.Tensor, scored: torch.Tensor) -> Tally
     )
 
 
-def _growth_tally(ratio: LogRatio, k3_BT: torch.Tensor) -> Tally:
+def _growth_tally(ratio: LogRatio, k3_BT: Tensor) -> Tally:
     """Sums of k3 and of scored tokens, by position, by completion length, and by half of the completion."""
     scored_BT, mask_BT = ratio.scored_BT.double(), ratio.mask_BT
     length_B1 = mask_BT.sum(dim=-1, keepdim=True)
@@ -98,11 +96,11 @@ def _growth_tally(ratio: LogRatio, k3_BT: torch.Tensor) -> Tally:
     return Tally.of(sums | {f"{name}.scored": (scored * inside).sum() for name, _, scored, inside in parts})
 
 
-def _lowest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _lowest(values: Tensor, where: Tensor) -> Tensor:
     return torch.nn.functional.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
 
 
-def _highest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _highest(values: Tensor, where: Tensor) -> Tensor:
     return -_lowest(-values, where)
 
 

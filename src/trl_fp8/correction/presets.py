@@ -7,6 +7,7 @@ A preset says what its source does, including the choice of denominator; it is n
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class Preset(NamedTuple):
     source: str
 
 
+_shrink = partial(RolloutCorrection, denominator="shrink")
 _VETO = Rejection("token_veto", minimum=1e-4)
 _VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
 _FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # around exp(-KL), and wide enough for FP8
@@ -40,19 +42,14 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         ),
         "verl_sequence_is": Preset(RolloutCorrection("sequence"), "verl decoupled_seq_is"),
         "verl_sequence_is_rs": Preset(
-            RolloutCorrection("sequence", reject=(Rejection("sequence_ratio", 0.5, 2.0),), denominator="shrink"),
-            "verl decoupled_seq_is_rs",
+            _shrink("sequence", reject=(Rejection("sequence_ratio", 0.5, 2.0),)), "verl decoupled_seq_is_rs"
         ),
-        "verl_geometric_token_tis": Preset(
-            RolloutCorrection(reject=(_VERL_BAND,), denominator="shrink"), "verl decoupled_geo_rs_token_tis"
-        ),
+        "verl_geometric_token_tis": Preset(_shrink(reject=(_VERL_BAND,)), "verl decoupled_geo_rs_token_tis"),
         "verl_k3_token_tis": Preset(
-            RolloutCorrection(reject=(Rejection("sequence_mean_k3", maximum=0.01),), denominator="shrink"),
-            "verl decoupled_k3_rs_token_tis",
+            _shrink(reject=(Rejection("sequence_mean_k3", maximum=0.01),)), "verl decoupled_k3_rs_token_tis"
         ),
         "verl_bypass_geometric": Preset(
-            RolloutCorrection(level=None, bypass=True, reject=(_VERL_BAND,), denominator="shrink"),
-            "verl bypass_ppo_clip_geo_rs",
+            _shrink(level=None, bypass=True, reject=(_VERL_BAND,)), "verl bypass_ppo_clip_geo_rs"
         ),
         "slime_mis": Preset(
             RolloutCorrection(bound_min=0.0, reject=(Rejection("token_ratio", 0.5, 2.0), _VETO), batch_normalize=True),

@@ -44,8 +44,8 @@ class Rejection:
         minimum, maximum (`float`, *optional*):
             Bounds of a ratio (around 1), or the upper bound of a k.
         centre (`str`, *optional*, defaults to `"one"`):
-            For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. As E[log r] = -KL,
-            a band around 1 rejects typical sequences as soon as the KL of FP8 is comparable to the band's width.
+            For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. E[log r] is -KL,
+            so a band around 1 rejects typical sequences once the KL of FP8 is comparable to the band's width.
     """
 
     statistic: Statistic
@@ -122,12 +122,11 @@ def _is_bound(value: object) -> bool:
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
     """Median over sequences of the mean log-ratio, an estimate of -KL, and the number of sequences behind it."""
     # a mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others
-    has_evidence_B = ratio.has_evidence_B1.squeeze(-1)
-    mean_B = _mean_over_sequence(ratio.values_BT.double(), ratio).squeeze(-1)
-    candidates = torch.where(has_evidence_B, mean_B, torch.nan)
+    mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
+    candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()
     # the appended NaN is ignored; it only keeps an empty batch from being an empty reduction
-    median = torch.nanquantile(torch.nn.functional.pad(candidates, (0, 1), value=torch.nan), 0.5)
-    return torch.nan_to_num(median, nan=0.0), has_evidence_B.sum()
+    median = torch.nanquantile(torch.nn.functional.pad(candidates_B, (0, 1), value=torch.nan), 0.5)
+    return torch.nan_to_num(median, nan=0.0), ratio.has_evidence_B1.sum()
 
 
 def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | float) -> torch.Tensor:
@@ -140,7 +139,7 @@ def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | fl
     if rule.statistic in get_args(_Sum):
         values = values.sum(dim=-1, keepdim=True)
     elif rule.statistic in get_args(_Mean):
-        values = _mean_over_sequence(values, ratio)
+        values = ratio.mean_over_sequence_B1(values)
     if rule.centre == "measured":
         values = values - log_centre
     bound = math.log if rule.is_ratio else float
@@ -152,7 +151,3 @@ def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | fl
     if rule.statistic in get_args(_Every):
         keep = keep.all(dim=-1, keepdim=True)
     return (keep | ~ratio.has_evidence_B1) & ratio.mask_BT
-
-
-def _mean_over_sequence(values_BT: torch.Tensor, ratio: LogRatio) -> torch.Tensor:
-    return values_BT.sum(dim=-1, keepdim=True) / ratio.scored_per_sequence_B1.clamp(min=1)

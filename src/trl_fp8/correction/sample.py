@@ -19,14 +19,12 @@ class RolloutSample:
 
     def read(self) -> dict[str, list]:
         """The histogram and pairs (trainer, rollout), as a run's file keeps them. Waits for the device."""
-        values = self.packed.tolist()
-        counts, rest = values[: BINS + 2], values[BINS + 2 :]
-        third = len(rest) // 3
-        columns = zip(rest[:third], rest[third : 2 * third], rest[2 * third :], strict=True)
-        pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, scored in columns if scored]
+        counts, rest = self.packed.cpu().tensor_split([BINS + 2])
+        tokens = rest.view(3, len(rest) // 3).T.tolist()
+        pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, scored in tokens if scored]
         return {
             "log_ratio_limit": LIMIT,
-            "log_ratio_counts": [int(count) for count in counts],
+            "log_ratio_counts": counts.long().tolist(),
             "log_probs": pairs[:: -(-len(pairs) // PAIRS) or 1],
         }
 

@@ -10,7 +10,7 @@ extremes, they are merged exactly, and only the merged vector travels to the hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -50,9 +50,8 @@ class Tally:
         return Tally(self.names, torch.cat([sums.sum(dim=0), minima.amin(dim=0), maxima.amax(dim=0)]))
 
     @staticmethod
-    def merged(tallies: Iterable[Tally]) -> Tally:
+    def merged(tallies: Sequence[Tally]) -> Tally:
         """One tally of several disjoint batches, e.g. micro-batches (no synchronization)."""
-        tallies = list(tallies)
         assert len({tally.names for tally in tallies}) == 1, "tallies of different quantities cannot be merged"
         return tallies[0]._merge_rows(torch.stack([tally.values for tally in tallies]))
 

@@ -59,7 +59,9 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
 
 def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
     """Steps in order and their values, without NaN and Inf."""
-    logged = {row["step"]: row[key] for row in rows if "step" in row and key in row}  # a resumed run's second time
+    logged = {
+        row["step"]: row[key] for row in rows if "step" in row and key in row
+    }  # of a step logged twice, the last
     points = [(step, factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
     return [step for step, _ in points], [value for _, value in points]
 
@@ -71,12 +73,10 @@ def _draw(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float
         axes.axhline(middle, color=TREND, linewidth=1.5, label=f"median {middle:.3g}")
     elif len(values) > window:
         axes.plot(steps, moving_mean(values, window), color=TREND, linewidth=2, label=f"moving mean of {window}")
-    unit = panel.unit
-    if min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
-        unit += ", log scale"
+    if is_log := min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
         axes.set_yscale("log", subs=(2, 5))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
-    tidy(axes, panel.title, "step", unit, legend="best")
+    tidy(axes, panel.title, "step", f"{panel.unit}, log scale" if is_log else panel.unit, legend="best")
