@@ -11,8 +11,7 @@ from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES
 from trl_fp8.planning.capacity import GIB, Capacity, as_json, as_text
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.formats import FORMATS
-from trl_fp8.recipe.from_config import outline_of_config
-from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 from trl_fp8.recipe.servable import Resolve, require_servable
 

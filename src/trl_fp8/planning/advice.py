@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trl_fp8.listing import listed
+from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import is_vision
 
