@@ -13,7 +13,7 @@ from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
-from trl_fp8.recipe.servable import Resolve, require_servable
+from trl_fp8.recipe.servable import require_servable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -23,9 +23,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="of the engine (0.6)"
-    )
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="engine's (0.6)")
     parser.add_argument("--json", action="store_true", help="figures for scripts instead of the table")
 
 
@@ -50,13 +48,14 @@ def _outline(model: str) -> Outline:
         config = json.loads(_config_file(model).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"MODEL={model!r}: its config.json is no JSON: {error}") from error
-    outline = outline_of_config(config, model)
-    if outline is not None:
+    if (outline := outline_of_config(config, model)) is not None:
         require_servable(outline)
-    else:
-        with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
-            outline = _outline_by_transformers(model, config)
-            require_servable(outline, _vllm_registry())
+        return outline
+    from trl_fp8.upstream.vllm import engine_class  # torch comes with it, which a plan from a config does without
+
+    with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
+        outline = _outline_by_transformers(model, config)
+        require_servable(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
     return outline
 
 
@@ -71,15 +70,6 @@ def _config_file(model: str) -> Path:
         raise ValueError(
             f"MODEL={model!r} is no folder here, and no config.json of that name came from the Hub: {error}"
         ) from error
-
-
-def _vllm_registry() -> Resolve | None:
-    """Where vLLM is installed it knows best what it knows."""
-    if find_spec("vllm") is None:
-        return None
-    from trl_fp8.upstream.vllm import engine_class
-
-    return engine_class
 
 
 def _outline_by_transformers(model: str, config: dict) -> Outline:

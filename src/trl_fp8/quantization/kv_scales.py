@@ -60,7 +60,7 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
     bad = ~(torch.isfinite(amax) & (amax > 0))
     if bad.any():
         offenders = [f"layer {layer} {QKV[column]} (amax {amax[layer, column]:g})" for layer, column in bad.nonzero()]
-        more = f" and {len(offenders) - 6} more" if len(offenders) > 6 else ""
+        more = f", and {len(offenders) - 6} more" if len(offenders) > 6 else ""
         raise ValueError(
             f"KV cache scales cannot be calibrated: {', '.join(offenders[:6])}{more}. A NaN or infinite value means "
             "that the policy's forward diverged (check loss and grad_norm of the last steps); zero means that the "

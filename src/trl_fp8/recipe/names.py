@@ -57,9 +57,7 @@ def engine_name(name: str, model_type: str) -> str:
 
 
 def sent_expert_name(held: str, gate: str) -> str:
-    """The name under which vLLM loads what its module of experts holds as one of `HELD`; `gate` is what the module
-    expects the gate projection of an expert to be called (`ckpt_gate_proj_name`).
-    """
+    """What vLLM loads as `held`, one of `HELD`, into a module whose `ckpt_gate_proj_name` is `gate`."""
     family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
     return family.fused[HELD.index(held)]
 

@@ -84,7 +84,10 @@ def _parameters(kind: str, config: Mapping[str, Any], head_dim: int, experts: in
             yield from _experts(f"{prefix}.mlp.experts", experts, config["moe_intermediate_size"], hidden)
             yield f"{prefix}.mlp.gate.weight", (experts, hidden)
         else:
-            yield from _dense(f"{prefix}.mlp", config)
+            intermediate, bias = config["intermediate_size"], config.get("mlp_bias", False)
+            yield from _linear(f"{prefix}.mlp.gate_proj", intermediate, hidden, bias)
+            yield from _linear(f"{prefix}.mlp.up_proj", intermediate, hidden, bias)
+            yield from _linear(f"{prefix}.mlp.down_proj", hidden, intermediate, bias)
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
@@ -96,24 +99,17 @@ def _attention(prefix: str, kind: str, config: Mapping[str, Any], head_dim: int)
     hidden, has_bias = config["hidden_size"], config.get("attention_bias", False)
     queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
     for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield f"{prefix}.{name}.weight", (rows, hidden)
-        if has_bias or kind == "qwen2":
-            yield f"{prefix}.{name}.bias", (rows,)
-    yield f"{prefix}.o_proj.weight", (hidden, queries)
-    if has_bias:
-        yield f"{prefix}.o_proj.bias", (hidden,)
+        yield from _linear(f"{prefix}.{name}", rows, hidden, has_bias or kind == "qwen2")
+    yield from _linear(f"{prefix}.o_proj", hidden, queries, has_bias)
     if kind in _QWEN3:
         yield f"{prefix}.q_norm.weight", (head_dim,)
         yield f"{prefix}.k_norm.weight", (head_dim,)
 
 
-def _dense(prefix: str, config: Mapping[str, Any]) -> _Shapes:
-    hidden, intermediate = config["hidden_size"], config["intermediate_size"]
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        shape = (hidden, intermediate) if name == "down_proj" else (intermediate, hidden)
-        yield f"{prefix}.{name}.weight", shape
-        if config.get("mlp_bias", False):
-            yield f"{prefix}.{name}.bias", shape[:1]
+def _linear(name: str, rows: int, columns: int, has_bias: bool) -> _Shapes:
+    yield f"{name}.weight", (rows, columns)
+    if has_bias:
+        yield f"{name}.bias", (rows,)
 
 
 def _experts(prefix: str, experts: int, intermediate: int, hidden: int) -> _Shapes:

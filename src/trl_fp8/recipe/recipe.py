@@ -36,10 +36,7 @@ _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 @dataclass(frozen=True)
 class FP8Recipe:
-    """What is FP8 in the engine. Made by `recipe_for_model`; every field is final once the engine has started.
-
-    Names are exact checkpoint names, in model order.
-    """
+    """What is FP8 in the engine, by exact checkpoint names in model order; final once the engine has started."""
 
     fp8_modules: tuple[str, ...]  # linear layers whose weights are FP8
     kept_modules: dict[str, str] = field(default_factory=dict)  # what else could have been, and routers -> reason
@@ -95,15 +92,7 @@ class FP8Recipe:
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
-    """`recipe_for` a transformers or PEFT causal LM, also one on the meta device.
-
-    Args:
-        model: The policy.
-        flags: Keyword arguments of `recipe_for`.
-
-    Raises:
-        ValueError: See `recipe_for`.
-    """
+    """`recipe_for` a transformers or PEFT causal LM, also one on the meta device; flags and errors are the same."""
     from .from_model import outline_of  # torch comes with it, which a plan from a config does without
 
     return recipe_for(outline_of(model), **flags)

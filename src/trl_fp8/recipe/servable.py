@@ -19,20 +19,18 @@ TRANSFORMERS_BACKED = (
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
-    re.compile(r"\.language_model\."): "of a vision-language model vLLM holds the language model under another name",
-    re.compile(r"\.(?:conv1d|conv\.conv)\.|\.A_log$"): (
+    r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
+    r"\.(?:conv1d|conv\.conv)\.|\.A_log$": (
         "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
         "rearranges, so that they cannot be read back"
     ),
-    re.compile(r"\.kv_(?:a_proj_with_mqa|b_proj)\."): (
+    r"\.kv_(?:a_proj_with_mqa|b_proj)\.": (
         "its attention is latent (MLA), and vLLM derives further weights from kv_b_proj, which cannot be read back"
     ),
-    re.compile(r"\.(?:qkv_proj|query_key_value|c_attn|Wqkv)\.weight$"): (
-        "its checkpoint has q, k, v as one tensor, where the layout of the engine knows three"
+    r"\.(?:qkv_proj|query_key_value|c_attn|Wqkv)\.weight$": (
+        "its checkpoint has q, k, v as one tensor, where the engine's layout knows three"
     ),
-    re.compile(r"\.gate_up_proj\.weight$"): (
-        "its checkpoint has gate and up as one tensor, where the layout of the engine knows two"
-    ),
+    r"\.gate_up_proj\.weight$": "its checkpoint has gate and up as one tensor, where the engine's layout knows two",
 }
 _OTHER_NAMES = "vLLM holds its {} under another name"
 _MODEL_TYPES = {
@@ -83,7 +81,7 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
     if found is None:
         return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"
     for part, reason in _GIVEN_AWAY.items():
-        if (name := next(filter(part.search, outline.parameters), None)) is not None:
+        if (name := next(filter(re.compile(part).search, outline.parameters), None)) is not None:
             return f"{reason} ({name})"
     if outline.model_type in _MODEL_TYPES:
         return _MODEL_TYPES[outline.model_type]
