@@ -29,14 +29,8 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(given: Namespace) -> str:
     outline = _outline(given.model)
-    recipe = recipe_for(
-        outline,
-        weight_format=given.weight_format,
-        kv_cache_dtype=given.kv_cache_dtype,
-        tensor_parallel_size=given.tensor_parallel_size,
-        expert_kernels=given.engine == "cuda",
-    )
-    plan = plan_for(outline, recipe)
+    flags = {name: getattr(given, name) for name in ("weight_format", "kv_cache_dtype", "tensor_parallel_size")}
+    plan = plan_for(outline, recipe_for(outline, **flags, expert_kernels=given.engine == "cuda"))
     capacity = Capacity(plan, int(given.gpu_memory * GIB), given.gpu_memory_utilization)
     if given.json:
         return json.dumps(as_json(capacity, outline), indent=2)

@@ -36,7 +36,6 @@ from .model_card import export_card
 
 
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
 
 
 def export_fp8(
@@ -48,7 +47,7 @@ def export_fp8(
     recipe: FP8Recipe | None = None,
     parameters: Iterable[Named] | None = None,
     card: str = "",
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write `model` as an FP8 checkpoint and return `folder`.
 

@@ -58,13 +58,10 @@ def risks(plan: Plan, outline: Outline) -> list[Risk]:
         )
         found.append(Risk(text, {"router_replay": "monitor"}))
     if not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:
+        kept = f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}"
         split = recipe.tensor_parallel_size > 1
-        text = (
-            f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}: "
-            f"{listed(not_aligned, 1)}. "
-            f"{'A smaller vllm_tensor_parallel_size may help.' if split else 'No flag helps: it is their shape.'}"
-        )
-        found.append(Risk(text, {}))
+        remedy = "A smaller vllm_tensor_parallel_size may help." if split else "No flag helps: it is their shape."
+        found.append(Risk(f"{kept}: {listed(not_aligned, 1)}. {remedy}", {}))
     return found
 
 
@@ -101,10 +98,6 @@ def as_text(capacity: Capacity, outline: Outline) -> str:
     shown = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in tokens.items())
     fits = f"KV cache tokens in {size}: {shown}"
     flags = " ".join(f"--{name} {value}" for name, value in recommended_flags(capacity, outline).items())
-    return "\n".join(
-        [
-            fits if any(tokens.values()) else f"A GPU of {size} does not hold the weights.",
-            *(f"watch: {risk.text}" for risk in risks(capacity.plan, outline)),
-            f"flags: {flags}",
-        ]
-    )
+    lines = [fits if any(tokens.values()) else f"A GPU of {size} does not hold the weights."]
+    lines += [f"watch: {risk.text}" for risk in risks(capacity.plan, outline)]
+    return "\n".join([*lines, f"flags: {flags}"])

@@ -59,7 +59,6 @@ class Plan:
 
     @property
     def fp8_share(self) -> float:
-        """Fraction of all parameters that are FP8."""
         return self.fp8_parameters / self.parameters
 
     def table(self) -> str:

@@ -40,7 +40,7 @@ class Outline:
 
 
 def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
-    """None for an architecture that is not one of `CLASSES`, or if only transformers knows a default it relies on."""
+    """None if the architecture is not one of `CLASSES`, or if the config leaves a default to transformers."""
     kind = config.get("model_type")
     wanted = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"}
     wanted |= {"vocab_size", "tie_word_embeddings"}
@@ -49,9 +49,8 @@ def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
     if kind == "qwen3_moe":
         wanted |= {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"}
     experts = config.get("num_local_experts", config.get("num_experts"))
-    if kind not in CLASSES or (experts is None and kind in ("mixtral", "qwen3_moe")):
-        return None
-    if any(config.get(key) is None for key in wanted):
+    complete = all(config.get(key) is not None for key in wanted)
+    if kind not in CLASSES or not complete or (experts is None and kind in ("mixtral", "qwen3_moe")):
         return None
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     parameters = dict(_parameters(kind, config, head_dim, experts))

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_PROJECTION = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>"
-    + "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
-    + r")$"
-)
+_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 
@@ -117,7 +114,7 @@ def recipe_for(
         outline: Outline of the policy.
         ignored_modules: Linear layers and expert modules to keep, by exact name.
         expert_kernels: The engine has kernels for FP8 experts. vLLM has them on CUDA, not on CPU.
-        others: See the flags of `FP8GRPOConfig`.
+        fp8_weights and others: See the flags of `FP8GRPOConfig`.
 
     Raises:
         ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
@@ -199,7 +196,7 @@ def _fused_with(name: str) -> list[str]:
 
 
 def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], layers: int) -> None:
-    """What flags name exists."""
+    """Refuse names of modules and numbers of layers that the model does not have, and skipping all layers."""
     if unknown := [name for name in ignored if name not in modules]:
         raise ValueError(
             f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
