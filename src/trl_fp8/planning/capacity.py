@@ -31,7 +31,7 @@ class Capacity:
         sizes = {"bf16": (plan.bytes_before, before), "fp8_linears": (plan.bytes_after, before)}
         sizes |= {"fp8_linears_kv": (plan.bytes_after, after)} if plan.recipe.fp8_kv_cache else {}
         free = self.gpu_bytes * self.utilization - RESERVED_BYTES
-        return {name: max(0, int((free - w / ranks) * ranks / token)) for name, (w, token) in sizes.items()}
+        return {name: max(0, int((free - held / ranks) * ranks / token)) for name, (held, token) in sizes.items()}
 
 
 class Risk(NamedTuple):
