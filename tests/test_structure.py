@@ -19,21 +19,20 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trl_fp8"
 # What a folder may import of ours, beside itself; read from the bottom up
 ALLOWED = {
-    "listing": set(),
     "upstream": set(),
-    "quantization": {"listing"},
+    "quantization": set(),
     "correction": set(),
-    "recipe": {"listing", "quantization"},
-    "planning": {"listing", "quantization", "recipe"},
-    "sync": {"listing", "quantization", "recipe", "upstream"},
-    "engine": {"listing", "quantization", "recipe", "sync", "upstream"},
-    "policy": {"listing", "quantization", "recipe"},
+    "recipe": {"quantization"},
+    "planning": {"quantization", "recipe"},
+    "sync": {"quantization", "recipe", "upstream"},
+    "engine": {"quantization", "recipe", "sync", "upstream"},
+    "policy": {"quantization", "recipe"},
     "flags": {"correction", "quantization", "recipe"},
     "config": {"correction", "flags", "recipe"},
     "report": {"correction", "planning", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
     "run": {"correction", "engine", "export", "flags", "policy", "quantization", "recipe", "sync"},
-    "features": {"correction", "engine", "listing", "policy", "quantization", "recipe", "run", "sync"},
+    "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
         "upstream",
