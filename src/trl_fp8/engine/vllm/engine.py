@@ -22,13 +22,8 @@ from .platforms import Platform
 class ColocatedEngine:
     """`sync.delivery.Engine` by vLLM's reload; `wake` gives the weights memory if the engine sleeps.
 
-    Attributes:
-        numerics: `EngineNumerics`: how it computes.
-        layout: Where each checkpoint tensor is.
-
-    Raises:
-        ValueError: It holds tensors under other names than the policy's, or where no sync can reach.
-        RuntimeError: A kernel or an attention layer does not keep what it is sent.
+    `ValueError` if it holds tensors under other names than the policy's, or where no sync can reach; `RuntimeError` if
+    a kernel or an attention layer does not keep what it is sent.
     """
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], None]):
