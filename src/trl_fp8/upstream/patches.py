@@ -24,6 +24,8 @@ class Patch(NamedTuple):
 _CPU = "engine/vllm/cpu"
 _LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.linear"
 _MOE = f"{_LAYERS}.fused_moe"
+_LOADING = "transformers.core_model_loading"
+_ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
@@ -46,16 +48,12 @@ _PATCHES = {  # how -> target -> (by, why)
         "transformers.AttentionMaskInterface": ("policy/attention/tap.py", "Masks of tapped eager."),
     },
     ON_INSTANCES: {
-        "transformers.core_model_loading._weight_conversions": ("policy/fp8_checkpoint.py", "Saving would quantize."),
+        f"{_LOADING}._weight_conversions": ("policy/fp8_checkpoint.py", "save_pretrained would quantize again."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Linear": ("policy/flow/linear.py", "The class: names and state_dict stay."),
         "torch.nn.Module": ("policy/flow/bf16_modules.py", "The class of what lies between linears."),
         "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
-        # and its like, whose class becomes one that takes a choice
-        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter": (
-            "policy/router/replay.py",
-            "As above.",
-        ),
+        _ROUTER: ("policy/router/replay.py", "The class of routers, this one and its like: they take no choice."),
     },
 }
 PATCHES = {target: Patch(how, *entry) for how, targets in _PATCHES.items() for target, entry in targets.items()}

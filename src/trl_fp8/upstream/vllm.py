@@ -48,15 +48,12 @@ def engine_config(llm: "LLM") -> "VllmConfig":
 
 
 def engine_class(architectures: tuple[str, ...]) -> str | None:
-    """Name of the class that would hold a model with these architectures in its config; None if there is none.
-
-    vLLM takes the first one that is in its registry (`model_impl` "vllm" and "auto"). Entries are lazy: nothing is
-    imported but vLLM itself.
-    """
+    """Name of the class that would hold a model with these architectures in its config; None if there is none."""
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
+    # vLLM takes the first one (`model_impl` "vllm" and "auto"); entries are lazy, so that no model is imported
     known = (ModelRegistry.models[name] for name in architectures if name in ModelRegistry.models)
     if (entry := next(known, None)) is None:
         return None
@@ -64,10 +61,8 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
 
 
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
-    """(request, position of its first token, first row, end row) for each request of the forward that is running.
-
-    For hooks in a model of the first model runner (`v1/worker/gpu_model_runner.py`).
-    """
+    """(request, position of its first token, first row, end row) for each request of the forward that is running."""
+    # the first model runner, `v1/worker/gpu_model_runner.py`
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     batch = runner.input_batch
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
@@ -75,20 +70,13 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
 
 
-def reload_weights(llm: "LLM", weights: Iterator) -> None:
+def reload_weights(llm: "LLM", weights: Iterator, fp8_experts: Iterable[nn.Module] = ()) -> None:
     """Load a model's checkpoint tensors with vLLM's post-processing into existing storage: CUDA graphs stay valid.
 
     Needs every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
     """
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
-
-
-def rebuild_expert_kernels(layers: Iterable[nn.Module]) -> None:
-    """After a reload: let the kernels of `layers`, FP8 experts of the engine, read the engine's own scales.
-
-    vLLM made them during the reload, with a second copy of the scales: equal, but not what an audit reads.
-    """
-    for layer in layers:
+    for layer in fp8_experts:  # vLLM made their kernels during the reload, with copies of scales that no audit reads
         layer.quant_method._init_moe_kernel(layer)
 
 
@@ -108,10 +96,8 @@ def abort_reload(llm: "LLM") -> None:
 
 
 def forget_rotary_embeddings() -> None:
-    """Before another engine starts in this process: let it make its own rotary embeddings.
-
-    vLLM keeps them by shape, with the implementation that the first engine was told to use: a later one that is told
-    to round elsewhere (`rounding.py`) would not, and its configuration would not show it.
+    """Before another engine starts in this process: let it make its own rotary embeddings. vLLM keeps them by shape:
+    an engine told to round elsewhere than the first (`rounding.py`) would not, and its configuration not show it.
     """
     from vllm.model_executor.layers import rotary_embedding
 

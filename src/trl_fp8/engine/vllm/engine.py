@@ -28,6 +28,7 @@ class ColocatedEngine:
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], None]):
         self.llm, self.wake, self._skip_layers = llm, wake, recipe.kv_cache_skip_layers
+        self.model = upstream.engine_model(llm)
         self.numerics = engine_numerics(self.model)
         require_auditable(self.numerics.kernels)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
@@ -38,13 +39,8 @@ class ColocatedEngine:
         if unreadable := self.layout.unreadable:
             platform.accept_unreadable(len(unreadable), "; ".join(sorted(set(unreadable.values()))))
 
-    @property
-    def model(self) -> nn.Module:
-        return upstream.engine_model(self.llm)
-
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        upstream.reload_weights(self.llm, tensors)
-        upstream.rebuild_expert_kernels(fp8_experts(self.model))
+        upstream.reload_weights(self.llm, tensors, fp8_experts(self.model))
 
     def abort(self) -> None:
         upstream.abort_reload(self.llm)

@@ -76,9 +76,7 @@ def attention_weight_offset(model: nn.Module) -> float | None:
 
 
 def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collection[int] = ()) -> None:
-    """Compare each copy of each scale with the one `expected`; `RuntimeError` lists those that differ. `skip_layers`
-    have none. Waits for the device once.
-    """
+    """Compare each copy of each scale with `expected`; `RuntimeError` lists those that differ. Waits for devices."""
     layers = attention_layers(model)
     if list(layers) != list(range(len(expected))):
         raise RuntimeError(

@@ -8,19 +8,15 @@ from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
 from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Layout, Piece, Span
+
+from .cpu.experts import ReferenceUnquantizedExperts
 
 
 def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
@@ -61,16 +57,15 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
             continue
         sent, held = (rows, columns), (Span(offset, rows.size) if rows else None, None)
         if attribute == "weight_scale_inv":
-            sent, held = (_in_blocks(spans, module.weight_block_size) for spans in (sent, held))
+            sent, held = (
+                tuple(span and span.blocks(block) for span, block in zip(spans, module.weight_block_size, strict=True))
+                for spans in (sent, held)
+            )
         if attribute == "bias":
             sent, held = sent[:1], held[:1]
         per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
         transposed = per_tensor and attribute == "weight"
         yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, transposed=transposed)
-
-
-def _in_blocks(spans: tuple[Span | None, ...], blocks: tuple[int, int]) -> tuple[Span | None, ...]:
-    return tuple(span and span.blocks(block) for span, block in zip(spans, blocks, strict=True))
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
@@ -85,20 +80,20 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
 
 def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
     """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) of each part."""
-    if isinstance(module, RowParallelLinear):
+    if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
         yield prefix, None, Span(module.tp_rank * columns, columns), 0
     elif isinstance(module, VocabParallelEmbedding):
         indices = module.shard_indices
         yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements), None, 0
-    elif isinstance(module, ColumnParallelLinear):
+    elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
         names, sizes, ranks = [leaf], [module.output_size_per_partition], [module.tp_rank]
-        if isinstance(module, QKVParallelLinear):
+        if isinstance(module, linear.QKVParallelLinear):
             names, sizes = FUSED[0], module.output_partition_sizes
             ranks += [module.tp_rank // module.num_kv_head_replicas] * 2
-        elif isinstance(module, MergedColumnParallelLinear):  # StableLM's class, for one, has no mapping
-            names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())
+        elif isinstance(module, linear.MergedColumnParallelLinear):
+            names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
             ranks *= len(sizes)
         if len(names) != len(sizes):

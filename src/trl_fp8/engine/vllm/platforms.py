@@ -51,10 +51,9 @@ class Platform(ABC):
         """What to pass to `LLM(...)` over what TRL passes; `ValueError` if the platform cannot run such a recipe.
 
         Args:
-            recipe: What is FP8.
-            config: The policy's.
+            recipe, config: The policy's.
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
-            return_routes: The experts that routers choose are wanted.
+            return_routes: The choice of routers is wanted.
             match_rounding: The trainer reproduces the engine's numerics, so pin BF16 rounding points (CPU: always).
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """

@@ -1,12 +1,12 @@
 """vLLM's engine with a lighter sleep, a memory of its routers, and random numbers of its own.
 
 TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
-with a sync. Between the batches of an evaluation and the turns of a conversation the weights stay the same: there
-level 1 moves them to host memory (half as much in FP8) and back.
+with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same: there level 1
+moves them to host memory (half as much in FP8) and back.
 
 vLLM's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
-engine have to draw the same ones, or they sample different tokens and wait for each other for ever; but reward
-functions draw from it too, each rank for its own completions. So each generation begins at a seed of its own.
+engine have to draw the same ones, or they wait for each other for ever; but reward functions draw from it too, each
+rank for its own completions. So each generation begins at a seed of its own.
 """
 
 import re

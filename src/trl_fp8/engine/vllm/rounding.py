@@ -1,8 +1,8 @@
 """Where an engine rounds to BF16 between its linears, pinned for a trainer that has to round there too.
 
 vLLM leaves it to the compiler: on CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
-product, or a rotary embedding in FP32 and rounds once, where transformers rounds to BF16 after each operation. So do
-the separate CUDA kernels for residual sums and SiLU (disassembled from the wheel). e4m3 magnifies every BF16 step of
+product, or a rotary embedding in FP32 and rounds once. transformers rounds to BF16 after each operation; so do the
+separate CUDA kernels for residual sums and SiLU (disassembled from the wheel). e4m3 magnifies every BF16 step of
 difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
 
 A custom operation is opaque to the compiler, so the separate kernels run, a few more per layer; in what Inductor still
@@ -27,15 +27,13 @@ class RoundingPoints:
 
     def arguments(self) -> dict[str, dict]:
         """For `vllm.LLM(...)`."""
-        torch_paths = [f"-{name}" for name, custom in self.custom_ops.items() if not custom]
-        return {
-            "kernel_config": {"ir_op_priority": {name: [provider] for name, provider in self.norms.items()}},
-            "compilation_config": {
-                "custom_ops": ["all", *torch_paths],
-                "pass_config": dict.fromkeys(FUSIONS, False),
-                "inductor_compile_config": {"emulate_precision_casts": True},
-            },
+        priority = {name: [provider] for name, provider in self.norms.items()}
+        compilation = {
+            "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
+            "pass_config": dict.fromkeys(FUSIONS, False),
+            "inductor_compile_config": {"emulate_precision_casts": True},
         }
+        return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation}
 
     def require(self, config: VllmConfig) -> None:
         """Raise `ValueError` naming the settings of a running engine that round elsewhere."""

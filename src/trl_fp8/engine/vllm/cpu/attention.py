@@ -40,14 +40,8 @@ class ReferenceFp8Attention(CPUAttentionBackend):
     """Cache layout and limits of vLLM's CPU backend, another implementation."""
 
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
-
-    @staticmethod
-    def get_impl_cls() -> type["ReferenceFp8AttentionImpl"]:
-        return ReferenceFp8AttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["ReferenceFp8MetadataBuilder"]:
-        return ReferenceFp8MetadataBuilder
+    get_impl_cls = staticmethod(lambda: ReferenceFp8AttentionImpl)
+    get_builder_cls = staticmethod(lambda: ReferenceFp8MetadataBuilder)
 
 
 class ReferenceFp8MetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
@@ -129,12 +123,12 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
         if kv_cache.dtype == torch.uint8:
             k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
         key_position = torch.arange(length)
-        query_position_RQ = (seq_lens - query_lens)[:, None] + position_in_request
+        query_position_RQ1 = ((seq_lens - query_lens)[:, None] + position_in_request)[..., None]
         visible_RQS = key_position < seq_lens[:, None, None]
         if attn_metadata.causal:
-            visible_RQS = visible_RQS & (key_position <= query_position_RQ[..., None])
+            visible_RQS = visible_RQS & (key_position <= query_position_RQ1)
         if self.sliding_window is not None:
-            visible_RQS = visible_RQS & (key_position > query_position_RQ[..., None] - self.sliding_window)
+            visible_RQS = visible_RQS & (key_position > query_position_RQ1 - self.sliding_window)
         q, k, v = q_RQHD.transpose(1, 2), k_RGSD.double(), v_RGSD.double()
         attended = F.scaled_dot_product_attention(q, k, v, visible_RQS[:, None], scale=self.scale, enable_gqa=True)
         output[:tokens] = attended.transpose(1, 2)[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)

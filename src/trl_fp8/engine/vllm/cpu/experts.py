@@ -26,9 +26,7 @@ ACTIVATIONS = {MoEActivation.SILU: F.silu, MoEActivation.GELU: F.gelu}
 class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
     """`CPUUnquantizedExperts` with a grouped GEMM of torch in place of vLLM's packed one."""
 
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in ACTIVATIONS
+    _supports_activation = staticmethod(ACTIVATIONS.__contains__)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing: weights stay as they were loaded."""
