@@ -1,7 +1,4 @@
-"""What any engine tells once after its start: how it computes. Whoever follows one reads this and asks nothing else.
-
-What a delivery asks of an engine is `sync.delivery.Engine`: it stands there because sync must not import engines.
-"""
+"""What any engine tells once after its start. What a delivery asks of it is `sync.delivery.Engine`, below engines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +8,7 @@ from trl_fp8.quantization.formats.spec import ActivationScaling
 
 @dataclass(frozen=True)
 class EngineNumerics:
-    """How an engine computes."""
+    """How an engine computes. Whoever follows one asks nothing else."""
 
     kernels: Mapping[str, int]  # name of each FP8 kernel of linears and experts -> number of layers that it runs
     linears: ActivationScaling | None = None  # how FP8 linears quantize their input; None if no linear is FP8

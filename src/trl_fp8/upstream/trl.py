@@ -1,7 +1,6 @@
-"""Names of TRL 1.16, of transformers and of torch that are no interface, and that this project relies on.
+"""Names of TRL 1.16, transformers and torch that are no interface, and that the layers beside them rely on.
 
-Overridden, called, read or written, by the layers that stand beside them. A contract test holds each to the installed
-version; another test finds private names that are missing here. vLLM's stand in `upstream.vllm`.
+A contract test holds each to the installed version; another finds what is missing. vLLM's are in `upstream.vllm`.
 """
 
 _IMPORTANCE = [f"vllm_importance_sampling_{setting}" for setting in ("clip_max", "clip_min", "mode")]

@@ -54,10 +54,10 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
         if (name := type(module.impl).__name__) not in READ_EACH_TIME
     ]
     if wrong:
+        problems = listed(wrong, 8, "\n  ")
         raise RuntimeError(
-            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  "
-            + listed(wrong, 8, "\n  ")
-            + "\nRemove attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
+            f"the engine's KV cache cannot be recalibrated ({len(wrong)} problems):\n  {problems}\nRemove "
+            "attention_backend and kv_cache_dtype_skip_layers from vllm_engine_kwargs; expected are "
             f"{READ_EACH_TIME}."
         )
     return fp8
@@ -76,7 +76,7 @@ def attention_weight_offset(model: nn.Module) -> float | None:
 
 
 def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collection[int] = ()) -> None:
-    """Compare each copy of each scale with `expected`; `RuntimeError` lists those that differ. Waits for devices."""
+    """Compare each copy of each scale with `expected`; `RuntimeError` lists what differs. Waits for the device."""
     layers = attention_layers(model)
     if list(layers) != list(range(len(expected))):
         raise RuntimeError(
@@ -91,13 +91,8 @@ def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collecti
         if which != "q":  # vLLM keeps no host tensor of q's scale
             copies["host tensor"] = getattr(module, f"_{which}_scale_cpu").item()
         sent = expected.scale(layer, which)
-        wrong += [
-            f"layer {layer} {which}_scale: {copy} holds {value:g}, sent {sent:g}"
-            for copy, value in copies.items()
-            if value != sent
-        ]
+        differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
+        wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
     if wrong:
-        raise RuntimeError(
-            f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  "
-            + listed(wrong, 12, "\n  ")
-        )
+        copies = listed(wrong, 12, "\n  ")
+        raise RuntimeError(f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")

@@ -16,12 +16,12 @@ from .kv_scales import attention_weight_offset, quantizes_query
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
     """How a started engine computes."""
-    experts = expert_scaling(model)
+    experts, fused_experts = expert_scaling(model) or (None, False)
     return EngineNumerics(
         kernels=fp8_kernels(model),
         linears=activation_scaling(model),
-        experts=experts and experts[0],
-        fused_experts=bool(experts and experts[1]),
+        experts=experts,
+        fused_experts=fused_experts,
         query_rounded=quantizes_query(model),
         attention_weight_offset=attention_weight_offset(model),
     )

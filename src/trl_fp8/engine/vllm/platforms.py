@@ -1,9 +1,8 @@
 """CPU and CUDA: what vLLM is told on each, what is put in place before it starts, and where it rounds.
 
-The engine starts from dummy weights with the recipe's `quantization_config` put into the model's config: no FP8
-checkpoint has to exist, and TRL syncs the whole policy before the first rollout in any case. Kernels and attention
-backend are pinned, because vLLM's automatic choice depends on the batch size (FlashInfer below 32 rows, DeepGEMM
-above) and takes kernels whose weights or scales could not be read back.
+The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
+policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice depends on the
+batch size (FlashInfer below 32 rows, DeepGEMM above) and takes some whose weights or scales could not be read back.
 """
 
 from abc import ABC, abstractmethod
@@ -53,8 +52,7 @@ class Platform(ABC):
         Args:
             recipe, config: The policy's.
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
-            return_routes: The choice of routers is wanted.
-            match_rounding: The trainer reproduces the engine's numerics, so pin BF16 rounding points (CPU: always).
+            return_routes, match_rounding: See `FP8VLLMGeneration`; on CPU rounding points are always pinned.
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
@@ -92,7 +90,7 @@ class Platform(ABC):
 
 
 class Cpu(Platform):
-    """Development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
+    """For development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
 
     name = "cpu"
     rounding = RoundingPoints(norms={"fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False})
@@ -161,12 +159,12 @@ class Cuda(Platform):
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability
         if recipe.quantization_config is not None and (self.capability < (8, 9) or major not in self.backends):
-            given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
             raise ValueError(
-                f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and "
-                "Blackwell (10.x, 12.x). Older GPUs have no FP8 units; of others it is not known which of vLLM's FP8 "
-                "kernels keep weights and KV scales as they were sent, so that delivery could not be verified. Switch "
-                "FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
+                f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r} on a GPU of compute "
+                f"capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and Blackwell (10.x, 12.x). Older "
+                "GPUs have no FP8 units; of others it is not known which of vLLM's FP8 kernels keep weights and KV "
+                "scales as they were sent, so that delivery could not be verified. Switch FP8 off: fp8_weights=False, "
+                "kv_cache_dtype='auto'."
             )
         linear, attention = self.backends.get(major, (None, None))
         arguments = {"linear_backend": recipe.format.linear_backend or linear} if recipe.fp8_weights else {}

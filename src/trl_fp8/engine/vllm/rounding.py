@@ -38,11 +38,8 @@ class RoundingPoints:
     def require(self, config: VllmConfig) -> None:
         """Raise `ValueError` naming the settings of a running engine that round elsewhere."""
         compilation, priority = config.compilation_config, config.kernel_config.ir_op_priority
-        found = [
-            f"kernel_config ir_op_priority.{name}={getattr(priority, name)}"
-            for name, provider in self.norms.items()
-            if getattr(priority, name)[0] != provider
-        ]
+        norms = [name for name, provider in self.norms.items() if getattr(priority, name)[0] != provider]
+        found = [f"kernel_config ir_op_priority.{name}={getattr(priority, name)}" for name in norms]
         found += [
             f"compilation_config custom_ops={compilation.custom_ops} ({'without' if custom else 'with'} {name})"
             for name, custom in self.custom_ops.items()

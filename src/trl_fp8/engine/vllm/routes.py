@@ -58,15 +58,13 @@ class RouteLog:
         return found
 
     def _merged(self, key: bytes) -> np.ndarray | None:
-        """A conversation of several calls has for each token the routes of the first call that fed it: those under
-        which the next token's log-prob was computed. None if the engine generated nothing that it begins with.
-        """
         calls = [routes for tokens, routes in self.records if key.startswith(tokens) or tokens.startswith(key)]
         if not calls:
             return None
         length = len(key) // 4 - 1
         merged = np.full((length, *calls[0].shape[1:]), NOWHERE, np.int16)
-        for routes in reversed(calls):  # the first is written last
+        # in a conversation the first call that fed a token wins: it computed the next token's log-prob
+        for routes in reversed(calls):
             merged[: len(routes)] = routes[:length]
         return merged
 

@@ -85,8 +85,7 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
                 "this model uses. Set kv_cache_dtype='auto' on CPU, or run on a GPU."
             )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
-        self.scale, self.sliding_window = float(scale), sliding_window
-        self.kv_cache_dtype = kv_cache_dtype
+        self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

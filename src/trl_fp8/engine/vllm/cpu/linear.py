@@ -1,13 +1,12 @@
 """The linear layers of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's own kernels would not do. Those for block-FP8 need AMX or leave activations unquantized. Those for unquantized
-layers pack weights for the host's instruction set: an audit could not read them back, a reload would leave a tied
-output head as it was, and the same policy would sample other tokens on another host. Here torch's own linear runs.
+vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Those for unquantized layers pack weights
+for the host's instruction set: an audit could not read them back, a reload would leave a tied output head as it was,
+and the same policy would sample other tokens on another host. Here torch's own linear runs.
 
 The reference kernels compute what the CUDA kernels compute, W8A8, and add the products in FP64: after rounding to BF16
-their order does not show, so that neither the number of rows in a batch, nor tensor parallel shards, nor the host's
-vector units change a bit. The trainer's FP8 linears do the same on CPU (policy/flow/gemm.py); with FP32 sums the two
-part with depth. All of it is made for development, tests and demos, not for speed.
+their order does not show, so that neither rows in a batch, nor tensor parallel shards, nor the host's vector units
+change a bit. The trainer's FP8 linears do the same on CPU (policy/flow/gemm.py); FP32 sums would part with depth.
 """
 
 import torch
@@ -43,14 +42,12 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
 class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
     """`y = dequantize(x) @ dequantize(w) + bias`, summed in fp64 and rounded once."""
 
+    is_supported = ReferenceFp8BlockKernel.is_supported
+
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         # as before vLLM's CUTLASS kernel; one scale per batch, which it has on CPU, no trainer could follow
         self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return current_platform.is_cpu(), "the reference kernel runs on CPU only"
 
     @classmethod
     def can_implement(cls, c) -> tuple[bool, str | None]:
