@@ -1,4 +1,4 @@
-"""What any engine tells once after its start. What a delivery asks of it is `sync.delivery.Engine`, below engines."""
+"""What any engine tells once after its start: how it computes. What a delivery asks of it: `sync.delivery.Engine`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
