@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 
 READ_IN = {"torch": "2.13", "transformers": "5.17", "trl": "1.16", "vllm": "0.31"}  # library -> its version
+FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good", "registered", "on instances"
 
 
 class Patch(NamedTuple):
@@ -20,57 +21,42 @@ class Patch(NamedTuple):
     why: str
 
 
-FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good", "registered", "on instances"
-_REFERENCE = "The reference kernel is first in the choice on CPU; no function registers"
-PATCHES = {
-    "trl.GRPOTrainer": Patch(FOR_ONE_BLOCK, "commands/train.py", "TRL's script constructs it by this name."),
-    "trl.trainer.grpo_trainer.VLLMGeneration": Patch(
-        FOR_ONE_BLOCK, "trainer.py", "TRL's trainer constructs it by this name, without a factory."
-    ),
-    "trl.generation.vllm_generation.LLM": Patch(
-        FOR_ONE_BLOCK, "engine/vllm/generation.py", "TRL constructs it by this name, and passes on no arguments."
-    ),
-    "vllm.model_executor.kernels.linear._POSSIBLE_FP8_BLOCK_KERNELS": Patch(
-        FOR_GOOD, "engine/vllm/cpu/linear.py", f"{_REFERENCE} block-FP8 linears (only per-tensor ones)."
-    ),
-    "vllm.model_executor.kernels.linear._POSSIBLE_FP8_KERNELS": Patch(
-        FOR_GOOD, "engine/vllm/cpu/linear.py", f"{_REFERENCE} a kernel before others."
-    ),
-    "vllm._custom_ops.scaled_fp8_quant": Patch(
-        FOR_GOOD, "engine/vllm/cpu/linear.py", "Per-tensor weights are loaded through it, and CPU has no body for it."
-    ),
-    "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm": Patch(
-        FOR_GOOD, "engine/vllm/cpu/linear.py", "It packs weights, which could not be read back."
-    ),
-    "vllm.model_executor.layers.fused_moe.oracle.unquantized.backend_to_kernel_cls": Patch(
-        FOR_GOOD, "engine/vllm/cpu/experts.py", f"{_REFERENCE} unquantized experts."
-    ),
-    "vllm.model_executor.layers.fused_moe.router.cpu_router._softmax_topk": Patch(
-        FOR_GOOD, "engine/vllm/cpu/ops.py", "It computes gate weights in BF16, where transformers and CUDA have FP32."
-    ),
-    "vllm.ir.ops.fused_add_rms_norm": Patch(
-        REGISTERED, "engine/vllm/cpu/ops.py", "An implementation that rounds the residual sum, as transformers does."
-    ),
-    "vllm.v1.attention.backends.registry.AttentionBackendEnum": Patch(
-        REGISTERED, "engine/vllm/cpu/attention.py", "An FP8 KV cache on any CPU, rounded to nearest."
-    ),
-    "transformers.AttentionInterface": Patch(
-        REGISTERED, "policy/attention/tap.py", "q, k and v after RoPE are seen in no hook of a module."
-    ),
-    "transformers.AttentionMaskInterface": Patch(REGISTERED, "policy/attention/tap.py", "Masks of tapped eager."),
-    "transformers.core_model_loading._weight_conversions": Patch(
-        ON_INSTANCES, "policy/fp8_checkpoint.py", "save_pretrained would quantize what was dequantized on loading."
-    ),
-    "trl.GRPOTrainer._batch_environments": Patch(
-        ON_INSTANCES, "features/kv_cache.py", "TRL tokenizes prompts with the tools of their environments."
-    ),
-    "torch.nn.Linear": Patch(ON_INSTANCES, "policy/flow/linear.py", "The class: names and state_dict stay."),
-    "torch.nn.Module": Patch(ON_INSTANCES, "policy/flow/bf16_modules.py", "The class of what lies between linears."),
-    "transformers.integrations.moe": Patch(ON_INSTANCES, "policy/flow/experts.py", "The class of experts."),
-    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter": Patch(
-        ON_INSTANCES, "policy/router/replay.py", "The class of routers, this one and its like: they take no choice."
-    ),
+_CPU = "engine/vllm/cpu"
+_LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.linear"
+_MOE = f"{_LAYERS}.fused_moe"
+_LOADING = "transformers.core_model_loading"
+_ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
+_NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
+_PATCHES = {  # how -> target -> (by, why)
+    FOR_ONE_BLOCK: {
+        "trl.GRPOTrainer": ("commands/train.py", "TRL's script constructs it by this name."),
+        "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
+        "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
+    },
+    FOR_GOOD: {
+        f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} block-FP8 linears."),
+        f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} a kernel before others."),
+        "vllm._custom_ops.scaled_fp8_quant": (f"{_CPU}/linear.py", "Loads per-tensor weights, and CPU has no body."),
+        f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
+        f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
+        f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
+    },
+    REGISTERED: {
+        "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),
+        "vllm.v1.attention.backends.registry.AttentionBackendEnum": (f"{_CPU}/attention.py", "FP8 cache on any CPU."),
+        "transformers.AttentionInterface": ("policy/attention/tap.py", "No hook of a module sees q, k, v after RoPE."),
+        "transformers.AttentionMaskInterface": ("policy/attention/tap.py", "Masks of tapped eager."),
+    },
+    ON_INSTANCES: {
+        f"{_LOADING}._weight_conversions": ("policy/fp8_checkpoint.py", "save_pretrained would quantize again."),
+        "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
+        "torch.nn.Linear": ("policy/flow/linear.py", "The class: names and state_dict stay."),
+        "torch.nn.Module": ("policy/flow/bf16_modules.py", "The class of what lies between linears."),
+        "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
+        _ROUTER: ("policy/router/replay.py", "The class of routers, this one and its like: they take no choice."),
+    },
 }
+PATCHES = {target: Patch(how, *entry) for how, targets in _PATCHES.items() for target, entry in targets.items()}
 
 
 @contextmanager
@@ -84,11 +70,7 @@ def substituted(owner: ModuleType, name: str, replacement: object) -> Iterator[N
 
 
 def patch(owner: ModuleType, name: str, replacement: object) -> object:
-    """Make `owner.name` be `replacement`, for good; returns what it was.
-
-    Raises:
-        RuntimeError: `PATCHES` does not list it, or the installed library does not have it.
-    """
+    """Make `owner.name` be `replacement`, for good; returns what it was. `RuntimeError` as the module says."""
     target = f"{owner.__name__}.{name}"
     if target not in PATCHES:
         raise RuntimeError(f"{target} is not in the list of patches (upstream/patches.py).")

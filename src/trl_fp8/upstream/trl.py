@@ -1,36 +1,23 @@
-"""Names of TRL 1.16, of transformers and of torch that are no interface, and that this project relies on.
+"""Names of TRL 1.16, transformers and torch that are no interface, and that the layers beside them rely on.
 
-Overridden, called, read or written, by the layers that stand beside them. A contract test holds each to the installed
-version; another test finds private names that are missing here. vLLM's stand in `upstream.vllm`.
+A contract test holds each to the installed version; another finds what is missing. vLLM's are in `upstream.vllm`.
 """
 
+_IMPORTANCE = [f"vllm_importance_sampling_{setting}" for setting in ("clip_max", "clip_min", "mode")]
+_GENERATION = ["_generate", "_generate_and_score_completions", "_generate_single_turn"]
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "trl.GRPOTrainer": {
-        "_batch_environments": "features",
-        "_buffered_inputs": "run",
-        "_generate": "trainer",
-        "_generate_and_score_completions": "trainer",
-        "_generate_single_turn": "trainer",
-        "_get_per_token_logps_and_entropies": "trainer",
-        "_metrics": "trainer",
-        "_step": "run",
-        "_tokenize_prompts": "features",
+        **dict.fromkeys([*_GENERATION, "_get_per_token_logps_and_entropies", "_metrics"], "trainer"),
+        **dict.fromkeys(["_batch_environments", "_tokenize_prompts", *_IMPORTANCE], "features"),
+        **dict.fromkeys(["_buffered_inputs", "_step"], "run"),
         "_tokenizer": "features run",
-        "vllm_importance_sampling_clip_max": "features",
-        "vllm_importance_sampling_clip_min": "features",
-        "vllm_importance_sampling_mode": "features",
     },
-    "trl.generation.vllm_generation.VLLMGeneration": {
-        "_dist": "engine",
-        "_init_vllm": "engine",
-        "_iter_named_params": "engine",
-        "_llm_weights_sleeping": "engine",
-    },
-    "transformers.Trainer": {
-        "_get_output_dir": "run",
-        "_load_optimizer_and_scheduler": "run",
-        "_save_checkpoint": "run",
-    },
+    "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(
+        ["_dist", "_init_vllm", "_iter_named_params", "_llm_weights_sleeping"], "engine"
+    ),
+    "transformers.Trainer": dict.fromkeys(
+        ["_get_output_dir", "_load_optimizer_and_scheduler", "_save_checkpoint"], "run"
+    ),
     "transformers.PreTrainedConfig": {"_attn_implementation": "policy"},
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
     "transformers.integrations.moe.ExpertsInterface": {"_apply_gate": "policy"},

@@ -22,17 +22,13 @@ from .platforms import Platform
 class ColocatedEngine:
     """`sync.delivery.Engine` by vLLM's reload; `wake` gives the weights memory if the engine sleeps.
 
-    Attributes:
-        numerics: `EngineNumerics`: how it computes.
-        layout: Where each checkpoint tensor is.
-
-    Raises:
-        ValueError: It holds tensors under other names than the policy's, or where no sync can reach.
-        RuntimeError: A kernel or an attention layer does not keep what it is sent.
+    `ValueError` if it holds tensors under other names than the policy's, or where no sync can reach; `RuntimeError` if
+    a kernel or an attention layer does not keep what it is sent.
     """
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], None]):
         self.llm, self.wake, self._skip_layers = llm, wake, recipe.kv_cache_skip_layers
+        self.model = upstream.engine_model(llm)
         self.numerics = engine_numerics(self.model)
         require_auditable(self.numerics.kernels)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
@@ -43,13 +39,8 @@ class ColocatedEngine:
         if unreadable := self.layout.unreadable:
             platform.accept_unreadable(len(unreadable), "; ".join(sorted(set(unreadable.values()))))
 
-    @property
-    def model(self) -> nn.Module:
-        return upstream.engine_model(self.llm)
-
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        upstream.reload_weights(self.llm, tensors)
-        upstream.rebuild_expert_kernels(fp8_experts(self.model))
+        upstream.reload_weights(self.llm, tensors, fp8_experts(self.model))
 
     def abort(self) -> None:
         upstream.abort_reload(self.llm)

@@ -1,6 +1,6 @@
 """`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to an FP8 engine and its `Delivery`.
 
-start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   platforms.Platform.arguments
+start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   Platform.arguments
 sync:     Delivery.deliver
 generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the engine is awake
 """
@@ -38,18 +38,13 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        share: See `Delivery.deliver`. Not called under PEFT, where the trainer's own base is another weight than the
-            merged one that is sent.
+        share: See `Delivery.deliver`. Not called under PEFT: the trainer's own base is not the merged weight sent.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.
-
-    Attributes:
-        engine: `ColocatedEngine`.
-        numerics: `EngineNumerics`: how the engine computes.
-        delivery: `Delivery` to that engine.
-        replicas: The ranks that have to hold the same bytes; None on one process.
     """
+
+    replicas: Replicas | None = None  # the ranks that have to hold the same bytes; None on one process
 
     def __init__(
         self,
@@ -62,13 +57,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         match_rounding: bool = False,
         **kwargs,
     ):
-        self.recipe = recipe
-        self.calibrate = calibrate
-        self.engine_kwargs = engine_kwargs
-        self.share = share
-        self.return_routes = return_routes
-        self.match_rounding = match_rounding
-        self.replicas: Replicas | None = None
+        self.recipe, self.engine_kwargs, self.calibrate, self.share = recipe, engine_kwargs, calibrate, share
+        self.return_routes, self.match_rounding = return_routes, match_rounding
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -79,10 +69,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         ours = platform.arguments(self.recipe, self.model.config, **sizes, **wanted, user=self.engine_kwargs)
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
-        with (
-            platform.ready(self.recipe),
-            substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours))),
-        ):
+        as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
+        with platform.ready(self.recipe), as_rollout_llm:
             super()._init_vllm()
         if self.match_rounding:
             platform.rounding.require(upstream.engine_config(self.llm))
@@ -91,8 +79,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
         # vLLM reads the tensors of a fused layer when it has all of them; by then these are unmerged, or freed
-        copy = is_peft_model(self.model) or self._dist.is_zero3
-        options = {"copy": copy, "replicas": self.replicas}
+        options = {"copy": is_peft_model(self.model) or self._dist.is_zero3, "replicas": self.replicas}
         self.delivery = Delivery(self.engine, self.model, self.recipe, self.policy_tensors, **options)
         logger.info(f"engine: {self.numerics}")
 
@@ -105,9 +92,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         return self.delivery.failures
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
-        """The policy's `(checkpoint name, full tensor)`, merged and gathered one at a time: a collective. For `with`,
-        at whose end adapters are unmerged.
-        """
+        """The policy's `(checkpoint name, full tensor)`, merged and gathered (a collective), in a `with` block."""
         return closing(self._iter_named_params())
 
     def _iter_named_params(self) -> Iterator[Named]:
@@ -124,18 +109,13 @@ class FP8VLLMGeneration(VLLMGeneration):
                 self.model.unmerge_adapter()
 
     def sync_weights(self) -> None:
-        """`Delivery.deliver`."""
         share = None if is_peft_model(self.model) else self.share
         self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None, share)
 
     def generate(
-        self,
-        prompts: list[list[int]],
-        images: list | None,
-        num_generations: int,
-        profiler: AbstractContextManager | None = None,
+        self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
     ) -> tuple:
-        """As TRL's, but only from an engine that holds what was delivered, KV scales included."""
+        """As TRL's, but only from an engine that holds what was delivered."""
         if self.enable_sleep_mode and self.llm.weights_kept:
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first

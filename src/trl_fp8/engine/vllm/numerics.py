@@ -15,19 +15,19 @@ from .kv_scales import attention_weight_offset, quantizes_query
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
-    """How an engine computes. `RuntimeError` if its FP8 linears quantize their input in several ways."""
-    experts = expert_scaling(model)
+    """How a started engine computes."""
+    experts, fused_experts = expert_scaling(model) or (None, False)
     return EngineNumerics(
         kernels=fp8_kernels(model),
         linears=activation_scaling(model),
-        experts=experts and experts[0],
-        fused_experts=bool(experts and experts[1]),
+        experts=experts,
+        fused_experts=fused_experts,
         query_rounded=quantizes_query(model),
         attention_weight_offset=attention_weight_offset(model),
     )
 
 
-def fp8_kernels(model: nn.Module) -> dict[str, int]:
+def fp8_kernels(model: nn.Module) -> Counter[str]:
     """`EngineNumerics.kernels`."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
@@ -40,9 +40,7 @@ def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
-    """How the engine's FP8 linears quantize their input; None if there are none. `RuntimeError` if they differ: no
-    single flow of a trainer could follow them.
-    """
+    """`EngineNumerics.linears`. `RuntimeError` if they differ: no single flow of a trainer could follow them."""
     found = set()
     for kernel in _kernels(model):
         quant = kernel.quant_fp8
@@ -62,21 +60,15 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 
 def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
-    """`experts` and `fused_experts` of `EngineNumerics`; None without FP8 experts.
-
-    vLLM 0.31's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is
-    in use (Hopper and Blackwell, by default), else fp32 scales and one kernel for activation and quantization
-    (experts/triton_moe.py).
-    """
+    """`experts` and `fused_experts` of `EngineNumerics`; None without FP8 experts."""
     if not fp8_experts(model):
         return None
+    # vLLM's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
+    # use (Hopper, Blackwell), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py)
     pow2 = is_deep_gemm_e8m0_used()
     return ActivationScaling("pow2" if pow2 else "fp32", ACTIVATION_AMAX_FLOOR), not pow2
 
 
 def _kernels(model: nn.Module) -> list:
-    return [
-        kernel
-        for module in model.modules()
-        if isinstance(module, LinearBase) and (kernel := getattr(module.quant_method, "fp8_linear", None)) is not None
-    ]
+    methods = [module.quant_method for module in model.modules() if isinstance(module, LinearBase)]
+    return [method.fp8_linear for method in methods if getattr(method, "fp8_linear", None) is not None]

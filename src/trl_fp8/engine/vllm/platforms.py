@@ -1,9 +1,8 @@
 """CPU and CUDA: what vLLM is told on each, what is put in place before it starts, and where it rounds.
 
-The engine starts from dummy weights with the recipe's `quantization_config` put into the model's config: no FP8
-checkpoint has to exist, and TRL syncs the whole policy before the first rollout in any case. Kernels and attention
-backend are pinned, because vLLM's automatic choice depends on the batch size (FlashInfer below 32 rows, DeepGEMM
-above) and takes kernels whose weights or scales could not be read back.
+The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
+policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice depends on the
+batch size (FlashInfer below 32 rows, DeepGEMM above) and takes some whose weights or scales could not be read back.
 """
 
 from abc import ABC, abstractmethod
@@ -31,17 +30,11 @@ logger = get_logger(__name__)
 
 
 class Platform(ABC):
-    """Where an engine runs.
+    """Where an engine runs."""
 
-    Attributes:
-        name: As torch calls the device.
-        rounding: vLLM's implementations that round where transformers does.
-        routes_from: Where `RolloutLLM` gets the experts that routers choose.
-    """
-
-    name: ClassVar[str]
-    rounding: ClassVar[RoundingPoints]
-    routes_from: ClassVar[Literal["vllm", "routers"]]
+    name: ClassVar[str]  # as torch calls the device
+    rounding: ClassVar[RoundingPoints]  # vLLM's implementations that round where transformers does
+    routes_from: ClassVar[Literal["vllm", "routers"]]  # where `RolloutLLM` gets the experts that routers choose
 
     def arguments(
         self,
@@ -54,18 +47,13 @@ class Platform(ABC):
         match_rounding: bool = False,
         user: dict | None = None,
     ) -> dict:
-        """What to pass to `LLM(...)` over what TRL passes.
+        """What to pass to `LLM(...)` over what TRL passes; `ValueError` if the platform cannot run such a recipe.
 
         Args:
-            recipe: What is FP8.
-            config: The policy's.
+            recipe, config: The policy's.
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
-            return_routes: The experts that routers choose are wanted.
-            match_rounding: The trainer reproduces the engine's numerics, so pin BF16 rounding points (CPU: always).
+            return_routes, match_rounding: See `FP8VLLMGeneration`; on CPU rounding points are always pinned.
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
-
-        Raises:
-            ValueError: The platform cannot run what the recipe asks for; the message says what can.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
         if recipe.quantization_config is not None:
@@ -92,7 +80,7 @@ class Platform(ABC):
 
     @abstractmethod
     def accept_unreadable(self, tensors: int, reasons: str) -> None:
-        """Warn that so many tensors cannot be read back by an audit, or refuse them."""
+        """Warn that an audit cannot read so many tensors back, or refuse them."""
 
     @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
@@ -102,7 +90,7 @@ class Platform(ABC):
 
 
 class Cpu(Platform):
-    """Development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
+    """For development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
 
     name = "cpu"
     rounding = RoundingPoints(norms={"fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False})
@@ -112,14 +100,12 @@ class Cpu(Platform):
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         forget_rotary_embeddings()
-        register_cpu_kernel()
-        register_cpu_experts()
-        register_cpu_ops()
+        for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
+            register()
         with reference_attention() if recipe.fp8_kv_cache else nullcontext():
             yield
 
     def accept_unreadable(self, tensors: int, reasons: str) -> None:
-        # vLLM 0.31 packs experts at the first load only: after a sync they would compute with noise
         raise ValueError(
             f"vLLM's CPU kernels pack tensors of this model, where a sync cannot reach: {reasons}. Run on a GPU, or "
             "choose another model."
@@ -135,9 +121,8 @@ class Cpu(Platform):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
-        per_token = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize
         blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
-        per_seq = per_token * self.block * blocks
+        per_seq = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize * self.block * blocks
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
         budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
         return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.rounding.arguments()
@@ -174,25 +159,20 @@ class Cuda(Platform):
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability
         if recipe.quantization_config is not None and (self.capability < (8, 9) or major not in self.backends):
-            given = f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r}"
             raise ValueError(
-                f"{given} on a GPU of compute capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and "
-                "Blackwell (10.x, 12.x). Older GPUs have no FP8 units; of others it is not known which of vLLM's FP8 "
-                "kernels keep weights and KV scales as they were sent, so that delivery could not be verified. Switch "
-                "FP8 off: fp8_weights=False, kv_cache_dtype='auto'."
+                f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r} on a GPU of compute "
+                f"capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and Blackwell (10.x, 12.x). Older "
+                "GPUs have no FP8 units; of others it is not known which of vLLM's FP8 kernels keep weights and KV "
+                "scales as they were sent, so that delivery could not be verified. Switch FP8 off: fp8_weights=False, "
+                "kv_cache_dtype='auto'."
             )
         linear, attention = self.backends.get(major, (None, None))
         arguments = {"linear_backend": recipe.format.linear_backend or linear} if recipe.fp8_weights else {}
         arguments |= {"attention_backend": attention} if recipe.fp8_kv_cache else {}
-        # Other kernels for experts shuffle them, so that they could not be read back
+        # other kernels for experts shuffle them, so that they could not be read back
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
-        """vLLM 0.31 stores routes with its prefix cache, so keep that on.
-
-        By default it schedules a batch ahead, which is in flight when a generation ends; the next sync resets the
-        prefix cache, and `begin_step` (`aux_output_connector/worker.py`) then fails an assertion. Hence one by one.
-        """
         if recipe.tensor_parallel_size > 1:
             raise ValueError(
                 f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
@@ -205,6 +185,8 @@ class Cuda(Platform):
                 "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
                 "router_replay='off'."
             )
+        # vLLM stores routes with its prefix cache, so keep that on. A batch that is scheduled ahead would be in flight
+        # when a sync resets that cache: `begin_step` (`aux_output_connector/worker.py`) then fails an assertion
         return {"enable_prefix_caching": True, "enable_return_routed_experts": True, "async_scheduling": False}
 
 
@@ -216,7 +198,5 @@ def platform_of(device: torch.device | None = None) -> Platform:
 
 def _merged(ours: dict, users: dict) -> dict:
     """The user's settings over ours; a dictionary within does not replace ours as a whole."""
-    both = {
-        name for name in ours.keys() & users.keys() if isinstance(ours[name], dict) and isinstance(users[name], dict)
-    }
+    both = [name for name in ours.keys() & users if isinstance(ours[name], dict) and isinstance(users[name], dict)]
     return ours | users | {name: _merged(ours[name], users[name]) for name in both}

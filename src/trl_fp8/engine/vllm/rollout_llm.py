@@ -1,13 +1,12 @@
-"""vLLM's engine with a lighter sleep where the next generation needs the same weights, a memory of its routers, and
-samples that depend on nobody else's random numbers.
+"""vLLM's engine with a lighter sleep, a memory of its routers, and random numbers of its own.
 
-TRL 1.16 puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation
-begins with a sync. Between the batches of an evaluation and the turns of a conversation the weights stay the same:
-there level 1 moves them to host memory (half as much in FP8) and back.
+TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
+with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same: there level 1
+moves them to host memory (half as much in FP8) and back.
 
-vLLM 0.31's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
-engine have to draw the same ones, or they sample different tokens and wait for each other for ever; but reward
-functions draw from it too, each rank for its own completions. So each generation begins at a seed of its own.
+vLLM's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
+engine have to draw the same ones, or they wait for each other for ever; but reward functions draw from it too, each
+rank for its own completions. So each generation begins at a seed of its own.
 """
 
 import re
@@ -22,7 +21,7 @@ from .routes import RouteLog, RouterCapture, returned_routes
 
 @contextmanager
 def numpy_seeded(*seed: int) -> Iterator[None]:
-    """Inside the block NumPy's global generator starts from `seed`; after it, it goes on where it was before."""
+    """Inside the block NumPy's global generator starts from `seed`; after the block it goes on where it was before."""
     state = np.random.get_state()
     np.random.seed(seed)
     try:
@@ -34,23 +33,14 @@ def numpy_seeded(*seed: int) -> Iterator[None]:
 class RolloutLLM(LLM):
     """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set.
 
-    Args:
-        routes_from: Where the experts that routers choose come from: `"vllm"` returns them, `"routers"` are read;
-            None: nobody asks.
-        **kwargs: As for `vllm.LLM`. `seed` is the same on ranks that share an engine and different on others.
-
-    Raises:
-        ValueError: vLLM cannot return routes for this model or configuration; the message has its reason.
-
-    Attributes:
-        occasion: The trainer's step, and whether it trains or evaluates: what a resumed run knows of the uninterrupted
-            one, to sample alike.
+    `routes_from` says where the experts that routers choose come from: `"vllm"` returns them (`ValueError` with its
+    reason if it cannot), `"routers"` are read; None: nobody asks. `seed` is the same on ranks that share an engine.
     """
 
     keep_weights = False  # they will be needed again as they are
     weights_kept = False  # the engine sleeps with its weights in host memory
     routes: RouteLog | None = None  # of everything that was generated; None without `routes_from`
-    occasion = 0, 1
+    occasion = 0, 1  # the trainer's step, and 1 if it trains: all that a resumed run has, to sample as without a break
     _routes_from: str | None = None
     _seed = 0
     _calls: Mapping[tuple[int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
@@ -70,7 +60,7 @@ class RolloutLLM(LLM):
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
     def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
-        """Note what the next generation is for, and forget the routes of the last one; see the attributes."""
+        """Note what the next generation is for, and forget the routes of the last one."""
         self.occasion, self.keep_weights = occasion, keep_weights
         if self.routes is not None:
             self.routes.clear()

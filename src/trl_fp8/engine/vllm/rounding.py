@@ -1,29 +1,21 @@
 """Where an engine rounds to BF16 between its linears, pinned for a trainer that has to round there too.
 
-vLLM 0.31 leaves it to the compiler: on CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
-product, or a rotary embedding in FP32 and rounds once, where transformers rounds to BF16 after each operation. So do
-the separate CUDA kernels for residual sums and SiLU; norm times weight and rotary embeddings they round once, too
-(disassembled from the wheel). e4m3 magnifies every BF16 step of difference: FP32 between the linears leaves nearly all
-of the mismatch (docs/numerics.md).
+vLLM leaves it to the compiler: on CUDA, Inductor or a fused kernel computes a residual sum and its norm, SiLU and
+product, or a rotary embedding in FP32 and rounds once. transformers rounds to BF16 after each operation; so do the
+separate CUDA kernels for residual sums and SiLU (disassembled from the wheel). e4m3 magnifies every BF16 step of
+difference: FP32 between the linears leaves nearly all of the mismatch (docs/numerics.md).
 
-A custom operation is opaque to the compiler, so the separate kernels run, compiled or not; in what Inductor still
-fuses, `emulate_precision_casts` keeps the roundings (on CPU, a compiled engine then computes what an eager one does,
-bit for bit: tests/engine/test_rounding.py). A few small kernels more per layer are the price.
+A custom operation is opaque to the compiler, so the separate kernels run, a few more per layer; in what Inductor still
+fuses, `emulate_precision_casts` keeps the roundings (on CPU bit for bit: tests/engine/test_rounding.py).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+from vllm.config import VllmConfig
 
 
 # Passes of vLLM's compiler that put such an operation into one kernel with its neighbours
-FUSIONS = (
-    *("fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms"),
-    "enable_qk_norm_rope_fusion",
-)
+FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
 
 
 @dataclass(frozen=True)
@@ -35,24 +27,19 @@ class RoundingPoints:
 
     def arguments(self) -> dict[str, dict]:
         """For `vllm.LLM(...)`."""
-        torch_paths = [f"-{name}" for name, custom in self.custom_ops.items() if not custom]
-        return {
-            "kernel_config": {"ir_op_priority": {name: [provider] for name, provider in self.norms.items()}},
-            "compilation_config": {
-                "custom_ops": ["all", *torch_paths],
-                "pass_config": dict.fromkeys(FUSIONS, False),
-                "inductor_compile_config": {"emulate_precision_casts": True},
-            },
+        priority = {name: [provider] for name, provider in self.norms.items()}
+        compilation = {
+            "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
+            "pass_config": dict.fromkeys(FUSIONS, False),
+            "inductor_compile_config": {"emulate_precision_casts": True},
         }
+        return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation}
 
-    def require(self, config: "VllmConfig") -> None:
+    def require(self, config: VllmConfig) -> None:
         """Raise `ValueError` naming the settings of a running engine that round elsewhere."""
         compilation, priority = config.compilation_config, config.kernel_config.ir_op_priority
-        found = [
-            f"kernel_config ir_op_priority.{name}={getattr(priority, name)}"
-            for name, provider in self.norms.items()
-            if getattr(priority, name)[0] != provider
-        ]
+        norms = [name for name, provider in self.norms.items() if getattr(priority, name)[0] != provider]
+        found = [f"kernel_config ir_op_priority.{name}={getattr(priority, name)}" for name in norms]
         found += [
             f"compilation_config custom_ops={compilation.custom_ops} ({'without' if custom else 'with'} {name})"
             for name, custom in self.custom_ops.items()

@@ -1,8 +1,7 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's CPU kernels pack experts, which could not be read back, and vLLM 0.31 packs them at the first load only: after a
-reload they would compute with noise. The reference computes what `TritonExperts` computes on CUDA, the order of sums
-apart:
+vLLM's CPU kernels pack experts, at the first load only: nothing could be read back, and after a reload they would
+compute with noise. The reference computes what `TritonExperts` computes on CUDA, the order of sums apart:
 
     pairs of token and expert, sorted by expert -> gate_up in fp32 -> BF16 -> act(gate) * up in BF16 -> down in fp32,
     times the router's weight -> BF16; the sum over a token's experts is fp32 and rounded once
@@ -12,6 +11,7 @@ Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I inte
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
@@ -26,25 +26,13 @@ ACTIVATIONS = {MoEActivation.SILU: F.silu, MoEActivation.GELU: F.gelu}
 class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
     """`CPUUnquantizedExperts` with a grouped GEMM of torch in place of vLLM's packed one."""
 
-    @staticmethod
-    def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in ACTIVATIONS
+    _supports_activation = staticmethod(ACTIVATIONS.__contains__)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing: weights stay as they were loaded."""
 
     def apply(
-        self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
-        activation: MoEActivation,
-        *,
-        apply_router_weight_on_input: bool,
-        **_,
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *, apply_router_weight_on_input, **_
     ) -> None:
         """hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]; fills output [T, H]."""
         if apply_router_weight_on_input:
@@ -61,7 +49,7 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
 
 
 def register_cpu_experts() -> None:
-    """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Does nothing twice."""
+    """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Idempotent."""
     cpu = unquantized.UnquantizedMoeBackend.CPU
     if ReferenceUnquantizedExperts in unquantized.backend_to_kernel_cls(cpu):
         return
@@ -72,9 +60,7 @@ def register_cpu_experts() -> None:
     classes = patch(unquantized, "backend_to_kernel_cls", with_reference)
 
 
-def _grouped(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, experts_P: torch.Tensor, ends_E: torch.Tensor
-) -> torch.Tensor:
+def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, experts_P: Tensor, ends_E: Tensor) -> Tensor:
     """x `[P, in]`, sorted by expert, through weight `[E, out, in]` -> fp32 `[P, out]`."""
     y = F.grouped_mm(x.float(), weight.float().transpose(1, 2), offs=ends_E)
     return y if bias is None else y + bias[experts_P].float()

@@ -1,18 +1,16 @@
 """The linear layers of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's own kernels would not do. Those for block-FP8 need AMX, and the W8A16 one would not quantize activations. Those
-for unquantized layers pack weights for the host's instruction set and drop the parameter: an audit could not read them
-back, a reload would leave a tied output head as it was, and the same policy would sample other tokens on another host.
+vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Those for unquantized layers pack weights
+for the host's instruction set: an audit could not read them back, a reload would leave a tied output head as it was,
+and the same policy would sample other tokens on another host. Here torch's own linear runs.
 
-The reference kernel for block-FP8 computes what the CUDA kernels compute, W8A8, out of plain torch operations, and
-adds the products in FP64: after rounding to BF16 their order does not show, so that neither the number of rows in a
-batch, nor tensor parallel shards, nor the host's vector units change a bit. The trainer's FP8 linears do the same on
-CPU (policy/flow/gemm.py); with FP32 sums the two part with depth. Unquantized layers run torch's own linear. All of it
-is made for development, tests and demos, not for speed.
+The reference kernels compute what the CUDA kernels compute, W8A8, and add the products in FP64: after rounding to BF16
+their order does not show, so that neither rows in a batch, nor tensor parallel shards, nor the host's vector units
+change a bit. The trainer's FP8 linears do the same on CPU (policy/flow/gemm.py); FP32 sums would part with depth.
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm import _custom_ops as vllm_ops
 from vllm.model_executor.kernels import linear as linear_kernels
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
@@ -26,15 +24,13 @@ from trl_fp8.upstream.patches import patch
 
 
 class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
-    """`y = dequantize(x) @ dequantize(w).T`, summed in fp64; vLLM's base class quantizes `x` in groups of
-    1x128 first.
-    """
+    """`y = dequantize(x) @ dequantize(w).T`, summed in fp64; vLLM's base class quantizes `x` in groups of 1x128."""
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
         return current_platform.is_cpu(), "the reference kernel runs on CPU only"
 
-    def apply_block_scaled_mm(self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor):
+    def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """A: codes [T, K], B: codes [N, K], As: scales [T, K/128], Bs: scales [N/128, K/128] -> [T, N]."""
         rows, columns = self.weight_group_shape.row, self.weight_group_shape.col
         x = (A.float().unflatten(-1, (-1, columns)) * As.unsqueeze(-1)).flatten(-2)
@@ -44,38 +40,31 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
 
 
 class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
-    """`y = dequantize(x) @ dequantize(w) + bias`, summed in fp64 and rounded once; vLLM quantizes `x` per token, as it
-    does before its CUTLASS kernel. What it would do on CPU, one scale per batch, no trainer could follow.
-    """
+    """`y = dequantize(x) @ dequantize(w) + bias`, summed in fp64 and rounded once."""
+
+    is_supported = ReferenceFp8BlockKernel.is_supported
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        # as before vLLM's CUTLASS kernel; one scale per batch, which it has on CPU, no trainer could follow
         self.quant_fp8 = QuantFP8(static=False, group_shape=GroupShape.PER_TOKEN)
-
-    @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
-        return current_platform.is_cpu(), "the reference kernel runs on CPU only"
 
     @classmethod
     def can_implement(cls, c) -> tuple[bool, str | None]:
         return c.weight_quant_key.scale.group_shape.is_per_tensor(), "the reference kernel has one scale per weight"
 
-    def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape) -> torch.Tensor:
+    def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape) -> Tensor:
         """A: codes [T, K], B: codes [K, N], As: scales [T, 1], Bs: scale [], bias: [N] or None -> [..., N]."""
         product = ((A.float() * As).double() @ (B.float() * Bs).double()).float()
         return (product if bias is None else product + bias.float()).to(out_dtype).view(output_shape)
 
 
-def _scaled_fp8_quant(
-    values: torch.Tensor, scale: torch.Tensor, *_unused, **_given
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_unused, **_given) -> tuple[Tensor, Tensor]:
     return (values.float() * scale.reciprocal()).clamp(-448, 448).to(torch.float8_e4m3fn), scale
 
 
 def register_cpu_kernel() -> None:
-    """Put the reference kernels first in vLLM's tables of FP8 kernels for CPU, and let unquantized layers and
-    embeddings keep their weights. Does nothing twice.
-    """
+    """Put the reference kernels first in vLLM's tables for CPU; unquantized layers keep their weights. Idempotent."""
     blocks, tensors = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS, linear_kernels._POSSIBLE_FP8_KERNELS
     if ReferenceFp8BlockKernel in blocks[PlatformEnum.CPU]:
         return
@@ -87,7 +76,7 @@ def register_cpu_kernel() -> None:
 
     def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
-            layer.cpu_linear = torch.nn.functional.linear
+            layer.cpu_linear = nn.functional.linear
         else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
             packing(layer, remove_weight)
 
