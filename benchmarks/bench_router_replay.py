@@ -28,7 +28,7 @@ from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_se
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.policy.router.replay import RouterReplay, RouteTally
+from trl_fp8.policy.router import RouterReplay, RouteTally
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
 from . import record

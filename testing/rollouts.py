@@ -4,7 +4,7 @@ import torch
 from vllm import SamplingParams
 
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.policy.router import RouterReplay
 from trl_fp8.upstream.vllm import engine_model
 
 from . import engines

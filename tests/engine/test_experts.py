@@ -9,9 +9,8 @@ from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
-from trl_fp8.policy.flow.check import VERIFIED_WITH_FP8_EXPERTS
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.flow.precision_flow import VERIFIED_WITH_FP8_EXPERTS, PrecisionFlow
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model

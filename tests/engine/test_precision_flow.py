@@ -21,10 +21,9 @@ from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow import precision_flow
 from trl_fp8.policy.flow.bf16_modules import BF16Modules
-from trl_fp8.policy.flow.check import VERIFIED
 from trl_fp8.policy.flow.gemm import fake_quant_gemm
 from trl_fp8.policy.flow.linear import FP8Linears
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.flow.precision_flow import VERIFIED, PrecisionFlow
 from trl_fp8.quantization.blockwise import (
     ACTIVATION_AMAX_FLOOR,
     quantize_activation,

@@ -8,9 +8,8 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
 from trl_fp8.policy.attention.tap import AttentionTap
-from trl_fp8.policy.flow.check import flow_warning
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow, flow_warning
 from trl_fp8.sync.weight_stream import Share
 
 from .feature import Batch, Feature, Rollouts

@@ -26,11 +26,7 @@ def dequantizing_config(
 
 
 def save_in_high_precision(model: nn.Module) -> None:
-    """Make `model.save_pretrained` write a dequantized policy as it is.
-
-    Raises:
-        ValueError: The model holds FP8 weights, so that it was not dequantized.
-    """
+    """Make `model.save_pretrained` write a dequantized policy as it is. `ValueError` if it holds FP8 weights."""
     if names := [name for name, parameter in model.named_parameters() if parameter.dtype == E4M3]:
         raise ValueError(
             f"model was loaded in FP8 ({listed(names, 1)} are float8_e4m3fn), which cannot be trained. Pass its name "

@@ -6,11 +6,7 @@ from transformers import PreTrainedModel
 
 
 def is_reference(model: nn.Module) -> bool:
-    """Whether a PEFT policy is at the moment its own reference: adapters disabled, or TRL's `ref` adapter active.
-
-    Args:
-        model: Anything; only PEFT models (inside wrappers, too) can be both.
-    """
+    """A PEFT policy is its own reference while adapters are disabled, or TRL's `ref` adapter is active."""
     if not is_peft_model(model):
         return False
     from peft.tuners.tuners_utils import BaseTunerLayer

@@ -68,7 +68,7 @@ PATCHES = {
     "torch.nn.Module": Patch(ON_INSTANCES, "policy/flow/bf16_modules.py", "The class of what lies between linears."),
     "transformers.integrations.moe": Patch(ON_INSTANCES, "policy/flow/experts.py", "The class of experts."),
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter": Patch(
-        ON_INSTANCES, "policy/router/replay.py", "The class of routers, this one and its like: they take no choice."
+        ON_INSTANCES, "policy/router.py", "The class of routers, this one and its like: they take no choice."
     ),
 }
 

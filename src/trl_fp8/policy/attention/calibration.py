@@ -14,11 +14,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
@@ -38,43 +39,30 @@ SATURATION_LIMIT = 1e-5
 WIDEST_MARGIN_FACTOR = 16.0
 
 
+@dataclass(eq=False)
 class KVCalibrator:
-    """Keeps what the next calibration needs, and how wide its margin is. The same on every rank.
+    """Keeps what the next calibration needs, and how wide its margin is. The same on every rank."""
 
-    Args:
-        tap: The policy's attention tap.
-        mode, margin, max_tokens: Flags `kv_calibration`, `kv_scale_margin` and `kv_calibration_tokens`.
-        pad_token_id, fused_lm_head: See `observe_sequences`.
-        reduce_max: Replaces a tensor by its maximum over ranks, in place. None on one process.
+    tap: AttentionTap  # of the policy
+    _: KW_ONLY
+    mode: str  # flag kv_calibration
+    margin: float  # flag kv_scale_margin
+    max_tokens: int  # flag kv_calibration_tokens
+    pad_token_id: int = 0  # see `observe_sequences`, as for `fused_lm_head`
+    fused_lm_head: bool = False
+    reduce_max: Callable[[Tensor], None] | None = None  # makes a tensor its maximum over ranks; None on one process
 
-    Attributes:
-        margin_factor: Saturation widens the margin by this: 1, 2, 4, ... at most 16.
-        margin_used: The latest calibration multiplied magnitudes by this; None before the first.
-        saturated_L2: Share of k and v that the scales of the latest rollouts did not hold, on the host.
-    """
-
-    def __init__(
-        self,
-        tap: AttentionTap,
-        *,
-        mode: str,
-        margin: float,
-        max_tokens: int,
-        pad_token_id: int = 0,
-        fused_lm_head: bool = False,
-        reduce_max: Callable[[torch.Tensor], None] | None = None,
-    ):
-        self.tap, self.mode, self.margin, self.max_tokens = tap, mode, margin, max_tokens
-        self.pad_token_id, self.fused_lm_head, self.reduce_max = pad_token_id, fused_lm_head, reduce_max
-        self.margin_factor = 1.0
-        self.margin_used: float | None = None
-        self.coming_prompts: list[list[int]] = []
-        self._rollouts: list[list[int]] = []
-        self._rollout_amax_L3: torch.Tensor | None = None
-        self._due: KVScales | None = None
-        self._seen: QKVObservation | None = None
-        self._saturation: float | None = None
-        self.saturated_L2: torch.Tensor | None = None
+    margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
+    margin_used: float | None = field(default=None, init=False)  # by the latest calibration
+    saturated_L2: Tensor | None = field(
+        default=None, init=False
+    )  # share of k, v beyond the latest rollouts' scales
+    coming_prompts: list[list[int]] = field(default_factory=list, init=False)
+    _rollouts: list[list[int]] = field(default_factory=list, init=False)
+    _rollout_amax_L3: Tensor | None = field(default=None, init=False)
+    _due: KVScales | None = field(default=None, init=False)  # of rollouts that no forward has seen
+    _seen: QKVObservation | None = field(default=None, init=False)
+    _saturation: float | None = field(default=None, init=False)
 
     def next_scales(self, model: nn.Module) -> KVScales:
         """Scales for the policy as it is now, run as the trainer calls it. Raises as `kv_scales_from_amax`."""
@@ -83,27 +71,23 @@ class KVCalibrator:
         if self._rollout_amax_L3 is not None:
             return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
-        observation = observe_sequences(
-            model,
-            self.tap,
-            list(sequences),
-            pad_token_id=self.pad_token_id,
-            max_tokens=self.max_tokens,
-            fused_lm_head=self.fused_lm_head,
-        )
+        options = {"pad_token_id": self.pad_token_id, "fused_lm_head": self.fused_lm_head}
+        observation = observe_sequences(model, self.tap, list(sequences), max_tokens=self.max_tokens, **options)
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
         if not self._rollouts:  # once, before the first rollouts
             self.margin_used *= PROMPTS_ONLY_MARGIN
-            self._warn_of_outliers(error_L1[:, 0])
+            errors = outlier_layers(error_L1[:, 0])
+            if errors := {layer: error for layer, error in errors.items() if layer not in self.tap.skip_layers}:
+                logger.warning(outlier_message(errors))
         return kv_scales_from_amax(amax_L3, self.margin_used)
 
     def expect(self, prompts: list[list[int]]) -> None:
-        """Note the tokens of prompts that are about to be continued."""
+        """Note the token ids of prompts that are about to be continued."""
         self.coming_prompts = prompts
 
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
-        """Note the tokens of new rollouts (prompt and completion) and the scales that they were sampled under."""
+        """Note new rollouts (token ids of prompt and completion) and the scales they were sampled under."""
         if self.mode == "policy":
             self._rollouts = _bounded(sequences, self.max_tokens)
         self._due = scales
@@ -139,12 +123,8 @@ class KVCalibrator:
 
     def state_dict(self) -> dict:
         self._harvest()
-        amax = self._rollout_amax_L3
-        return {
-            "margin_factor": self.margin_factor,
-            "rollouts": self._rollouts,
-            "rollout_amax": None if amax is None else amax.tolist(),
-        }
+        amax = None if self._rollout_amax_L3 is None else self._rollout_amax_L3.tolist()
+        return {"margin_factor": self.margin_factor, "rollouts": self._rollouts, "rollout_amax": amax}
 
     def load_state_dict(self, state: dict) -> None:
         self.margin_factor, self._rollouts = state["margin_factor"], state["rollouts"]
@@ -165,7 +145,7 @@ class KVCalibrator:
             self._widen(fraction_L2)
         self._saturation, self.saturated_L2 = fraction_L2.mean().item(), fraction_L2
 
-    def _reduce(self, *tensors: torch.Tensor) -> None:
+    def _reduce(self, *tensors: Tensor) -> None:
         """Maximum over ranks of `[L, n]` tensors, in place, in one collective."""
         if self.reduce_max is not None:
             packed = torch.cat(tensors, dim=1)
@@ -173,7 +153,7 @@ class KVCalibrator:
             for tensor, reduced in zip(tensors, packed.split([t.shape[1] for t in tensors], dim=1), strict=True):
                 tensor.copy_(reduced)
 
-    def _widen(self, fraction_L2: torch.Tensor) -> None:
+    def _widen(self, fraction_L2: Tensor) -> None:
         beyond = [
             f"layer {layer} {QKV[1 + column]} ({fraction_L2[layer, column]:.2g})"
             for layer, column in (fraction_L2 > SATURATION_LIMIT).nonzero().tolist()
@@ -181,22 +161,16 @@ class KVCalibrator:
         widest = self.margin_factor >= WIDEST_MARGIN_FACTOR
         self.margin_factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR)
         now = self.margin * self.margin_factor
-        logger.warning(
-            "KV cache scales were too small for the rollouts: share of saturated elements in "
-            f"{listed(beyond)}. "
-            + (
+        remedy = f"The margin is widened to {now:g} from the next sync on."
+        if widest:
+            remedy = (
                 f"The margin is at its limit of {now:g} already: the policy changes faster than it is calibrated. "
                 "Lower learning_rate, or set kv_calibration='policy'."
-                if widest
-                else f"The margin is widened to {now:g} from the next sync on."
             )
+        logger.warning(
+            "KV cache scales were too small for the rollouts: share of saturated elements in "
+            f"{listed(beyond)}. {remedy}"
         )
-
-    def _warn_of_outliers(self, logit_error_L: torch.Tensor) -> None:
-        skipped = self.tap.skip_layers
-        errors = {layer: e for layer, e in outlier_layers(logit_error_L).items() if layer not in skipped}
-        if errors:
-            logger.warning(outlier_message(errors))
 
 
 def _state_file(folder: str | Path, rank: int) -> Path:
@@ -207,7 +181,7 @@ def layers_with_outliers(
     model: nn.Module,
     tap: AttentionTap,
     prompts: Sequence[Sequence[int]],
-    reduce_max: Callable[[torch.Tensor], None] | None = None,
+    reduce_max: Callable[[Tensor], None] | None = None,
     fused_lm_head: bool = False,
 ) -> dict[int, float]:
     """Layers of the policy whose k has outliers on `prompts` (token ids): number -> expected error of the logits."""
@@ -218,7 +192,7 @@ def layers_with_outliers(
 
 
 def outlier_message(errors: dict[int, float]) -> str:
-    """What a user should know and do about layers with outliers in k; `errors` as from `outlier_layers`."""
+    """What a user should know and do about `errors`, as from `outlier_layers`."""
     listed = ", ".join(f"{layer} ({error:.2g})" for layer, error in errors.items())
     return (
         f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {listed}. Rollouts "
@@ -244,11 +218,8 @@ def observe_sequences(
         tap: Its tap.
         sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
-        max_tokens: The forward has at most so many tokens.
+        max_tokens: Bound on the tokens of the forward.
         fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
-
-    Raises:
-        ValueError: There is no token to observe.
     """
     rows = _bounded(sequences, max_tokens)
     if not rows:

@@ -7,12 +7,11 @@ A kernel takes the keys in tiles and rounds relative to the largest score so far
 length and batch. Here it is the largest of all, which is the same weight wherever that comes in the first tile
 (docs/numerics.md says how much of the mismatch the difference leaves).
 
-Scores are held for a chunk of queries at a time, and made again in the backward.
-
 Shape letters: B sequences, H query heads, G key heads, T queries, S keys, D head size.
 """
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trl_fp8.quantization.e4m3 import saturating_cast_
@@ -23,27 +22,17 @@ CHUNK = 256  # queries
 
 
 def rounded_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    offset: float,
-    chunk: int = CHUNK,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, offset: float, chunk: int = CHUNK
+) -> Tensor:
     """Attention in FP32 with weights rounded to e4m3: `[B, T, H, D]`; a query that sees no key gets zeros.
 
     Args:
-        query: `[B, H, T, D]`.
-        key, value: `[B, G, S, D]`, with H a multiple of G.
+        query, key, value: `[B, H, T, D]` and `[B, G, S, D]`, with H a multiple of G.
         mask: `[B or 1, 1, T, S]`, as transformers makes it: true where a key is seen, or added to the scores. None:
-            causal, with T = S.
+            causal, and T = S.
         scaling: Multiplier applied to the scores.
         offset: Multiplier applied to the weights before rounding: 256 in FlashAttention 3, 1 in vLLM's Triton kernel.
-        chunk: Queries at a time. It does not change the result.
-
-    Raises:
-        ValueError: No mask, and another number of queries than of keys.
+        chunk: Queries whose scores are held at a time, and made again in the backward.
     """
     if mask is None and query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -66,14 +55,8 @@ def rounded_attention(
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    start: int,
-    scaling: float,
-    offset: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, start: int, scaling: float, offset: float
+) -> Tensor:
     """`[B, T, H, D]` of the queries from number `start` on."""
     (batch, heads, queries, size), groups = query.shape, key.shape[1]
     folded = query.float().reshape(

@@ -9,8 +9,7 @@
   FP32 and their sums FP64, as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
 - `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`: forward, and with fp8_backward="fp8"
   both gradients. Hopper (compute capability 9.0) with CUDA 12.9 or later. Results are BF16.
-- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: a
-  `torchao_linear`, no `gemm`.
+- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: `torchao_linear`, no `gemm`.
 
 A backend that cannot run is refused by `require_backend`; none is ever replaced by another.
 """
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
@@ -29,16 +29,16 @@ from trl_fp8.quantization.formats.blocks import BLOCK
 from .flow import BACKENDS
 
 
-Gemm = Callable[[Float8Tensor, Float8Tensor, torch.dtype], torch.Tensor]
+Gemm = Callable[[Float8Tensor, Float8Tensor, torch.dtype], Tensor]
 HOPPER = (9, 0)
 
 
 def gemm_for(backend: str) -> Gemm:
-    """The `gemm` of a backend; `dtype` is that of the trainer's computation. Results have at least BF16 precision."""
+    """The `gemm` of a backend, for `dtype` of the trainer's computation. Results have at least BF16 precision."""
     return {"fake_quant": fake_quant_gemm, "scaled_mm": scaled_mm_gemm}[backend]
 
 
-def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torch.Tensor:
+def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
     """`dequantize(a) @ dequantize(b).T` of operands in `operand_dtype(dtype)`, on CPU summed in FP64; `[M, N]`."""
     dtype = operand_dtype(dtype, a.qdata.device)
     a, b = dequantize_weight(a, dtype), dequantize_weight(b, dtype)
@@ -52,7 +52,7 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
-def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
     """`a @ b.T` of the codes in cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
 
     Layouts (cuBLASLt's, as torch 2.13 checks them): codes `a` row-major and `b.T` column-major; 1x128 scales
@@ -79,7 +79,7 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torc
     return product[:M, :N]
 
 
-def torchao_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def torchao_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` by torchao's `fp8_blockwise_mm`, differentiable: x `[T, K]`, weight `[N, K]`, BF16 `[T, N]`.
 
     Tokens are padded with zeros to a multiple of 128, which its backward asserts; zero rows add nothing to a gradient.
@@ -115,13 +115,13 @@ def require_backend(backend: str, device_capability: tuple[int, int] | None) -> 
         )
 
 
-def _pad_codes(codes: torch.Tensor, row_multiple: int) -> torch.Tensor:
+def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
     rows, columns = codes.shape
     shape = _round_up(rows, row_multiple), _round_up(columns, BLOCK)
     return _pad(codes.view(torch.uint8), shape, 0).view(codes.dtype).contiguous()
 
 
-def _pad(values: torch.Tensor, shape: tuple[int, int], value: float) -> torch.Tensor:
+def _pad(values: Tensor, shape: tuple[int, int], value: float) -> Tensor:
     rows, columns = shape[0] - values.shape[0], shape[1] - values.shape[1]
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
 

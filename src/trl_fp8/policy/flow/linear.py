@@ -1,8 +1,7 @@
 """The trained model's linear layers, computing what the engine computes: `FP8Linears.install(model, modules, flow)`.
 
 Under LoRA the frozen base layer is FP8 and the adapters stay in high precision; the engine, which holds the merged
-weight, quantizes the sum. The quantized weight is made once per optimizer step, by the sync or by the forward that
-comes first; whoever changes weights calls `FP8Linears.invalidate()` (quantized_weight.py says why).
+weight, quantizes the sum.
 """
 
 from collections import defaultdict
@@ -10,7 +9,7 @@ from collections.abc import Callable, Collection
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.formats.blocks import BLOCK
@@ -20,22 +19,19 @@ from trl_fp8.recipe.names import FUSED, ROW_PARALLEL
 from .flow import FP8Flow
 from .gemm import require_backend, torchao_linear
 from .matmul import compute_dtype, fp8_linear
-from .quantized_weight import KeepsQuantizedWeights
-from .swapped_modules import SwappedModules
+from .swapped_modules import KeepsQuantizedWeights, SwappedModules
 
 
 class SharedInput:
-    """Makes Q(x) for the first of several layers, `readers` in number, that get the same tensor one after another
-    (q, k, v, and gate, up), and forgets it with the last.
-    """
+    """Q(x), made once for `readers` layers that get the same tensor in a row (q, k, v, and gate, up)."""
 
     def __init__(self, readers: int):
         self.readers = readers
         self._codes: Float8Tensor | None = None
-        self._input: ref[torch.Tensor] | None = None
+        self._input: ref[Tensor] | None = None
         self._version, self._to_come = 0, 0
 
-    def quantized(self, x: torch.Tensor, quantize: Callable[[torch.Tensor], Float8Tensor]) -> Float8Tensor:
+    def quantized(self, x: Tensor, quantize: Callable[[Tensor], Float8Tensor]) -> Float8Tensor:
         """Q(x), from `quantize(x)` unless the layer before got this very tensor, unchanged since."""
         if x.is_inference():  # has no version, so that a change would not be seen
             return quantize(x)
@@ -49,10 +45,7 @@ class SharedInput:
 
 
 class FP8Linear(KeepsQuantizedWeights, nn.Linear):
-    """An `nn.Linear` under an `FP8Flow`. Not constructed: `FP8Linears.install` turns existing layers into it.
-
-    Input `[..., K]`, output `[..., N]` in the compute dtype (autocast's, else the input's); see `fp8_linear`.
-    """
+    """An `nn.Linear` under an `FP8Flow`, made by `FP8Linears.install` of an existing layer; computes `fp8_linear`."""
 
     before = nn.Linear
     attributes = ("fp8_flow", "partial_sums", "_quantized", "_peers", "_shared_input")
@@ -60,14 +53,14 @@ class FP8Linear(KeepsQuantizedWeights, nn.Linear):
     partial_sums: int
     _shared_input: SharedInput | None = None
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         flow, shared = self.fp8_flow, self._shared_input
         if flow.backend == "torchao":
             return self._torchao_forward(input)
         codes = shared.quantized(input, flow.quantize_tokens) if shared and flow.forward == "full" else None
         return fp8_linear(input, self.weight, self.bias, self.quantized_weight(), flow, self.partial_sums, codes)
 
-    def _torchao_forward(self, input: torch.Tensor) -> torch.Tensor:
+    def _torchao_forward(self, input: Tensor) -> Tensor:
         compute = compute_dtype(input)
         with torch.autocast(input.device.type, enabled=False):
             y = torchao_linear(input.reshape(-1, input.shape[-1]), self.weight).view(*input.shape[:-1], -1)
@@ -85,11 +78,9 @@ class FP8Linears(SwappedModules):
         cls, model: nn.Module, modules: Collection[str], flow: FP8Flow, tensor_parallel_size: int = 1
     ) -> "FP8Linears":
         """Turn linear layers of `model` (plain or PEFT-wrapped), by checkpoint name, into `FP8Linear`, in place.
-        Row-parallel layers sum as many partial products as the engine's `tensor_parallel_size`.
 
-        Raises:
-            ValueError: A name is not a linear layer of the model, a layer is of another class or does not fit the
-                backend, or the backend cannot run here. Nothing is turned then; the message lists all offenders.
+        Row-parallel layers sum as many partial products as the engine's `tensor_parallel_size`. `ValueError` lists all
+        names that cannot be turned, and why, or says why the backend cannot run here; nothing is turned then.
         """
         require_backend(flow.backend, torch.cuda.get_device_capability() if torch.cuda.is_available() else None)
         wanted, linears = set(modules), dict(linear_layers(model))

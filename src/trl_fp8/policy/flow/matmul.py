@@ -8,6 +8,7 @@ Shape letters: T tokens (all leading dims), N out-features, K in-features.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
@@ -18,15 +19,15 @@ from .gemm import gemm_for
 
 
 def fp8_linear(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
     weight_codes: Float8Tensor,
     flow: FP8Flow,
     partial_sums: int = 1,
     input_codes: Float8Tensor | None = None,
-) -> torch.Tensor:
-    """`x @ W.T + bias` under `flow`.
+) -> Tensor:
+    """`x @ W.T + bias` under `flow`, `[..., N]` in the compute dtype: autocast's, else that of `x`.
 
     Args:
         x: `[..., K]`, floating point.
@@ -36,20 +37,14 @@ def fp8_linear(
         partial_sums: Number of parts of K that the engine's tensor parallel ranks multiply by themselves. Each product
             is rounded to BF16 and their sum once more, which is what any all-reduce of two ranks computes.
         input_codes: Q(x), `[T, K]`, where another layer needed it too; None: made here, if the flow needs it.
-
-    Returns:
-        `[..., N]` in the compute dtype: autocast's, else that of `x`. With `flow.forward="full"` the product is
-        rounded to BF16 before the bias is added and again after, as the engine does (vLLM 0.31,
-        BlockScaledMMLinearKernel.py), or only after, where its kernel adds the bias (`FormatSpec.fused_bias`); with
-        `"weights"` it is the plain linear of x and the round-tripped weight.
     """
     tokens, compute = x.reshape(-1, x.shape[-1]), compute_dtype(x)
     y = _FP8Matmul.apply(tokens, weight, bias, weight_codes, flow, partial_sums, compute, input_codes)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
-def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which a plain linear would compute on `x`: autocast's where it is on, else that of `x`."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Dtype in which a plain linear would compute: autocast's where it is on, else that of `x`."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -94,8 +89,8 @@ class _FP8Matmul(torch.autograd.Function):
 
 
 def _product(
-    x: torch.Tensor, codes, weight_codes: Float8Tensor, bias, flow: FP8Flow, partial_sums: int, compute: torch.dtype
-) -> torch.Tensor:
+    x: Tensor, codes, weight_codes: Float8Tensor, bias, flow: FP8Flow, partial_sums: int, compute: torch.dtype
+) -> Tensor:
     """The forward, `[T, N]` in `compute`; `codes` is Q(x), None where x stays as it is."""
     if codes is None:
         bias = bias if bias is None else bias.to(compute)
@@ -103,6 +98,8 @@ def _product(
     gemm, bf16 = gemm_for(flow.backend), torch.bfloat16
     parts = zip(_split(codes, partial_sums), _split(weight_codes, partial_sums), strict=True)
     products = [gemm(*part, compute) for part in parts]
+    # BF16 before the bias is added and again after, as the engine does (vLLM 0.31, BlockScaledMMLinearKernel.py), or
+    # only after, where its kernel adds the bias
     if bias is not None:  # the first rank's, before the sum
         first = products[0].float() if flow.format.fused_bias else products[0].to(bf16)
         products[0] = first + bias.to(bf16)
@@ -111,12 +108,10 @@ def _product(
     return y.to(compute)
 
 
-def _input_gradient(
-    dy: torch.Tensor, weight: torch.Tensor | Float8Tensor, flow: FP8Flow, compute: torch.dtype
-) -> torch.Tensor:
+def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow, compute: torch.dtype) -> Tensor:
     """dX `[T, K]`. `weight` is W, or the forward's codes of it."""
     if flow.backward == "bf16":
-        dtype = _backward_dtype(compute, dy.device)
+        dtype = gemm_dtype(compute, dy.device)
         return dy.to(dtype).mm(weight.to(compute).to(dtype))
     # Without a cache the codes are made again: kept ones would hold an unsharded weight until the backward
     codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
@@ -125,20 +120,18 @@ def _input_gradient(
     return gemm_for(flow.backend)(flow.quantize_for_backward(dy), transposed, compute).to(compute)
 
 
-def _weight_gradient(
-    dy: torch.Tensor, x: torch.Tensor | Float8Tensor, flow: FP8Flow, compute: torch.dtype
-) -> torch.Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor | Float8Tensor, flow: FP8Flow, compute: torch.dtype) -> Tensor:
     """dW `[N, K]`. `x` is X, or the forward's codes of it."""
     if flow.backward == "bf16":
-        dtype = _backward_dtype(compute, dy.device)
+        dtype = gemm_dtype(compute, dy.device)
         return dy.to(dtype).t().mm(x.to(dtype))
     seen = dequantize_weight(x, torch.float32) if isinstance(x, Float8Tensor) else x
     along_tokens = flow.quantize_for_backward(dy.t()), flow.quantize_for_backward(seen.t())
     return gemm_for(flow.backend)(*along_tokens, compute).to(compute)
 
 
-def _backward_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
-    """Dtype of the straight-through GEMMs. CPUs without 16-bit units emulate them ten times slower than FP32."""
+def gemm_dtype(compute: torch.dtype, device: torch.device) -> torch.dtype:
+    """`compute`, but FP32 on CPU: those without 16-bit units emulate it ten times slower."""
     return torch.float32 if device.type == "cpu" else compute
 
 
@@ -152,5 +145,5 @@ def _split(operand: Float8Tensor, parts: int) -> list[Float8Tensor]:
     return [_float8(codes, scale, [rows, min(columns, codes.shape[1])]) for codes, scale in pieces]
 
 
-def _float8(codes: torch.Tensor, scale: torch.Tensor, block_size: list[int]) -> Float8Tensor:
+def _float8(codes: Tensor, scale: Tensor, block_size: list[int]) -> Float8Tensor:
     return Float8Tensor(codes, scale, block_size=list(block_size), dtype=torch.bfloat16)
