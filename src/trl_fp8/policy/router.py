@@ -70,10 +70,8 @@ class RouterReplay:
             record: Keep the routers' own choices for `recorded`.
         """
         self._routes_BSLK, self._replay, self._tally = routes_BSLK, replay, tally
-        self._chunk_NLK: Tensor | None = None
-        self._real_N: Tensor | None = None
-        self._row = 0
-        self._recording = record
+        self._chunk_NLK = self._real_N = None  # of the forward that is running
+        self._row, self._recording = 0, record
         self._recorded: list[Tensor] = []
 
     def end(self) -> None:

@@ -59,7 +59,7 @@ PATCHES = {
     ),
     "transformers.AttentionMaskInterface": Patch(REGISTERED, "policy/attention/tap.py", "Masks of tapped eager."),
     "transformers.core_model_loading._weight_conversions": Patch(
-        ON_INSTANCES, "policy/fp8_checkpoint.py", "save_pretrained would quantize what was dequantized on loading."
+        ON_INSTANCES, "policy/model.py", "save_pretrained would quantize what was dequantized on loading."
     ),
     "trl.GRPOTrainer._batch_environments": Patch(
         ON_INSTANCES, "features/kv_cache.py", "TRL tokenizes prompts with the tools of their environments."

@@ -54,9 +54,7 @@ class KVCalibrator:
 
     margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
     margin_used: float | None = field(default=None, init=False)  # by the latest calibration
-    saturated_L2: Tensor | None = field(
-        default=None, init=False
-    )  # share of k, v beyond the latest rollouts' scales
+    saturated_L2: Tensor | None = field(default=None, init=False)  # share of k, v beyond the latest rollouts' scales
     coming_prompts: list[list[int]] = field(default_factory=list, init=False)
     _rollouts: list[list[int]] = field(default_factory=list, init=False)
     _rollout_amax_L3: Tensor | None = field(default=None, init=False)
@@ -214,8 +212,7 @@ def observe_sequences(
     """Run `sequences` through the policy and observe q, k, v of their tokens, with moments.
 
     Args:
-        model: The policy as the trainer calls it (a transformers model, or a PEFT, DDP or FSDP2 wrapping of one).
-        tap: Its tap.
+        model, tap: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its tap.
         sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
         max_tokens: Bound on the tokens of the forward.

@@ -13,11 +13,8 @@ from trl_fp8.quantization.kv_scales import logit_error
 class QKVObservation:
     """Magnitudes of real tokens, accumulated over forwards, on the model's device.
 
-    Args:
-        layers: Number of decoder layers L.
-        device: The model's.
-        scales_L3: fp32 `[L, 3]`; elements beyond `448 * scale` are counted. None: nothing is counted.
-        moments: Take mean squares of q and k per channel, which `logit_error_L` needs.
+    With `scales_L3`, fp32 `[L, 3]`, elements beyond `448 * scale` are counted; with `moments` mean squares of q and k
+    per channel are taken, which `logit_error_L` needs.
     """
 
     def __init__(self, layers: int, device: torch.device, *, scales_L3: Tensor | None = None, moments: bool = False):

@@ -18,11 +18,8 @@ from trl_fp8.quantization.e4m3 import saturating_cast_
 from trl_fp8.quantization.round_trip import straight_through
 
 
-CHUNK = 256  # queries
-
-
 def rounded_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, offset: float, chunk: int = CHUNK
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, offset: float, chunk: int = 256
 ) -> Tensor:
     """Attention in FP32 with weights rounded to e4m3: `[B, T, H, D]`; a query that sees no key gets zeros.
 
@@ -46,11 +43,8 @@ def rounded_attention(
             seen = end if mask is None else key.shape[2]
             part = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen])
             masked = None if mask is None else mask[..., start:end, :]
-            if torch.is_grad_enabled():
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                outputs.append(checkpoint(_attend, *part, masked, start, scaling, offset, **options))
-            else:
-                outputs.append(_attend(*part, masked, start, scaling, offset))
+            options = {"use_reentrant": False, "preserve_rng_state": False}
+            outputs.append(checkpoint(_attend, *part, masked, start, scaling, offset, **options))
     return torch.cat(outputs, dim=1)
 
 
@@ -59,9 +53,8 @@ def _attend(
 ) -> Tensor:
     """`[B, T, H, D]` of the queries from number `start` on."""
     (batch, heads, queries, size), groups = query.shape, key.shape[1]
-    folded = query.float().reshape(
-        batch, groups, -1, size
-    )  # heads of a group beside each other: no copies of the keys
+    # Heads of a group beside each other: no copies of the keys
+    folded = query.float().reshape(batch, groups, -1, size)
     scores = (folded @ key.float().mT * scaling).view(batch, groups, heads // groups, queries, -1)
     if mask is None:
         numbers = torch.arange(key.shape[2], device=query.device)

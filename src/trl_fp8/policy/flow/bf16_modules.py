@@ -122,6 +122,4 @@ def _bf16_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def _bf16(value: object) -> object:
-    if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(torch.bfloat16)
-    return value
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -24,7 +24,7 @@ from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX
 from trl_fp8.recipe.experts import expert_modules
 
 from .flow import FP8Flow
-from .matmul import compute_dtype, gemm_dtype
+from .linear import compute_dtype, gemm_dtype
 from .swapped_modules import KeepsQuantizedWeights, SwappedModules, swapped_class
 
 

@@ -35,7 +35,7 @@ GRADIENT_AMAX_FLOOR = 1e-30
 
 @dataclass(frozen=True)
 class FP8Flow:
-    """The precision flow of the trainer's FP8 linears; `ValueError` names the flag that cannot be."""
+    """The precision flow of the trainer's FP8 linears, checked when it is made."""
 
     forward: str = "full"
     backward: str = "bf16"
@@ -67,10 +67,8 @@ class FP8Flow:
         self._check_backend()
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
-        """Q(W), `[N, K]` each, of BF16-rounded weights that the engine fuses, or of one: the bytes that a sync sends.
-
-        A weight that is not finite gives non-finite scales here; the sync refuses it by name.
-        """
+        """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""
+        # A weight that is not finite gives non-finite scales here; the sync refuses it by name
         return self.format.quantize_weights([one.detach().to(torch.bfloat16) for one in weights], self.scale_format)
 
     def quantize_input(self, x: Tensor, parts: int = 1) -> Float8Tensor:

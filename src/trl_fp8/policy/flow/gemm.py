@@ -59,14 +59,13 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tens
     `[rows, K/128]` with stride `[1, rows]`; 128x128 scales `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128
     rounded up to a multiple of 4; rows of `a` a multiple of 4.
     """
-    M, N = a.qdata.shape[0], b.qdata.shape[0]
-    square = b.block_size[0] == BLOCK
+    M, N, square = a.qdata.shape[0], b.qdata.shape[0], b.block_size[0] == BLOCK
     a_codes, b_codes = _pad_codes(a.qdata, 4), _pad_codes(b.qdata, BLOCK if square else 16)
-    a_scale = _pad(a.scale, (a_codes.shape[0], a.scale.shape[1]), 1.0).t().contiguous().t()
+    a_scale = _pad(a.scale, 4, value=1.0).t().contiguous().t()
     if square:
-        b_scale = _pad(b.scale, (b.scale.shape[0], _round_up(b.scale.shape[1], 4)), 1.0).contiguous().t()
+        b_scale = _pad(b.scale, 1, 4, value=1.0).contiguous().t()
     else:
-        b_scale = _pad(b.scale, (b_codes.shape[0], b.scale.shape[1]), 1.0).t().contiguous().t()
+        b_scale = _pad(b.scale, 16, value=1.0).t().contiguous().t()
     product = F.scaled_mm(
         a_codes,
         b_codes.t(),
@@ -116,18 +115,12 @@ def require_backend(backend: str, device_capability: tuple[int, int] | None) -> 
 
 
 def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
-    rows, columns = codes.shape
-    shape = _round_up(rows, row_multiple), _round_up(columns, BLOCK)
-    return _pad(codes.view(torch.uint8), shape, 0).view(codes.dtype).contiguous()
+    return _pad(codes.view(torch.uint8), row_multiple, BLOCK).view(codes.dtype).contiguous()
 
 
-def _pad(values: Tensor, shape: tuple[int, int], value: float) -> Tensor:
-    rows, columns = shape[0] - values.shape[0], shape[1] - values.shape[1]
+def _pad(values: Tensor, row_multiple: int, column_multiple: int = 1, value: float = 0) -> Tensor:
+    rows, columns = -values.shape[0] % row_multiple, -values.shape[1] % column_multiple
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _release(text: str) -> tuple[int, ...]:

@@ -27,14 +27,10 @@ LIMIT = 1e-3
 
 
 class PrecisionFlow:
-    """Installed on a policy, and told by the trainer when its weights change.
+    """Installed on a policy before it is wrapped for training, and told by the trainer when its weights change.
 
-    Args:
-        model: The policy before it is wrapped for training; changed in place, see `FP8Linears` and `BF16Modules`.
-        recipe: Whose FP8 modules become FP8 linears, and FP8 experts.
-        flow: What they compute.
-        tap: The policy's attention tap, if its KV cache is FP8.
-        experts_flow: What experts compute, where the engine's kernels for them differ; None: `flow`.
+    The FP8 modules and experts of `recipe` compute `flow`; experts `experts_flow`, where the engine's kernels for them
+    differ. `tap` is the policy's attention tap, if its KV cache is FP8.
     """
 
     def __init__(
@@ -61,7 +57,7 @@ class PrecisionFlow:
         self.installed.invalidate()
 
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
-        """Compute with `codes`, Q(W) of a weight by checkpoint name that a sync has just made, until W changes."""
+        """Compute with `codes`, which a sync has just made of this weight (a checkpoint name), until it changes."""
         module, _, parameter = name.rpartition(".")
         self.installed.modules[module].keep(codes, parameter)
 
@@ -79,9 +75,8 @@ def flow_warning(
         reason = "The engine quantizes the sum of base and adapters, the trainer the base alone."
     elif model_type in known:
         reason = (
-            f"On CPU this model type ({model_type}) was shown to be followed, with FP8 experts where it has experts. "
-            "GPU kernels round in other places, and modules that stay in BF16 add in another order, which "
-            "grows with depth."
+            f"On CPU this model type ({model_type}) was shown to be followed, with FP8 experts where it has them. GPU "
+            "kernels round in other places, and modules in BF16 add in another order, which grows with depth."
         )
     else:
         reason = (
