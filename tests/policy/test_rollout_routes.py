@@ -16,9 +16,7 @@ PROMPTS, TOKENS = [2, 3], [4, 6]  # of each sequence: its prompt, and all of it
 @pytest.fixture
 def replay():
     # the middle one of three layers has no router
-    config = tiny_models.config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=200)
-    with torch.device("meta"):
-        return RouterReplay(tiny_models.ARCHITECTURES["qwen3_moe"][1](config))
+    return RouterReplay(tiny_models.on_meta("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=200))
 
 
 def numbered(sequence: int) -> np.ndarray:
