@@ -68,7 +68,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/attention/tap.py", "module.(_TAP)"): "attention functions are given their module and nothing else",
     ("policy/flow/*", "linear.*"): "layers become FP8 in place, so that names, hooks and optimizers keep them",
     ("policy/flow/*", "module.*"): "the same, for all other modules",
-    ("policy/fp8_checkpoint.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
+    ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/router.py", "router.*"): "routers become replayed ones in place",
     ("sync/weight_stream.py", "*report.*"): "the account of a stream, which is read when it has been consumed",
     ("trainer.py", "generation.share"): "a flow needs an engine's numerics, and that engine the flow's cache",
