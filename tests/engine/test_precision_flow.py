@@ -95,7 +95,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, che
         patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
         installed = follow(generation, tap)
         without_bf16 = off()
-    installed.installed.remove()
+    installed.remove()
     weights_only = FP8Linears.install(
         generation.model, generation.recipe.fp8_modules, flow_of(generation, forward="weights")
     )
@@ -219,14 +219,14 @@ def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypat
     held = engine_model(generation.llm).model.layers[1].mlp
     flow = follow(generation, tap)
     generation.share = flow.keep_weight
-    calls, linears = QuantizationCounter(monkeypatch), flow.installed.modules
+    calls, linears = QuantizationCounter(monkeypatch), flow.modules
 
     def forward():
         return policy_log_probs(generation, tap, scales, PROMPTS)
 
     generation.sync_weights()
     assert calls.during(forward) == 0  # the sync's codes
-    flow.weights_changed()
+    flow.invalidate()
     assert calls.during(forward) == len(linears) == 14
     weight = linears["model.layers.1.mlp.up_proj"].weight
     weight.data[200] += 1  # moves no version counter, and is not in the first block of rows

@@ -58,11 +58,11 @@ class Flow(Feature):
         return str(self.flow.flow)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.flow.weights_changed()
+        self.flow.invalidate()
 
     def after_generation(self, rollouts: Rollouts) -> None:
         if is_peft_model(self.trainer.model):
-            self.flow.weights_changed()  # the sync merged and unmerged adapters
+            self.flow.invalidate()  # the sync merged and unmerged adapters
 
     def extend_batch(self, batch: Batch) -> None:
         mismatch, trainer = batch.metrics.get("mismatch/logp_difference_mean"), self.trainer

@@ -37,6 +37,7 @@ PROMPTS_ONLY_MARGIN = 2.0
 # a million do no harm; e4m3 has 15 powers of two to spare below them.
 SATURATION_LIMIT = 1e-5
 WIDEST_MARGIN_FACTOR = 16.0
+STATE_FILE = "kv_calibration_{}.json"  # in a checkpoint, by rank
 
 
 @dataclass(eq=False)
@@ -55,7 +56,7 @@ class KVCalibrator:
     margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
     margin_used: float | None = field(default=None, init=False)  # by the latest calibration
     saturated_L2: Tensor | None = field(default=None, init=False)  # share of k, v beyond the latest rollouts' scales
-    coming_prompts: list[list[int]] = field(default_factory=list, init=False)
+    coming_prompts: list[list[int]] = field(default_factory=list, init=False)  # token ids; set before each generation
     _rollouts: list[list[int]] = field(default_factory=list, init=False)
     _rollout_amax_L3: Tensor | None = field(default=None, init=False)
     _due: KVScales | None = field(default=None, init=False)  # of rollouts that no forward has seen
@@ -79,10 +80,6 @@ class KVCalibrator:
             if errors := {layer: error for layer, error in errors.items() if layer not in self.tap.skip_layers}:
                 logger.warning(outlier_message(errors))
         return kv_scales_from_amax(amax_L3, self.margin_used)
-
-    def expect(self, prompts: list[list[int]]) -> None:
-        """Note the token ids of prompts that are about to be continued."""
-        self.coming_prompts = prompts
 
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
         """Note new rollouts (token ids of prompt and completion) and the scales they were sampled under."""
@@ -110,12 +107,12 @@ class KVCalibrator:
 
     def save(self, folder: str | Path, rank: int) -> None:
         """Write `state_dict`: what a resumed run needs to calibrate as the uninterrupted one would."""
-        _state_file(folder, rank).write_text(json.dumps(self.state_dict()))
+        Path(folder, STATE_FILE.format(rank)).write_text(json.dumps(self.state_dict()))
 
     def load(self, folder: str | Path, rank: int) -> None:
         """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start."""
         # a rank that was not there before takes the first rank's state: ranks have to calibrate all or none
-        paths = [path for number in (rank, 0) if (path := _state_file(folder, number)).exists()]
+        paths = [path for number in (rank, 0) if (path := Path(folder, STATE_FILE.format(number))).exists()]
         if paths:
             self.load_state_dict(json.loads(paths[0].read_text()))
 
@@ -169,10 +166,6 @@ class KVCalibrator:
             "KV cache scales were too small for the rollouts: share of saturated elements in "
             f"{listed(beyond)}. {remedy}"
         )
-
-
-def _state_file(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"kv_calibration_{rank}.json"
 
 
 def layers_with_outliers(

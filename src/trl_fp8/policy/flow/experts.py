@@ -4,8 +4,7 @@
         -> Q(x) @ Q(W13)^T  -> BF16 -> act(gate) * up -> Q(.) @ Q(W2)^T -> times the gate weight
         -> sum over a token's experts
 
-as FP8 linears do (flow.py), with all experts of a layer in one grouped GEMM, and one quantization of each 3-D weight
-per optimizer step, which the sync shares.
+as FP8 linears do (flow.py), with all experts of a layer in one grouped GEMM, over 3-D weights.
 
 Shape letters: N tokens, K experts per token, P = N * K pairs, E experts, I intermediate size, H hidden size.
 """
@@ -77,11 +76,9 @@ class _FP8GroupedMM(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, ends_E = ctx.saved_tensors
         dtype = gemm_dtype(torch.bfloat16, x.device)
-        dy, dx, dw = dy.to(dtype), None, None
-        if ctx.needs_input_grad[0]:
-            dx = F.grouped_mm(dy, weight.to(dtype), offs=ends_E).to(x.dtype)
-        if ctx.needs_input_grad[2]:
-            dw = F.grouped_mm(dy.t(), x.to(dtype), offs=ends_E).to(weight.dtype)
+        dy, (for_x, _, for_weight, *_) = dy.to(dtype), ctx.needs_input_grad
+        dx = F.grouped_mm(dy, weight.to(dtype), offs=ends_E).to(x.dtype) if for_x else None
+        dw = F.grouped_mm(dy.t(), x.to(dtype), offs=ends_E).to(weight.dtype) if for_weight else None
         return dx, None, dw, None, None
 
 

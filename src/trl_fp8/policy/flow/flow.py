@@ -4,8 +4,7 @@
                "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute; on a GPU but for the
                                                      order in which they add, which FP64 hides on CPU
     backward   "bf16"     dX = dY @ W, dW = dY.T @ X                      straight through, unquantized operands
-               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8,
-                                                                          Jet-RL (arXiv 2601.14243)
+               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all in FP8: Jet-RL, arXiv 2601.14243
 
 Q rounds to e4m3: weights and activations as their format says (`quantization.formats`), the backward's operands in
 groups of 128 along the dim that the GEMM contracts. The fields carry the values of the flags fp8_forward, fp8_backward
@@ -25,8 +24,6 @@ from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, ActivationScaling, FormatSpec, ScaleFormat
 
 
-FORWARDS = ("weights", "full")
-BACKWARDS = ("bf16", "fp8")
 BACKENDS = ("fake_quant", "scaled_mm", "torchao")
 # Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the
 # scale of an all-zero group a normal fp32 number.
@@ -50,8 +47,8 @@ class FP8Flow:
 
     def __post_init__(self):
         for flag, value, known in (
-            ("fp8_forward", self.forward, FORWARDS),
-            ("fp8_backward", self.backward, BACKWARDS),
+            ("fp8_forward", self.forward, ("weights", "full")),
+            ("fp8_backward", self.backward, ("bf16", "fp8")),
             ("fp8_gemm_backend", self.backend, BACKENDS),
         ):
             if value not in known:

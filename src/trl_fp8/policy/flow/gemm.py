@@ -61,17 +61,13 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tens
     """
     M, N, square = a.qdata.shape[0], b.qdata.shape[0], b.block_size[0] == BLOCK
     a_codes, b_codes = _pad_codes(a.qdata, 4), _pad_codes(b.qdata, BLOCK if square else 16)
-    a_scale = _pad(a.scale, 4, value=1.0).t().contiguous().t()
-    if square:
-        b_scale = _pad(b.scale, 1, 4, value=1.0).contiguous().t()
-    else:
-        b_scale = _pad(b.scale, 16, value=1.0).t().contiguous().t()
+    b_scale = _pad(b.scale, 1, 4, value=1.0) if square else _pad(b.scale, 16, value=1.0).t()
     product = F.scaled_mm(
         a_codes,
         b_codes.t(),
-        scale_a=a_scale,
+        scale_a=_pad(a.scale, 4, value=1.0).t().contiguous().t(),
         scale_recipe_a=ScalingType.BlockWise1x128,
-        scale_b=b_scale,
+        scale_b=b_scale.contiguous().t(),
         scale_recipe_b=ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128,
         output_dtype=torch.bfloat16,
     )

@@ -26,11 +26,11 @@ VERIFIED_WITH_FP8_EXPERTS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 LIMIT = 1e-3
 
 
-class PrecisionFlow:
-    """Installed on a policy before it is wrapped for training, and told by the trainer when its weights change.
+class PrecisionFlow(SwappedModules):
+    """FP8 experts and linears by checkpoint name, installed on a policy before it is wrapped for training.
 
-    The FP8 modules and experts of `recipe` compute `flow`; experts `experts_flow`, where the engine's kernels for them
-    differ. `tap` is the policy's attention tap, if its KV cache is FP8.
+    Those of `recipe` compute `flow`, experts `experts_flow`, where the engine's kernels for them differ. `tap` is the
+    policy's attention tap, if its KV cache is FP8.
     """
 
     def __init__(
@@ -46,20 +46,16 @@ class PrecisionFlow:
         self.keeps_weights = flow.cache_weights and flow.backend != "torchao"
         experts = FP8ExpertModules.install(model, recipe.fp8_experts, experts_flow or flow)
         linears = FP8Linears.install(model, recipe.fp8_modules, flow, recipe.tensor_parallel_size)
-        self.installed = SwappedModules(experts.modules | linears.modules)
+        super().__init__(experts.modules | linears.modules)
         if flow.forward == "full":
             BF16Modules.install(model)
             if tap is not None and tap.device.type == "cpu":  # as the engine's reference
                 tap.sum_in_fp64()
 
-    def weights_changed(self) -> None:
-        """Quantized weights are made again when they are next needed."""
-        self.installed.invalidate()
-
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
         """Compute with `codes`, which a sync has just made of this weight (a checkpoint name), until it changes."""
         module, _, parameter = name.rpartition(".")
-        self.installed.modules[module].keep(codes, parameter)
+        self.modules[module].keep(codes, parameter)
 
 
 def flow_warning(
