@@ -60,8 +60,7 @@ class FP8Flow:
                 f"amax_floor={self.activation.amax_floor} of activations would divide an all-zero group by zero. Use "
                 f"a positive number (vLLM's CUDA kernels: {ACTIVATION_AMAX_FLOOR})."
             )
-        self._check_format()
-        self._check_backend()
+        self._check_combination()
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
         """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""
@@ -82,7 +81,7 @@ class FP8Flow:
         """Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
         return quantize_activation(values, self.activation.scale_format, amax_floor=GRADIENT_AMAX_FLOOR)
 
-    def _check_format(self) -> None:
+    def _check_combination(self) -> None:
         flag = f"fp8_weight_format={self.format.name!r} with fp8_forward={self.forward!r}"
         if self.forward == "full" and self.activation.scope != self.format.activation_scope:
             raise ValueError(
@@ -95,8 +94,6 @@ class FP8Flow:
                 f"{flag} under FSDP2 or DeepSpeed ZeRO-3: layers that vLLM fuses share a scale, and a forward sees "
                 "one gathered weight at a time. Set fp8_weight_format='blocks' or fp8_forward='off'."
             )
-
-    def _check_backend(self) -> None:
         flag = f"fp8_gemm_backend={self.backend!r}"
         if self.backend != "fake_quant" and self.forward != "full":
             raise ValueError(

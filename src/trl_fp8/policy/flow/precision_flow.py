@@ -71,8 +71,8 @@ def flow_warning(
         reason = "The engine quantizes the sum of base and adapters, the trainer the base alone."
     elif model_type in known:
         reason = (
-            f"On CPU this model type ({model_type}) was shown to be followed, with FP8 experts where it has them. GPU "
-            "kernels round in other places, and modules in BF16 add in another order, which grows with depth."
+            f"On CPU this model type ({model_type}) was shown to be followed, with FP8 experts where it has experts. "
+            "GPU kernels round in other places, and modules in BF16 add in another order, which grows with depth."
         )
     else:
         reason = (
