@@ -65,7 +65,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
-    ("policy/attention/tap.py", "module.(_TAP)"): "attention functions are given their module and nothing else",
+    ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
     ("policy/flow/*", "linear.*"): "layers become FP8 in place, so that names, hooks and optimizers keep them",
     ("policy/flow/*", "module.*"): "the same, for all other modules",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",

@@ -36,7 +36,7 @@ class Flow(Feature):
         if numerics.experts is not None:
             experts = self._flow(numerics.experts, fused_activation=numerics.fused_experts)
         linears, kv_cache = self._flow(numerics.linears or numerics.experts), self.trainer.feature(KVCache)
-        self.flow = PrecisionFlow(self.trainer.model, recipe, linears, kv_cache and kv_cache.tap, experts)
+        self.flow = PrecisionFlow(self.trainer.model, recipe, linears, kv_cache and kv_cache.hook, experts)
 
     def _flow(self, scaling: ActivationScaling, **options) -> FP8Flow:
         trainer = self.trainer

@@ -55,9 +55,11 @@ PATCHES = {
         REGISTERED, "engine/vllm/cpu/attention.py", "An FP8 KV cache on any CPU, rounded to nearest."
     ),
     "transformers.AttentionInterface": Patch(
-        REGISTERED, "policy/attention/tap.py", "q, k and v after RoPE are seen in no hook of a module."
+        REGISTERED, "policy/attention/hook.py", "No hook of a module sees q, k and v after RoPE."
     ),
-    "transformers.AttentionMaskInterface": Patch(REGISTERED, "policy/attention/tap.py", "Masks of tapped eager."),
+    "transformers.AttentionMaskInterface": Patch(
+        REGISTERED, "policy/attention/hook.py", "Masks of eager attention with a hook."
+    ),
     "transformers.core_model_loading._weight_conversions": Patch(
         ON_INSTANCES, "policy/model.py", "save_pretrained would quantize what was dequantized on loading."
     ),

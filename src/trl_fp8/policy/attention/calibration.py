@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
 
+from .hook import AttentionHook
 from .observation import QKVObservation
-from .tap import AttentionTap
 
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ STATE_FILE = "kv_calibration_{}.json"  # in a checkpoint, by rank
 class KVCalibrator:
     """Keeps what the next calibration needs, and how wide its margin is. The same on every rank."""
 
-    tap: AttentionTap  # of the policy
+    hook: AttentionHook  # of the policy
     _: KW_ONLY
     mode: str  # flag kv_calibration
     margin: float  # flag kv_scale_margin
@@ -71,13 +71,13 @@ class KVCalibrator:
             return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
         options = {"pad_token_id": self.pad_token_id, "fused_lm_head": self.fused_lm_head}
-        observation = observe_sequences(model, self.tap, list(sequences), max_tokens=self.max_tokens, **options)
+        observation = observe_sequences(model, self.hook, list(sequences), max_tokens=self.max_tokens, **options)
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
         if not self._rollouts:  # once, before the first rollouts
             self.margin_used *= PROMPTS_ONLY_MARGIN
             errors = outlier_layers(error_L1[:, 0])
-            if errors := {layer: error for layer, error in errors.items() if layer not in self.tap.skip_layers}:
+            if errors := {layer: error for layer, error in errors.items() if layer not in self.hook.skip_layers}:
                 logger.warning(outlier_message(errors))
         return kv_scales_from_amax(amax_L3, self.margin_used)
 
@@ -93,9 +93,9 @@ class KVCalibrator:
         if self._due is None:
             yield
             return
-        scales_L3, self._due = self._due.values.to(self.tap.device), None
-        observation = QKVObservation(self.tap.layers, self.tap.device, scales_L3=scales_L3)
-        with self.tap.observing(observation):
+        scales_L3, self._due = self._due.values.to(self.hook.device), None
+        observation = QKVObservation(self.hook.layers, self.hook.device, scales_L3=scales_L3)
+        with self.hook.observing(observation):
             yield
         self._seen = observation
 
@@ -170,13 +170,13 @@ class KVCalibrator:
 
 def layers_with_outliers(
     model: nn.Module,
-    tap: AttentionTap,
+    hook: AttentionHook,
     prompts: Sequence[Sequence[int]],
     reduce_max: Callable[[Tensor], None] | None = None,
     fused_lm_head: bool = False,
 ) -> dict[int, float]:
     """Layers of the policy whose k has outliers on `prompts` (token ids): number -> expected error of the logits."""
-    error_L = observe_sequences(model, tap, prompts, fused_lm_head=fused_lm_head).logit_error_L
+    error_L = observe_sequences(model, hook, prompts, fused_lm_head=fused_lm_head).logit_error_L
     if reduce_max is not None:
         reduce_max(error_L)
     return outlier_layers(error_L)
@@ -195,7 +195,7 @@ def outlier_message(errors: dict[int, float]) -> str:
 
 def observe_sequences(
     model: nn.Module,
-    tap: AttentionTap,
+    hook: AttentionHook,
     sequences: Sequence[Sequence[int]],
     *,
     pad_token_id: int = 0,
@@ -205,7 +205,7 @@ def observe_sequences(
     """Run `sequences` through the policy and observe q, k, v of their tokens, with moments.
 
     Args:
-        model, tap: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its tap.
+        model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
         sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
         max_tokens: Bound on the tokens of the forward.
@@ -215,13 +215,13 @@ def observe_sequences(
     if not rows:
         raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
     length = max(map(len, rows))
-    ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=tap.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=tap.device)
-    observation = QKVObservation(tap.layers, tap.device, moments=True)
+    ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=hook.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=hook.device)
+    observation = QKVObservation(hook.layers, hook.device, moments=True)
     # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no module
     # call: a forward that made it one would have the next one gather it twice
     head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True} if fused_lm_head else {"logits_to_keep": 1}
-    with torch.no_grad(), tap.observing(observation):
+    with torch.no_grad(), hook.observing(observation):
         model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
     return observation
 

@@ -8,7 +8,7 @@ in another order, it goes on without an error, as slow as a flow and no nearer t
 from torch import nn
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .bf16_modules import BF16Modules
@@ -29,8 +29,8 @@ LIMIT = 1e-3
 class PrecisionFlow(SwappedModules):
     """FP8 experts and linears by checkpoint name, installed on a policy before it is wrapped for training.
 
-    Those of `recipe` compute `flow`, experts `experts_flow`, where the engine's kernels for them differ. `tap` is the
-    policy's attention tap, if its KV cache is FP8.
+    Those of `recipe` compute `flow`, experts `experts_flow`, where the engine's kernels for them differ. `hook` is the
+    policy's attention hook, if its KV cache is FP8.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PrecisionFlow(SwappedModules):
         model: nn.Module,
         recipe: FP8Recipe,
         flow: FP8Flow,
-        tap: AttentionTap | None,
+        hook: AttentionHook | None,
         experts_flow: FP8Flow | None = None,
     ):
         self.flow = flow
@@ -49,8 +49,8 @@ class PrecisionFlow(SwappedModules):
         super().__init__(experts.modules | linears.modules)
         if flow.forward == "full":
             BF16Modules.install(model)
-            if tap is not None and tap.device.type == "cpu":  # as the engine's reference
-                tap.sum_in_fp64()
+            if hook is not None and hook.device.type == "cpu":  # as the engine's reference
+                hook.sum_in_fp64()
 
     def keep_weight(self, name: str, codes: Float8Tensor) -> None:
         """Compute with `codes`, which a sync has just made of this weight (a checkpoint name), until it changes."""

@@ -1,12 +1,12 @@
-"""A tap on the policy's attention: see q, k and v where the KV cache sees them, and hand on what the cache would hold.
+"""A hook on the policy's attention: it sees q, k, v where the KV cache does, and hands on what that would hold.
 
 transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
-caches. The tap sits in front of that function; the model's code, weights and parameter names are not touched:
+caches. The hook sits in front of that function; the model's code, weights and parameter names are not touched:
 
     q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
-tap; eager attention has no entry in transformers' table and gets one of our own.
+hook; eager attention has no entry in transformers' table and gets one of our own.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """
@@ -30,11 +30,11 @@ from .rounded import rounded_attention
 
 
 EAGER = "trl_fp8_eager"
-_TAP = "_trl_fp8_tap"
-_TAPPED: set[Callable] = set()  # registered attention functions that look for a tap
+_HOOK = "_trl_fp8_hook"
+_HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
-class AttentionTap:
+class AttentionHook:
     """Installed on a policy, in whatever wrappings, until `remove`. Idle but inside `observing` or under scales."""
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
@@ -48,7 +48,7 @@ class AttentionTap:
         self._mask_BT: Tensor | None = None
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
-        # layer that calls no registered function is not tapped, and calibration then raises for it by number.
+        # layer that calls no registered function is not hooked, and calibration then raises for it by number.
         self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self._implementation = self.base.config.get_text_config()._attn_implementation
         if self._implementation == "eager":
@@ -56,8 +56,8 @@ class AttentionTap:
         else:
             _wrap_registered(self._implementation)
         for module in self._attention:
-            setattr(module, _TAP, self)
-        self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            setattr(module, _HOOK, self)
+        self._handle = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def skip(self, layers: Collection[int]) -> None:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
@@ -82,9 +82,9 @@ class AttentionTap:
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
-        self._hook.remove()
+        self._handle.remove()
         for module in self._attention:
-            delattr(module, _TAP)
+            delattr(module, _HOOK)
         if self._implementation == "eager":
             self.base.set_attn_implementation("eager")
 
@@ -104,7 +104,7 @@ class AttentionTap:
     def attend(
         self, attend: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
-        """The attention function `attend` behind the tap; q, k, v are `[B, H, T, D]`."""
+        """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
         states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
         if self._weight_offset is not None and self._simulates(module.layer_idx):
             return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
@@ -156,14 +156,14 @@ class AttentionTap:
 
 def _wrap_registered(name: str) -> None:
     attend = ALL_ATTENTION_FUNCTIONS[name]
-    if attend in _TAPPED:
+    if attend in _HOOKED:
         return
 
     @wraps(attend)
     def attention(module, *args, **kwargs):
-        return _through_tap(attend, module, *args, **kwargs)
+        return _through_hook(attend, module, *args, **kwargs)
 
-    _TAPPED.add(attention)
+    _HOOKED.add(attention)
     AttentionInterface.register(name, attention)
 
 
@@ -173,12 +173,12 @@ def _eager(module, *args, **kwargs):
         for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
     )
-    return _through_tap(attend, module, *args, **kwargs)
+    return _through_hook(attend, module, *args, **kwargs)
 
 
-def _through_tap(attend, module, *args, **kwargs):
-    tap = getattr(module, _TAP, None)  # none: a vision tower, or a model made from a tapped model's config
-    return attend(module, *args, **kwargs) if tap is None else tap.attend(attend, module, *args, **kwargs)
+def _through_hook(attend, module, *args, **kwargs):
+    hook = getattr(module, _HOOK, None)  # none: a vision tower, or a model made from a hooked model's config
+    return attend(module, *args, **kwargs) if hook is None else hook.attend(attend, module, *args, **kwargs)
 
 
 AttentionInterface.register(EAGER, _eager)
