@@ -40,7 +40,7 @@ WIDEST_MARGIN_FACTOR = 16.0
 STATE_FILE = "kv_calibration_{}.json"  # in a checkpoint, by rank
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class KVCalibrator:
     """Keeps what the next calibration needs, and how wide its margin is. The same on every rank."""
 

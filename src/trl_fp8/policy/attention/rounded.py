@@ -36,14 +36,13 @@ def rounded_attention(
             f"{query.shape[2]} queries over {key.shape[2]} keys without a mask: which keys a query sees is not "
             "known. Pass a mask."
         )
-    outputs = []
+    outputs, options = [], {"use_reentrant": False, "preserve_rng_state": False}
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, query.shape[2], chunk):
             end = min(start + chunk, query.shape[2])
             seen = end if mask is None else key.shape[2]
             part = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen])
             masked = None if mask is None else mask[..., start:end, :]
-            options = {"use_reentrant": False, "preserve_rng_state": False}
             outputs.append(checkpoint(_attend, *part, masked, start, scaling, offset, **options))
     return torch.cat(outputs, dim=1)
 
