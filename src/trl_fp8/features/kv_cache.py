@@ -69,10 +69,10 @@ class KVCache(Feature):
 
     def before_generation(self, prompts: list) -> None:
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self.calibrator.coming_prompts = self.trainer._tokenize_prompts(prompts)[0]
+            self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
-        self.calibrator.coming_prompts = prompt_ids
+        self.calibrator.expect(prompt_ids)
 
     def after_generation(self, rollouts: Rollouts) -> None:
         sync = self.trainer.vllm_generation.last_sync

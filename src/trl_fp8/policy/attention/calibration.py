@@ -56,7 +56,7 @@ class KVCalibrator:
     margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
     margin_used: float | None = field(default=None, init=False)  # by the latest calibration
     saturated_L2: Tensor | None = field(default=None, init=False)  # share of k, v beyond the latest rollouts' scales
-    coming_prompts: list[list[int]] = field(default_factory=list, init=False)  # token ids; set before each generation
+    coming_prompts: list[list[int]] = field(default_factory=list, init=False)
     _rollouts: list[list[int]] = field(default_factory=list, init=False)
     _rollout_amax_L3: Tensor | None = field(default=None, init=False)
     _due: KVScales | None = field(default=None, init=False)  # of rollouts that no forward has seen
@@ -80,6 +80,10 @@ class KVCalibrator:
             if errors := {layer: error for layer, error in errors.items() if layer not in self.hook.skip_layers}:
                 logger.warning(outlier_message(errors))
         return kv_scales_from_amax(amax_L3, self.margin_used)
+
+    def expect(self, prompts: list[list[int]]) -> None:
+        """Note the token ids of prompts that are about to be continued."""
+        self.coming_prompts = prompts
 
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
         """Note new rollouts (token ids of prompt and completion) and the scales they were sampled under."""
@@ -123,8 +127,7 @@ class KVCalibrator:
 
     def load_state_dict(self, state: dict) -> None:
         self.margin_factor, self._rollouts = state["margin_factor"], state["rollouts"]
-        amax = state["rollout_amax"]
-        self._rollout_amax_L3 = None if amax is None else torch.tensor(amax)
+        self._rollout_amax_L3 = None if (amax := state["rollout_amax"]) is None else torch.tensor(amax)
 
     def _harvest(self) -> None:
         """Take over what was observed; double the margin if a layer is beyond `SATURATION_LIMIT`."""

@@ -5,8 +5,7 @@ rounding boundary (steps of 1/8) often enough that the error behind the next lin
 itself: in a policy of 2 layers a full FP8 forward with FP32 activations leaves nine tenths of the mismatch on CPU, one
 with the engine's BF16 nothing (benchmarks/results/mismatch_ladder_cpu.json). These modules round where transformers
 and the CPU engine do (engine/vllm/cpu/ops.py); vLLM's CUDA kernels for norms and rotary embedding round less often.
-The order of FP32 sums counts, too, the more the deeper the policy (mismatch_depth_fp32_sums_cpu.json, there); on CPU
-both sides add in FP64, where it does not show.
+The order of FP32 sums counts, too (mismatch_depth_fp32_sums_cpu.json); FP64 sums on both sides hide it on CPU.
 
 Modules with parameters of their own compute with BF16 copies of them, on BF16 inputs; what has none (residual adds,
 activation functions, rotary embedding) follows its inputs. Master weights stay what they are and get their gradients

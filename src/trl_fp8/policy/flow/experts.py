@@ -59,16 +59,13 @@ class FP8Experts(KeepsQuantizedWeights):
 
 
 class _FP8GroupedMM(torch.autograd.Function):
-    """`x` or its codes `[P, in]`, and those of the weight -> `[P, out]`, accumulated in fp32.
-
-    The backward is straight-through, as FP8 linears' is. Keeps `x` and the parameter itself, no copy of the weight.
-    """
+    """`x` `[P, in]` or its codes, and those of the weight -> `[P, out]`, summed in fp32; straight-through backward."""
 
     @staticmethod
     def forward(ctx, x, x_codes: Float8Tensor | None, weight, weight_codes: Float8Tensor, ends_E: Tensor):
         dtype = gemm_dtype(torch.bfloat16, x.device)  # CUDA has grouped GEMMs in BF16 only
         operand = x.to(dtype) if x_codes is None else dequantize_weight(x_codes, dtype)
-        ctx.save_for_backward(x, weight, ends_E)
+        ctx.save_for_backward(x, weight, ends_E)  # the parameter itself, no copy of it
         return F.grouped_mm(operand, dequantize_weight(weight_codes, dtype).transpose(1, 2), offs=ends_E)
 
     @staticmethod
@@ -76,7 +73,8 @@ class _FP8GroupedMM(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, ends_E = ctx.saved_tensors
         dtype = gemm_dtype(torch.bfloat16, x.device)
-        dy, (for_x, _, for_weight, *_) = dy.to(dtype), ctx.needs_input_grad
+        for_x, _, for_weight, *_ = ctx.needs_input_grad
+        dy = dy.to(dtype)
         dx = F.grouped_mm(dy, weight.to(dtype), offs=ends_E).to(x.dtype) if for_x else None
         dw = F.grouped_mm(dy.t(), x.to(dtype), offs=ends_E).to(weight.dtype) if for_weight else None
         return dx, None, dw, None, None
