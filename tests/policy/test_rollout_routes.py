@@ -7,7 +7,7 @@ import torch
 from testing import tiny_models
 from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.router import RouterReplay
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 
 
 PROMPTS, TOKENS = [2, 3], [4, 6]  # of each sequence: its prompt, and all of it

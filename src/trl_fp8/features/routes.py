@@ -16,7 +16,7 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fp8.policy.router import RouterReplay, RouteTally
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 
 from .feature import Batch, Feature, Rollouts
 

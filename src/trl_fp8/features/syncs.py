@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from trl_fp8.listing import listed
+from trl_fp8.recipe.names import listed
 from trl_fp8.sync.delivery import SyncReport
 
 from .feature import Feature, Rollouts

@@ -10,8 +10,8 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config, PreTrainedModel
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.recipe.names import listed
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:

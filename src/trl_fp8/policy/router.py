@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trl_fp8.recipe.experts import NOWHERE, expert_modules, is_router, router_name
-from trl_fp8.recipe.names import full_shape
+from trl_fp8.recipe.names import NOWHERE, expert_modules, full_shape, is_router, router_name
 
 from .model import transformers_model
 

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
+from trl_fp8.recipe.names import listed
 
 from .hook import AttentionHook
 from .observation import QKVObservation
