@@ -18,7 +18,7 @@ import torch
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_fp8.policy.attention.calibration import KVCalibrator
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import KVScales
 
 from . import harness, record, shapes
@@ -48,12 +48,12 @@ class Step:
         self.model.zero_grad(set_to_none=False)
 
 
-def measure(step: Step, tap: AttentionTap, ids: torch.Tensor, tokens: int) -> dict[str, float]:
+def measure(step: Step, hook: AttentionHook, ids: torch.Tensor, tokens: int) -> dict[str, float]:
     """Seconds of one repeat: the passes, and what each source of scales adds."""
     rows = ids.tolist()
     options = {"margin": 1.05, "max_tokens": tokens, "fused_lm_head": True}
-    sources = {mode: KVCalibrator(tap, mode=mode, **options) for mode in ("rollout", "policy")}
-    scales = KVScales(torch.full((tap.layers, 3), 2.0**-5))
+    sources = {mode: KVCalibrator(hook, mode=mode, **options) for mode in ("rollout", "policy")}
+    scales = KVScales(torch.full((hook.layers, 3), 2.0**-5))
     for source in sources.values():
         source.rollouts_arrived(rows, scales)
 
@@ -108,14 +108,14 @@ def main() -> None:
         model = shapes.policy(shapes.write_folder(options.size, folder), torch.bfloat16 if on_gpu else torch.float32)
     add_fused_lm_head(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    tap, step = AttentionTap(model), Step(model, ids, options.micro_batch)
+    hook, step = AttentionHook(model), Step(model, ids, options.micro_batch)
     rows, took = [], 0.0
     for repeat in range(options.repeats + 1):  # one to warm up
         before = run.left
         if before < took:
             run.results["not_measured"][f"repeat {repeat}"] = "did not fit into the budget"
             break
-        row = measure(step, tap, ids, options.calibration_tokens)
+        row = measure(step, hook, ids, options.calibration_tokens)
         took = before - run.left
         if repeat:
             rows.append(row)

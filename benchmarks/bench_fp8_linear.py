@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from trl_fp8.policy.flow.flow import BACKENDS, FP8Flow
 from trl_fp8.policy.flow.gemm import HOPPER, require_backend, torchao_linear
-from trl_fp8.policy.flow.matmul import fp8_linear
+from trl_fp8.policy.flow.linear import fp8_linear
 from trl_fp8.quantization.formats.spec import ActivationScaling, ScaleFormat
 
 from . import harness, record, shapes

@@ -18,21 +18,21 @@ from . import record
 def observation_cost(repeats: int) -> dict:
     """CPU seconds of a forward of the demo's policy over a demo batch with and without observation, alternating."""
     from testing import tiny_models
+    from trl_fp8.policy.attention.hook import AttentionHook
     from trl_fp8.policy.attention.observation import QKVObservation
-    from trl_fp8.policy.attention.tap import AttentionTap
 
     model = tiny_models.build()
-    tap = AttentionTap(model)
+    hook = AttentionHook(model)
     ids = torch.randint(4, 60, (128, 40))
     mask = torch.ones_like(ids)
-    scales = torch.full((tap.layers, 3), 2.0**-6)
+    scales = torch.full((hook.layers, 3), 2.0**-6)
     seconds = {"plain": [], "observed": []}
     with torch.no_grad():
         for step in range(2 * repeats + 4):
             name = ("plain", "observed")[step % 2]
             start = time.process_time()
             if name == "observed":
-                with tap.observing(QKVObservation(tap.layers, tap.device, scales_L3=scales)):
+                with hook.observing(QKVObservation(hook.layers, hook.device, scales_L3=scales)):
                     model(input_ids=ids, attention_mask=mask)
             else:
                 model(input_ids=ids, attention_mask=mask)
@@ -48,7 +48,7 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
 
     from testing import engines, tiny_models
     from trl_fp8.policy.attention.calibration import observe_sequences
-    from trl_fp8.policy.attention.tap import AttentionTap
+    from trl_fp8.policy.attention.hook import AttentionHook
     from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 
     prompts = torch.randint(4, 60, (16, 48), generator=torch.Generator().manual_seed(1))
@@ -63,8 +63,8 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
                     model.model.layers[0].self_attn.k_proj.bias[[5, 64 + 33]] += torch.tensor([bias, -bias])
                 model.save_pretrained(checkpoint)
                 generation = engines.start(checkpoint, fp8_weights=False, kv_cache_skip_layers=skip)
-            tap = AttentionTap(generation.model)
-            observation = observe_sequences(generation.model, tap, prompts.tolist())
+            hook = AttentionHook(generation.model)
+            observation = observe_sequences(generation.model, hook, prompts.tolist())
             scales = kv_scales_from_amax(observation.amax_L3)
             generation.calibrate = lambda scales=scales: scales
             generation.sync_weights()

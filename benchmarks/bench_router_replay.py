@@ -23,7 +23,7 @@ from vllm import SamplingParams
 
 from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
-from trl_fp8.policy.router.replay import RouterReplay, RouteTally
+from trl_fp8.policy.router import RouterReplay, RouteTally
 
 from . import record
 from .measure_mismatch import Rollouts, score
@@ -57,10 +57,10 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
             kwargs = {"max_num_seqs": 128, "kv_cache_memory_bytes": 2**28}
             generation = engines.start(checkpoint, return_routes=True, engine_kwargs=kwargs, **flags)
         ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
-        scales = tap = None
+        scales = hook = None
         if generation.recipe.fp8_kv_cache:
             margin = generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN
-            tap, scales = calibrated(generation, ids[::COMPLETIONS], margin)
+            hook, scales = calibrated(generation, ids[::COMPLETIONS], margin)
         else:
             generation.sync_weights()
         torch.manual_seed(seed)
@@ -72,11 +72,11 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
         routes = RolloutRoutes(replay, "rollout")
         routes.arrived(generation.llm.routes.of(sequences), [0] * len(sequences))
         field = routes.batch_field(0, rollouts.ids.shape[1])
-        for flow in (False, True) if tap is not None else (False,):
+        for flow in (False, True) if hook is not None else (False,):
             if flow:
-                follow(generation, tap)
-                tap.simulate(scales.values.to(tap.device))
-                tap.follow(generation.numerics.query_rounded)
+                follow(generation, hook)
+                hook.simulate(scales.values.to(hook.device))
+                hook.follow(generation.numerics.query_rounded)
             label = f"{name}, flow" if flow else name
             found[label] = {
                 side: scored(generation, rollouts, replay, field, side == "replay") for side in ("own", "replay")

@@ -32,7 +32,7 @@ from vllm import SamplingParams
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
@@ -128,11 +128,11 @@ def synced(generation: FP8VLLMGeneration, prompts: list[str]) -> KVScales | None
     """Bring the policy's weights into the engine, and scales calibrated on `prompts`, which are returned."""
     scales = None
     if generation.recipe.fp8_kv_cache:
-        tap = AttentionTap(generation.model)
+        hook = AttentionHook(generation.model)
         ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
-        amax_L3 = observe_sequences(generation.model, tap, ids).amax_L3
+        amax_L3 = observe_sequences(generation.model, hook, ids).amax_L3
         scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
-        tap.remove()
+        hook.remove()
         generation.calibrate = lambda: scales
     generation.sync_weights()
     return scales

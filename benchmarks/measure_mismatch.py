@@ -26,7 +26,7 @@ from vllm import SamplingParams
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow import gemm as fp8_gemm
 from trl_fp8.policy.flow.bf16_modules import BF16Modules
 from trl_fp8.policy.flow.flow import FP8Flow
@@ -119,20 +119,20 @@ class Rollouts:
 
 
 def trainer_model(generation: FP8VLLMGeneration, scales: KVScales | None, variant: dict) -> torch.nn.Module:
-    """A copy of the policy that computes as `variant` says; its tap, if any, as attribute `tap`."""
+    """A copy of the policy that computes as `variant` says; its hook, if any, as attribute `hook`."""
     model = copy.deepcopy(generation.model)
-    tap = AttentionTap(model) if scales is not None else None
+    hook = AttentionHook(model) if scales is not None else None
     if forward := variant.get("forward"):
         recipe = generation.recipe
         flow = FP8Flow(forward, "bf16", recipe.format, recipe.scale_format, generation.numerics.linears)
         install = BF16Modules.install
         if not variant.get("bf16_between", True):
             BF16Modules.install = lambda model: None
-        PrecisionFlow(model, generation.recipe, flow, tap)
+        PrecisionFlow(model, generation.recipe, flow, hook)
         BF16Modules.install = install
     if variant.get("simulate"):
-        tap.simulate(scales.values.to(tap.device))
-        tap.follow(generation.numerics.query_rounded, variant.get("weight_offset"))
+        hook.simulate(scales.values.to(hook.device))
+        hook.follow(generation.numerics.query_rounded, variant.get("weight_offset"))
     return model
 
 
@@ -210,10 +210,10 @@ class Sampler:
         ids = [generation.processing_class(prompt)["input_ids"] for prompt in self.prompts]
         scales = None
         if generation.recipe.fp8_kv_cache:
-            tap = AttentionTap(generation.model)
-            amax_L3 = observe_sequences(generation.model, tap, ids).amax_L3
+            hook = AttentionHook(generation.model)
+            amax_L3 = observe_sequences(generation.model, hook, ids).amax_L3
             scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
-            tap.remove()
+            hook.remove()
             generation.calibrate = lambda: scales
         generation.sync_weights()
         sampling = SamplingParams(n=COMPLETIONS, temperature=1.0, max_tokens=32, logprobs=0, seed=1)

@@ -4,10 +4,10 @@ import torch
 from vllm import SamplingParams
 
 from trl_fp8.policy.attention.calibration import observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.policy.router import RouterReplay
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
@@ -70,12 +70,12 @@ def calls_of(generation, name):
 
 
 def calibrated(generation, prompts=PROMPTS, margin=2.0):
-    """The tap of a policy and the scales of its KV cache, by which its engine has been synced."""
-    tap = AttentionTap(generation.model, generation.recipe.kv_cache_skip_layers)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, prompts).amax_L3, margin)
+    """The hook of a policy and the scales of its KV cache, by which its engine has been synced."""
+    hook = AttentionHook(generation.model, generation.recipe.kv_cache_skip_layers)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, hook, prompts).amax_L3, margin)
     generation.calibrate = lambda: scales
     generation.sync_weights()
-    return tap, scales
+    return hook, scales
 
 
 def flow_of(generation, scaling=None, **fields):
@@ -84,8 +84,8 @@ def flow_of(generation, scaling=None, **fields):
     return FP8Flow(format=recipe.format, scale_format=recipe.scale_format, activation=scaling, **fields)
 
 
-def follow(generation, tap=None):
-    """Let the policy compute as its engine does, KV cache included where the tap simulates it."""
+def follow(generation, hook=None):
+    """Let the policy compute as its engine does, KV cache included where the hook simulates it."""
     numerics = generation.numerics
     experts = numerics.experts and flow_of(generation, numerics.experts, fused_activation=numerics.fused_experts)
-    return PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap, experts)
+    return PrecisionFlow(generation.model, generation.recipe, flow_of(generation), hook, experts)

@@ -29,8 +29,7 @@ from .features.routes import Routes
 from .features.run_log import RunLog
 from .features.syncs import Syncs
 from .planning.plan import Plan, plan_for_model
-from .policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
-from .policy.model import is_reference
+from .policy.model import dequantizing_config, is_reference, save_in_high_precision
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_rows
 from .run.saving import Saving

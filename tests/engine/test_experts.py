@@ -8,7 +8,7 @@ import torch
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import calibrated, follow
-from trl_fp8.policy.flow.check import VERIFIED_WITH_FP8_EXPERTS
+from trl_fp8.policy.flow.precision_flow import VERIFIED_WITH_FP8_EXPERTS
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -146,9 +146,9 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
     """FP8 experts, linears and KV cache on both sides. The engine's batches are larger and add in another order."""
     with reference_fp8_experts(fused_activation=True):  # as TritonExperts where DeepGEMM is not in use
         generation = engines.start(checkpoint(architecture), expert_kernels=True, return_routes=True)
-    tap, scales = calibrated(generation, engines.PROMPTS)
+    hook, scales = calibrated(generation, engines.PROMPTS)
     theirs = [torch.tensor(prompt) for _, _, prompt in engines.log_probs(generation.llm)]
-    tap.simulate(scales.values)
+    hook.simulate(scales.values)
 
     def off():
         differences = []
@@ -160,7 +160,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
         return torch.cat(differences)
 
     plain = off()
-    follow(generation, tap)
+    follow(generation, hook)
     engines.shutdown(generation.llm)
     # nearly all tokens are equal; the rare ones that are not are far from what the plain forward leaves
     found = off()

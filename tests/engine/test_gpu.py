@@ -14,7 +14,7 @@ from testing import engines
 from testing.rollouts import agreement, calls_of, flow_of, sample
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.policy.attention.calibration import observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.quantization.formats.spec import ActivationScaling
@@ -82,16 +82,16 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     generation = engines.start(
         checkpoint("qwen3"), engine_kwargs={"enforce_eager": enforce_eager}, match_rounding=True
     )
-    tap = AttentionTap(generation.model)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
+    hook = AttentionHook(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, hook, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
     generation.sync_weights()
     assert generation.numerics.query_rounded and generation.numerics.linears.scale_format == "fp32"
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
-    tap.simulate(scales.values.cuda())
-    tap.follow(query_rounded=True)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), tap)
+    hook.simulate(scales.values.cuda())
+    hook.follow(query_rounded=True)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), hook)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)
 
@@ -102,16 +102,16 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     generation = engines.start(
         checkpoint("qwen3"), engine_kwargs={"attention_backend": attention_backend}, match_rounding=True
     )
-    tap = AttentionTap(generation.model)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
+    hook = AttentionHook(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, hook, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
-    tap.simulate(scales.values.cuda())
-    tap.follow(query_rounded=True)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), tap)
+    hook.simulate(scales.values.cuda())
+    hook.follow(query_rounded=True)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), hook)
     without = distance(generation.model, rollouts)
-    tap.follow(True, generation.numerics.attention_weight_offset)
+    hook.follow(True, generation.numerics.attention_weight_offset)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), without, 0.8)
 
@@ -214,18 +214,18 @@ def test_vllm_returns_the_experts_of_every_token(enforce_eager, checkpoint):
 def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkpoint):
     kwargs = {"enforce_eager": enforce_eager}
     generation = engines.start(checkpoint("qwen3_moe", num_experts=8), engine_kwargs=kwargs, match_rounding=True)
-    tap = AttentionTap(generation.model)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3)
+    hook = AttentionHook(generation.model)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, hook, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
-    tap.simulate(scales.values.cuda())
-    tap.follow(query_rounded=True)
+    hook.simulate(scales.values.cuda())
+    hook.follow(query_rounded=True)
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation=scaling, fused_activation=fused)
     PrecisionFlow(
-        generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), tap, experts_flow
+        generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), hook, experts_flow
     )
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)

@@ -16,8 +16,8 @@ from trl_fp8.engine.vllm.kv_scales import (
     fp8_attention_layers,
     quantizes_query,
 )
-from trl_fp8.policy.attention import tap as attention_tap
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention import hook as attention_hook
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.quantization.round_trip import cache_codes
 from trl_fp8.upstream.vllm import engine_model
@@ -47,7 +47,7 @@ def test_where_queries_are_rounded_attention_weights_are(implementations, offset
 
 
 def start(checkpoint, **options):
-    """A synced engine with scales of its own policy, and the policy's tap."""
+    """A synced engine with scales of its own policy, and the policy's hook."""
     generation = engines.start(checkpoint, **options)
     return generation, *calibrated(generation, engines.PROMPTS + [PROMPT])
 
@@ -93,19 +93,19 @@ def test_the_cache_holds_the_bytes_that_the_trainer_computes_from_the_same_state
     engines.shutdown(generation.llm)
 
 
-def trainer_bytes(generation, tap, scales, ids, mask, monkeypatch):
+def trainer_bytes(generation, hook, scales, ids, mask, monkeypatch):
     """Per layer, the codes of k and v `[B, G, T, D]` that the trainer's forward round-trips."""
-    seen, round_trip = [], attention_tap.cache_round_trip
+    seen, round_trip = [], attention_hook.cache_round_trip
 
     def record(states, scale):
         seen.append(cache_codes(states, scale).view(torch.uint8))
         return round_trip(states, scale)
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(attention_tap, "cache_round_trip", record)
-        tap.simulate(scales.values)
+        patch.setattr(attention_hook, "cache_round_trip", record)
+        hook.simulate(scales.values)
         generation.model(input_ids=ids, attention_mask=mask)
-        tap.simulate(None)
+        hook.simulate(None)
     return [(seen[i], seen[i + 1]) for i in range(0, len(seen), 2)]
 
 
@@ -116,20 +116,20 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     Two-sided: a trainer in FP32 misses bytes of both layers,
     and without the engine's positions RoPE turns k elsewhere.
     """
-    generation, tap, scales = start(checkpoint("qwen3"))
+    generation, hook, scales = start(checkpoint("qwen3"))
     tokens, written = decode(generation)
     pad = 11
     ids = torch.tensor([[0] * pad + tokens, tokens[:pad] + tokens])
     mask = torch.ones_like(ids)
     mask[0, :pad] = 0
-    in_fp32 = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)
-    follow(generation, tap)
-    ours = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)
-    monkeypatch.setattr(AttentionTap, "_before_forward", lambda self, module, args, kwargs: None)
-    tap.remove()
-    shifted_tap = AttentionTap(generation.model)
-    shifted_tap.sum_in_fp64()
-    shifted = trainer_bytes(generation, shifted_tap, scales, ids, mask, monkeypatch)
+    in_fp32 = trainer_bytes(generation, hook, scales, ids, mask, monkeypatch)
+    follow(generation, hook)
+    ours = trainer_bytes(generation, hook, scales, ids, mask, monkeypatch)
+    monkeypatch.setattr(AttentionHook, "_before_forward", lambda self, module, args, kwargs: None)
+    hook.remove()
+    shifted_hook = AttentionHook(generation.model)
+    shifted_hook.sum_in_fp64()
+    shifted = trainer_bytes(generation, shifted_hook, scales, ids, mask, monkeypatch)
     for layer, (_, _, slots) in written.items():
         for column, held in enumerate(cached(generation, layer, slots)):  # k, v
             row = (layer, column, 0, slice(None), slice(pad, None))

@@ -19,9 +19,9 @@ from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
 from trl_fp8.engine.vllm.numerics import activation_scaling
 from trl_fp8.policy.flow import precision_flow
 from trl_fp8.policy.flow.bf16_modules import BF16Modules
-from trl_fp8.policy.flow.check import VERIFIED
 from trl_fp8.policy.flow.gemm import fake_quant_gemm
 from trl_fp8.policy.flow.linear import FP8Linears
+from trl_fp8.policy.flow.precision_flow import VERIFIED
 from trl_fp8.quantization.blockwise import (
     ACTIVATION_AMAX_FLOOR,
     quantize_activation,
@@ -38,21 +38,21 @@ ROUNDING = 5e-6
 
 
 def synced(checkpoint, **flags):
-    """A synced engine with scales of its own policy, that policy's tap, and the scales."""
+    """A synced engine with scales of its own policy, that policy's hook, and the scales."""
     generation = engines.start(checkpoint, **flags)
-    tap, scales = calibrated(generation, engines.PROMPTS + PROMPTS)
-    return generation, tap, scales.values
+    hook, scales = calibrated(generation, engines.PROMPTS + PROMPTS)
+    return generation, hook, scales.values
 
 
-def policy_log_probs(generation, tap, scales, sequences):
+def policy_log_probs(generation, hook, scales, sequences):
     """The trainer's, from one left-padded batch."""
     length = max(map(len, sequences))
     ids = torch.tensor([[0] * (length - len(tokens)) + tokens for tokens in sequences])
     mask = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
-    tap.simulate(scales)
+    hook.simulate(scales)
     with torch.no_grad():
         logits = generation.model(input_ids=ids, attention_mask=mask).logits
-    tap.simulate(None)
+    hook.simulate(None)
     found = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     return [row[length - len(tokens) :] for row, tokens in zip(found, sequences, strict=True)]
 
@@ -85,17 +85,17 @@ def test_what_is_called_verified_is_tested_here():
 @pytest.mark.parametrize("architecture, options, flags", FORMATS)
 def test_the_policys_log_probs_are_the_engines(architecture, options, flags, checkpoint, monkeypatch):
     """Two-sided: with any one part of the flow left out, the two are apart."""
-    generation, tap, scales = synced(checkpoint(architecture, **options), **flags)
+    generation, hook, scales = synced(checkpoint(architecture, **options), **flags)
     sequences, theirs = sampled(generation)
 
     def off(scales=scales):
-        return differences(policy_log_probs(generation, tap, scales, sequences), theirs)
+        return differences(policy_log_probs(generation, hook, scales, sequences), theirs)
 
     with monkeypatch.context() as patch:
         patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
-        installed = follow(generation, tap)
+        installed = follow(generation, hook)
         without_bf16 = off()
-    installed.installed.remove()
+    installed.remove()
     weights_only = FP8Linears.install(
         generation.model, generation.recipe.fp8_modules, flow_of(generation, forward="weights")
     )
@@ -103,7 +103,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, che
     only_weights = off()
     weights_only.remove()
     between.remove()
-    follow(generation, tap)
+    follow(generation, hook)
     without_cache = off(None)
     prompt, decode = off()
     engines.shutdown(generation.llm)
@@ -121,7 +121,7 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(checkpoint):
     engines.perturb(generation.model, seed=0)
     lengths = 2, 5, 9, 14, 24
     prompts = [[4 + (11 * row + 7 * p) % 50 for p in range(6 + 3 * row)] for row in range(len(lengths))]
-    tap, scales = calibrated(generation, prompts, margin=4.0)
+    hook, scales = calibrated(generation, prompts, margin=4.0)
     sampling = [SamplingParams(seed=row, max_tokens=n, logprobs=0, ignore_eos=True) for row, n in enumerate(lengths)]
     outputs = generation.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -130,8 +130,8 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(checkpoint):
         SamplingParams(max_tokens=1, prompt_logprobs=0),
         use_tqdm=False,
     )
-    follow(generation, tap)
-    ours = policy_log_probs(generation, tap, scales.values, sequences)
+    follow(generation, hook)
+    ours = policy_log_probs(generation, hook, scales.values, sequences)
     engines.shutdown(generation.llm)
     for tokens, n, output, prompt, row in zip(sequences, lengths, outputs, prefilled, ours, strict=True):
         rows = zip(output.outputs[0].logprobs, tokens[-n:], strict=True)
@@ -164,13 +164,13 @@ def test_neither_rows_nor_shards_change_a_bit_of_an_fp8_product():
 def test_an_engine_that_rounds_attention_weights_is_followed(tile, left, checkpoint):
     """Where both round relative to the same largest score; in tiles, the more the earlier the largest score comes."""
     with engine_with(played_attention(torch.float8_e4m3fn, tile)):
-        generation, tap, scales = synced(checkpoint("qwen3"))
+        generation, hook, scales = synced(checkpoint("qwen3"))
         sequences, theirs = sampled(generation)
-        follow(generation, tap)
+        follow(generation, hook)
         off = {}
         for offset in (None, 256.0):
-            tap.follow(weight_offset=offset)
-            parts = differences(policy_log_probs(generation, tap, scales, sequences), theirs)
+            hook.follow(weight_offset=offset)
+            parts = differences(policy_log_probs(generation, hook, scales, sequences), theirs)
             off[offset] = torch.cat(parts).mean().item()
         engines.shutdown(generation.llm)
     assert off[None] > 1e-3 and off[256.0] < left * off[None], off
@@ -182,13 +182,13 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 def test_an_fp8_linear_gives_the_engines_bf16_outputs(scale_format, checkpoint):
     """Layers with a bias (QKV of Qwen2) and without, prefill and decode."""
-    generation, tap, _ = synced(checkpoint("qwen2"), scale_format=scale_format)
+    generation, hook, _ = synced(checkpoint("qwen2"), scale_format=scale_format)
     calls = {
         name: calls_of(generation, name)
         for layer in range(2)
         for name in (f"model.layers.{layer}.self_attn.qkv_proj", f"model.layers.{layer}.mlp.down_proj")
     }
-    follow(generation, tap)
+    follow(generation, hook)
     for name, seen in calls.items():
         parent, _, last = name.rpartition(".")
         layers = [generation.model.get_submodule(f"{parent}.{part}") for part in FUSED.get(last, (last,))]
@@ -215,18 +215,18 @@ def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypat
     """Also after a change that nobody could see, wherever in a weight: one step without it,
     and only if a forward came first.
     """
-    generation, tap, scales = synced(checkpoint("qwen3"))
+    generation, hook, scales = synced(checkpoint("qwen3"))
     held = engine_model(generation.llm).model.layers[1].mlp
-    flow = follow(generation, tap)
+    flow = follow(generation, hook)
     generation.share = flow.keep_weight
-    calls, linears = QuantizationCounter(monkeypatch), flow.installed.modules
+    calls, linears = QuantizationCounter(monkeypatch), flow.modules
 
     def forward():
-        return policy_log_probs(generation, tap, scales, PROMPTS)
+        return policy_log_probs(generation, hook, scales, PROMPTS)
 
     generation.sync_weights()
     assert calls.during(forward) == 0  # the sync's codes
-    flow.weights_changed()
+    flow.invalidate()
     assert calls.during(forward) == len(linears) == 14
     weight = linears["model.layers.1.mlp.up_proj"].weight
     weight.data[200] += 1  # moves no version counter, and is not in the first block of rows

@@ -121,10 +121,10 @@ def test_gradients_are_the_bf16_models_cast_to_fp32(architecture, tied, implemen
     twin.lm_head.weight = nn.Parameter(twin.lm_head.weight.detach().clone())  # the two uses of a tied weight apart
     rows = []
 
-    def tap(module, args, output):
+    def hook(module, args, output):
         output.register_hook(rows.append)
 
-    twin.model.embed_tokens.register_forward_hook(tap)
+    twin.model.embed_tokens.register_forward_hook(hook)
     expected = {name: gradient.float() for name, gradient in gradients(twin).items()}
     in_bf16_sum = expected["model.embed_tokens.weight"]
     ids = batch()["input_ids"].flatten()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fp8.policy.flow.check import LIMIT, VERIFIED, VERIFIED_WITH_FP8_EXPERTS, flow_warning
+from trl_fp8.policy.flow.precision_flow import LIMIT, VERIFIED, VERIFIED_WITH_FP8_EXPERTS, flow_warning
 
 
 def test_a_flow_that_holds_says_nothing():

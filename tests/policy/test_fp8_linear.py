@@ -11,7 +11,7 @@ from torch import nn
 
 from testing.fp8_oracle import gamma, rounded
 from testing.linears import Wrapped, gradients, inputs, installed, pair
-from trl_fp8.policy.flow import matmul as fp8_matmul
+from trl_fp8.policy.flow import linear as fp8_matmul
 from trl_fp8.policy.flow.linear import FP8Flow
 from trl_fp8.quantization.formats.spec import ActivationScaling
 

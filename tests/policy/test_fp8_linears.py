@@ -11,7 +11,7 @@ from torch import nn
 from testing import tiny_models
 from testing.linears import Wrapped, inputs, installed, pair
 from testing.quantization_counter import QuantizationCounter
-from trl_fp8.policy.flow import matmul as fp8_matmul
+from trl_fp8.policy.flow import linear as fp8_matmul
 from trl_fp8.policy.flow.linear import FP8Flow, FP8Linear, FP8Linears
 from trl_fp8.quantization.formats.spec import ActivationScaling
 from trl_fp8.recipe.recipe import recipe_for_model

@@ -21,7 +21,7 @@ from trl_fp8.policy.attention.calibration import (
     observe_sequences,
     outlier_message,
 )
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
 
 
@@ -32,7 +32,7 @@ MARGIN = 1.05
 
 def calibrator(model, mode="rollout", **options) -> KVCalibrator:
     made = KVCalibrator(
-        options.pop("tap", None) or AttentionTap(model),
+        options.pop("hook", None) or AttentionHook(model),
         **(dict(mode=mode, margin=MARGIN, max_tokens=1000) | options),
     )
     made.coming_prompts = PROMPTS
@@ -103,16 +103,16 @@ def roomy(model) -> KVScales:
 
 def test_tokens_are_bounded_and_repetitions_run_once():
     model = build()
-    tap, sequences = AttentionTap(model), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]
+    hook, sequences = AttentionHook(model), [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]
     with forwards_of(model) as seen:
-        observation = observe_sequences(model, tap, sequences * 3)
+        observation = observe_sequences(model, hook, sequences * 3)
         assert seen[-1].shape == (3, 6) and observation.elements_L3[0, 1] == 13 * 2 * 64
-        observation = observe_sequences(model, tap, sequences, max_tokens=9)
+        observation = observe_sequences(model, hook, sequences, max_tokens=9)
         assert seen[-1].tolist() == [[5, 6, 7, 8, 9, 10], [11, 12, 13, 0, 0, 0]]  # the third would pass the bound
         assert observation.elements_L3[0, 1] == 9 * 2 * 64
-        observe_sequences(model, tap, [[], *sequences], max_tokens=10, pad_token_id=3)
+        observe_sequences(model, hook, [[], *sequences], max_tokens=10, pad_token_id=3)
         assert seen[-1].tolist() == [[5, 6, 7, 8, 9, 10], [11, 12, 13, 3, 3, 3]]
-        observe_sequences(model, tap, sequences, max_tokens=4)
+        observe_sequences(model, hook, sequences, max_tokens=4)
         assert seen[-1].tolist() == [[5, 6, 7, 8]]  # the first is cut, and nothing is left for the others
         assert len(seen) == 4
 
@@ -124,16 +124,16 @@ def test_no_token_is_an_error_and_not_a_default():
     with pytest.raises(ValueError, match="no prompt with at least one token"):
         made.next_scales(model)
     with pytest.raises(ValueError, match="no prompt with at least one token"):
-        observe_sequences(model, made.tap, [[]])
+        observe_sequences(model, made.hook, [[]])
 
 
 def test_observing_leaves_the_model_alone():
     model = build()
     with torch.no_grad():
         before = model(**padded()).logits
-    tap = AttentionTap(model)
-    observation = observe_sequences(model, tap, PROMPTS)
-    assert observation.logit_error_L is not None and tap.observation is None
+    hook = AttentionHook(model)
+    observation = observe_sequences(model, hook, PROMPTS)
+    assert observation.logit_error_L is not None and hook.observation is None
     with torch.no_grad():
         assert torch.equal(model(**padded()).logits, before)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -156,7 +156,7 @@ def test_prompts_and_rollouts_take_turns_in_a_bounded_forward():
 def test_before_the_first_rollouts_the_prompts_get_a_doubled_margin(mode):
     model = build()
     made = calibrator(model, mode)
-    amax = observe_sequences(model, made.tap, PROMPTS).amax_L3
+    amax = observe_sequences(model, made.hook, PROMPTS).amax_L3
     scales = made.next_scales(model).values
     assert torch.equal(scales, kv_scales_from_amax(amax, MARGIN * PROMPTS_ONLY_MARGIN).values)
     assert torch.equal(scales, 2 * kv_scales_from_amax(amax, MARGIN).values)
@@ -177,7 +177,7 @@ def test_rollout_mode_takes_what_was_watched_and_runs_nothing():
     # eager against sdpa upstream of layer 1: a few fp32 roundings, which a power of two above the margin swallows
     assert torch.equal(scales, kv_scales_from_amax(expected, MARGIN).values)
     assert torch.equal(again, scales)
-    prompts = observe_sequences(model, made.tap, PROMPTS).amax_L3
+    prompts = observe_sequences(model, made.hook, PROMPTS).amax_L3
     assert not torch.equal(scales, kv_scales_from_amax(prompts, MARGIN).values)
 
 
@@ -197,7 +197,7 @@ def test_policy_mode_runs_the_weights_of_now_each_time(watched):
     assert {tuple(token for token in row if token) for row in seen[0].tolist()} == {
         tuple(ids) for ids in PROMPTS + ROLLOUTS
     }
-    amax = observe_sequences(model, made.tap, PROMPTS + ROLLOUTS).amax_L3
+    amax = observe_sequences(model, made.hook, PROMPTS + ROLLOUTS).amax_L3
     assert torch.equal(after, kv_scales_from_amax(amax, MARGIN).values)  # no longer doubled
     factors = after / before
     assert factors[1, 2] == 64 and factors.flatten()[:5].eq(1).all()
@@ -215,7 +215,7 @@ def test_later_rollouts_replace_earlier_ones():
         amax = amax_by_hand(model, loud)
         assert torch.equal(made.next_scales(model).values, kv_scales_from_amax(amax, MARGIN).values)
         assert not torch.equal(amax, torch.maximum(amax, amax_by_hand(model)))
-        made.tap.remove()
+        made.hook.remove()
 
 
 def test_only_the_first_forward_over_new_rollouts_is_watched():
@@ -271,7 +271,7 @@ def test_a_watched_forward_that_fails_is_forgotten():
     made.rollouts_arrived(ROLLOUTS, roomy(model))
     with pytest.raises(RuntimeError, match="out of memory"), made.watching():
         raise RuntimeError("out of memory")
-    assert made.tap.observation is None and made.saturation() is None
+    assert made.hook.observation is None and made.saturation() is None
 
 
 # --- how wide a margin -----------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def test_ranks_agree_on_scales_and_margin_from_what_was_watched():
 def test_ranks_agree_on_outliers():
     def session(rank, reduce_max):
         model = with_k_bias(100.0, layers=[rank])
-        return layers_with_outliers(model, AttentionTap(model), PROMPTS, reduce_max)
+        return layers_with_outliers(model, AttentionHook(model), PROMPTS, reduce_max)
 
     alone, together = Ranks().run(session)
     assert [list(found) for found in alone] == [[0], [1]]
@@ -451,7 +451,7 @@ def test_a_resumed_run_calibrates_as_the_uninterrupted_one(mode, asked):
         made.saturation()
     state = json.loads(json.dumps(made.state_dict()))
     expected, factor = made.next_scales(model).values, made.margin_factor
-    made.tap.remove()
+    made.hook.remove()
     assert factor == 2.0
 
     resumed = calibrator(model, mode)
@@ -504,7 +504,7 @@ def test_outliers_of_k_are_named_once(mode, caplog):
         [record] = caplog.records
         assert record.levelno == logging.WARNING
         assert "kv_cache_skip_layers=[1]" in record.message
-        error = observe_sequences(model, made.tap, PROMPTS).logit_error_L
+        error = observe_sequences(model, made.hook, PROMPTS).logit_error_L
         assert f": 1 ({error[1]:.2g})." in record.message and error[1] > LOGIT_ERROR_LIMIT
         for _ in range(2):
             made.rollouts_arrived(ROLLOUTS, scales)
@@ -520,20 +520,20 @@ def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
     made = calibrator(model, mode)
     made.next_scales(model)
     assert not caplog.records
-    assert layers_with_outliers(model, made.tap, PROMPTS) == {}
+    assert layers_with_outliers(model, made.hook, PROMPTS) == {}
 
 
 def test_layers_in_high_precision_are_not_warned_of(caplog):
     model = with_k_bias(100.0)
-    tap = AttentionTap(model, skip_layers={0})
-    calibrator(model, tap=tap).next_scales(model)
+    hook = AttentionHook(model, skip_layers={0})
+    calibrator(model, hook=hook).next_scales(model)
     [record] = caplog.records
     assert "kv_cache_skip_layers=[1]" in record.message
     caplog.clear()
-    tap.skip({0, 1})
-    calibrator(model, tap=tap).next_scales(model)
+    hook.skip({0, 1})
+    calibrator(model, hook=hook).next_scales(model)
     assert not caplog.records
-    assert list(layers_with_outliers(model, tap, PROMPTS)) == [0, 1]  # which is how they are found in the first place
+    assert list(layers_with_outliers(model, hook, PROMPTS)) == [0, 1]  # which is how they are found in the first place
 
 
 def test_the_message_says_what_to_set():

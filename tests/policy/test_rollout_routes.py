@@ -6,7 +6,7 @@ import torch
 
 from testing import tiny_models
 from trl_fp8.features.routes import RolloutRoutes
-from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.policy.router import RouterReplay
 from trl_fp8.recipe.names import NOWHERE
 
 

@@ -1,4 +1,4 @@
-"""Attention with rounded weights against loops in float64, against torch's own, and under a tap."""
+"""Attention with rounded weights against loops in float64, against torch's own, and under a hook."""
 
 import math
 
@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from trl_fp8.policy.attention import rounded as module
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.attention.rounded import rounded_attention
-from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.quantization.e4m3 import E4M3
 
 
@@ -122,7 +122,7 @@ def test_no_scores_are_kept_for_the_backward():
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_tap_rounds_under_scales_only_and_in_layers_with_an_fp8_cache_only(implementation, checkpoint):
+def test_a_hook_rounds_under_scales_only_and_in_layers_with_an_fp8_cache_only(implementation, checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), attn_implementation=implementation).eval()
     tokens = torch.arange(2 * 12).view(2, 12) % 50 + 4
     mask = torch.ones_like(tokens)
@@ -133,30 +133,30 @@ def test_a_tap_rounds_under_scales_only_and_in_layers_with_an_fp8_cache_only(imp
         return model(input_ids=tokens, attention_mask=mask).logits[:, 3:]
 
     plain = logits()
-    tap = AttentionTap(model)
-    tap.follow(weight_offset=1.0)
+    hook = AttentionHook(model)
+    hook.follow(weight_offset=1.0)
     assert torch.equal(logits(), plain)  # no scales: nothing is simulated
-    tap.simulate(torch.full((2, 3), 2.0**-5))
+    hook.simulate(torch.full((2, 3), 2.0**-5))
     rounded = logits()
-    tap.follow()
+    hook.follow()
     assert not torch.equal(rounded, logits())
-    tap.skip({0, 1})
+    hook.skip({0, 1})
     unsimulated = logits()
-    tap.follow(weight_offset=1.0)
+    hook.follow(weight_offset=1.0)
     assert torch.equal(logits(), unsimulated)
 
 
 def test_what_cannot_be_simulated_is_named(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
-    tap = AttentionTap(model)
-    tap._implementation = "flash_attention_2"
+    hook = AttentionHook(model)
+    hook._implementation = "flash_attention_2"
     with pytest.raises(
         ValueError, match="simulate_attention_weights=True with attn_implementation='flash_attention_2'.*'sdpa'"
     ):
-        tap.follow(weight_offset=1.0)
-    tap._implementation = "sdpa"
-    tap.follow(weight_offset=1.0)
-    tap.simulate(torch.ones(2, 3))
+        hook.follow(weight_offset=1.0)
+    hook._implementation = "sdpa"
+    hook.follow(weight_offset=1.0)
+    hook.simulate(torch.ones(2, 3))
     for beyond in ({"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=f"has {next(iter(beyond))}, which the simulation does not"):
-            tap.attend(None, model.model.layers[0].self_attn, *states(), None, scaling=1.0, **beyond)
+            hook.attend(None, model.model.layers[0].self_attn, *states(), None, scaling=1.0, **beyond)

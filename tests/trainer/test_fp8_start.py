@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.runs import arguments, training
 from trl_fp8.export.export import export_fp8
-from trl_fp8.policy.fp8_checkpoint import dequantizing_config, save_in_high_precision
+from trl_fp8.policy.model import dequantizing_config, save_in_high_precision
 
 
 @pytest.fixture

@@ -66,12 +66,12 @@ def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoin
         def record(model, inputs, *rest, **kwargs):
             loss = compute_loss(model, inputs, *rest, **kwargs)
             synced = trainer.vllm_generation.last_sync.kv_scales.values
-            seen.append((model.training, trainer.feature(KVCache).tap.scales_L3.clone(), synced))
+            seen.append((model.training, trainer.feature(KVCache).hook.scales_L3.clone(), synced))
             return loss
 
         trainer.compute_loss = record
         trainer.train()
-        assert trainer.feature(KVCache).tap.scales_L3 is None
+        assert trainer.feature(KVCache).hook.scales_L3 is None
     (_, first, first_synced), (_, second, second_synced) = (row for row in seen if row[0])
     assert torch.equal(first, first_synced)
     assert torch.equal(second, first) and not torch.equal(second_synced, first_synced)

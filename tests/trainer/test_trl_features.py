@@ -69,7 +69,7 @@ def test_the_next_scales_are_those_of_the_policy_on_whole_rollouts(flags, lora, 
         generations = generate_calls(trainer)
         trainer.train()
         rollouts = [prompt + list(completion) for prompt, completion in zip(*generations[0], strict=True)]
-        seen = observe_sequences(trainer.model, trainer.feature(KVCache).tap, rollouts)
+        seen = observe_sequences(trainer.model, trainer.feature(KVCache).hook, rollouts)
     expected = kv_scales_from_amax(seen.amax_L3, args.kv_scale_margin)
     assert torch.equal(trainer.vllm_generation.last_sync.kv_scales.values, expected.values)
 
@@ -198,7 +198,7 @@ def test_tools_are_called_and_their_output_is_not_corrected(source, checkpoint, 
     args = arguments(tmp_path, max_steps=2, generation_kwargs={"max_tokens": 8}, **budget)
     options = {"train": chats(), "processing_class": chat_tokenizer(), "reward_funcs": turns} | source
     with training(checkpoint("qwen3"), args, **options) as trainer:
-        watched = recorded(trainer.feature(KVCache).tap, "observing", lambda _, observation: observation)
+        watched = recorded(trainer.feature(KVCache).hook, "observing", lambda _, observation: observation)
         syncs, generations = sync_steps(trainer), generate_calls(trainer)
         outputs = recorded(trainer, "_generate_and_score_completions", lambda output, _: dict(output))
         trainer.train()

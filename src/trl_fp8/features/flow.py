@@ -6,9 +6,8 @@ from torchao.quantization import Float8Tensor
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
-from trl_fp8.policy.flow.check import flow_warning
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow, flow_warning
 
 from .feature import Batch, Feature, Rollouts
 from .kv_cache import KVCache
@@ -37,7 +36,7 @@ class Flow(Feature):
         if numerics.experts is not None:
             experts = self._flow(numerics.experts, fused_activation=numerics.fused_experts)
         linears, kv_cache = self._flow(numerics.linears or numerics.experts), self.trainer.feature(KVCache)
-        self.flow = PrecisionFlow(self.trainer.model, recipe, linears, kv_cache and kv_cache.tap, experts)
+        self.flow = PrecisionFlow(self.trainer.model, recipe, linears, kv_cache and kv_cache.hook, experts)
 
     def _flow(self, scaling: ActivationScaling, **options) -> FP8Flow:
         trainer = self.trainer
@@ -59,11 +58,11 @@ class Flow(Feature):
         return str(self.flow.flow)
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.flow.weights_changed()
+        self.flow.invalidate()
 
     def after_generation(self, rollouts: Rollouts) -> None:
         if is_peft_model(self.trainer.model):
-            self.flow.weights_changed()  # the sync merged and unmerged adapters
+            self.flow.invalidate()  # the sync merged and unmerged adapters
 
     def extend_batch(self, batch: Batch) -> None:
         mismatch, trainer = batch.metrics.get("mismatch/logp_difference_mean"), self.trainer

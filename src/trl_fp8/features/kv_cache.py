@@ -16,7 +16,7 @@ from trl.distributed import DistributedBackend
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.calibration import KVCalibrator, layers_with_outliers
-from trl_fp8.policy.attention.tap import AttentionTap
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.replicas import all_reduce_max
@@ -34,16 +34,16 @@ class KVCache(Feature):
         super().__init__(trainer)
         args = trainer.args
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
-        self.tap = AttentionTap(trainer.model, recipe.kv_cache_skip_layers)
+        self.hook = AttentionHook(trainer.model, recipe.kv_cache_skip_layers)
         if args.skip_layers is None:
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
-                errors = layers_with_outliers(trainer.model, self.tap, tokens, reduce_max, fused_lm_head=True)
+                errors = layers_with_outliers(trainer.model, self.hook, tokens, reduce_max, fused_lm_head=True)
             recipe = args.recipe_for(trainer.model, tuple(errors))
-            self.tap.skip(recipe.kv_cache_skip_layers)
+            self.hook.skip(recipe.kv_cache_skip_layers)
         self.recipe = recipe
         self.calibrator = KVCalibrator(
-            self.tap,
+            self.hook,
             mode=args.kv_calibration,
             margin=args.kv_scale_margin,
             max_tokens=args.kv_calibration_tokens,
@@ -65,7 +65,7 @@ class KVCache(Feature):
                 "(vLLM's GPU kernels over an FP8 KV cache do, the CPU reference does not). Set "
                 "simulate_attention_weights=False."
             )
-        self.tap.follow(numerics.query_rounded, numerics.attention_weight_offset if rounds_weights else None)
+        self.hook.follow(numerics.query_rounded, numerics.attention_weight_offset if rounds_weights else None)
 
     def before_generation(self, prompts: list) -> None:
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
@@ -119,7 +119,7 @@ class KVCache(Feature):
 
     def _simulate(self, scales_L3: torch.Tensor | None) -> None:
         if self.trainer.args.simulate_kv_cache:
-            self.tap.simulate(scales_L3)
+            self.hook.simulate(scales_L3)
 
     def _first_prompts(self) -> list[list[int]]:
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]

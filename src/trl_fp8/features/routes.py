@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 
-from trl_fp8.policy.router.replay import RouterReplay, RouteTally
+from trl_fp8.policy.router import RouterReplay, RouteTally
 from trl_fp8.recipe.names import NOWHERE
 
 from .feature import Batch, Feature, Rollouts

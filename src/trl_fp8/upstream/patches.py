@@ -44,16 +44,19 @@ _PATCHES = {  # how -> target -> (by, why)
     REGISTERED: {
         "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (f"{_CPU}/attention.py", "FP8 cache on any CPU."),
-        "transformers.AttentionInterface": ("policy/attention/tap.py", "No hook of a module sees q, k, v after RoPE."),
-        "transformers.AttentionMaskInterface": ("policy/attention/tap.py", "Masks of tapped eager."),
+        "transformers.AttentionInterface": (
+            "policy/attention/hook.py",
+            "No hook of a module sees q, k, v after RoPE.",
+        ),
+        "transformers.AttentionMaskInterface": ("policy/attention/hook.py", "Masks of eager attention with a hook."),
     },
     ON_INSTANCES: {
-        f"{_LOADING}._weight_conversions": ("policy/fp8_checkpoint.py", "save_pretrained would quantize again."),
+        f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Linear": ("policy/flow/linear.py", "The class: names and state_dict stay."),
         "torch.nn.Module": ("policy/flow/bf16_modules.py", "The class of what lies between linears."),
         "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
-        _ROUTER: ("policy/router/replay.py", "The class of routers, this one and its like: they take no choice."),
+        _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },
 }
 PATCHES = {target: Patch(how, *entry) for how, targets in _PATCHES.items() for target, entry in targets.items()}

@@ -14,17 +14,18 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
 from trl_fp8.recipe.names import listed
 
+from .hook import AttentionHook
 from .observation import QKVObservation
-from .tap import AttentionTap
 
 
 logger = logging.getLogger(__name__)
@@ -36,45 +37,31 @@ PROMPTS_ONLY_MARGIN = 2.0
 # a million do no harm; e4m3 has 15 powers of two to spare below them.
 SATURATION_LIMIT = 1e-5
 WIDEST_MARGIN_FACTOR = 16.0
+STATE_FILE = "kv_calibration_{}.json"  # in a checkpoint, by rank
 
 
+@dataclass(eq=False, repr=False)
 class KVCalibrator:
-    """Keeps what the next calibration needs, and how wide its margin is. The same on every rank.
+    """Keeps what the next calibration needs, and how wide its margin is. The same on every rank."""
 
-    Args:
-        tap: The policy's attention tap.
-        mode, margin, max_tokens: Flags `kv_calibration`, `kv_scale_margin` and `kv_calibration_tokens`.
-        pad_token_id, fused_lm_head: See `observe_sequences`.
-        reduce_max: Replaces a tensor by its maximum over ranks, in place. None on one process.
+    hook: AttentionHook  # of the policy
+    _: KW_ONLY
+    mode: str  # flag kv_calibration
+    margin: float  # flag kv_scale_margin
+    max_tokens: int  # flag kv_calibration_tokens
+    pad_token_id: int = 0  # see `observe_sequences`, as for `fused_lm_head`
+    fused_lm_head: bool = False
+    reduce_max: Callable[[Tensor], None] | None = None  # makes a tensor its maximum over ranks; None on one process
 
-    Attributes:
-        margin_factor: Saturation widens the margin by this: 1, 2, 4, ... at most 16.
-        margin_used: The latest calibration multiplied magnitudes by this; None before the first.
-        saturated_L2: Share of k and v that the scales of the latest rollouts did not hold, on the host.
-    """
-
-    def __init__(
-        self,
-        tap: AttentionTap,
-        *,
-        mode: str,
-        margin: float,
-        max_tokens: int,
-        pad_token_id: int = 0,
-        fused_lm_head: bool = False,
-        reduce_max: Callable[[torch.Tensor], None] | None = None,
-    ):
-        self.tap, self.mode, self.margin, self.max_tokens = tap, mode, margin, max_tokens
-        self.pad_token_id, self.fused_lm_head, self.reduce_max = pad_token_id, fused_lm_head, reduce_max
-        self.margin_factor = 1.0
-        self.margin_used: float | None = None
-        self.coming_prompts: list[list[int]] = []
-        self._rollouts: list[list[int]] = []
-        self._rollout_amax_L3: torch.Tensor | None = None
-        self._due: KVScales | None = None
-        self._seen: QKVObservation | None = None
-        self._saturation: float | None = None
-        self.saturated_L2: torch.Tensor | None = None
+    margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
+    margin_used: float | None = field(default=None, init=False)  # by the latest calibration
+    saturated_L2: Tensor | None = field(default=None, init=False)  # share of k, v beyond the latest rollouts' scales
+    coming_prompts: list[list[int]] = field(default_factory=list, init=False)
+    _rollouts: list[list[int]] = field(default_factory=list, init=False)
+    _rollout_amax_L3: Tensor | None = field(default=None, init=False)
+    _due: KVScales | None = field(default=None, init=False)  # of rollouts that no forward has seen
+    _seen: QKVObservation | None = field(default=None, init=False)
+    _saturation: float | None = field(default=None, init=False)
 
     def next_scales(self, model: nn.Module) -> KVScales:
         """Scales for the policy as it is now, run as the trainer calls it. Raises as `kv_scales_from_amax`."""
@@ -83,27 +70,23 @@ class KVCalibrator:
         if self._rollout_amax_L3 is not None:
             return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
-        observation = observe_sequences(
-            model,
-            self.tap,
-            list(sequences),
-            pad_token_id=self.pad_token_id,
-            max_tokens=self.max_tokens,
-            fused_lm_head=self.fused_lm_head,
-        )
+        options = {"pad_token_id": self.pad_token_id, "fused_lm_head": self.fused_lm_head}
+        observation = observe_sequences(model, self.hook, list(sequences), max_tokens=self.max_tokens, **options)
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
         if not self._rollouts:  # once, before the first rollouts
             self.margin_used *= PROMPTS_ONLY_MARGIN
-            self._warn_of_outliers(error_L1[:, 0])
+            errors = outlier_layers(error_L1[:, 0])
+            if errors := {layer: error for layer, error in errors.items() if layer not in self.hook.skip_layers}:
+                logger.warning(outlier_message(errors))
         return kv_scales_from_amax(amax_L3, self.margin_used)
 
     def expect(self, prompts: list[list[int]]) -> None:
-        """Note the tokens of prompts that are about to be continued."""
+        """Note the token ids of prompts that are about to be continued."""
         self.coming_prompts = prompts
 
     def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
-        """Note the tokens of new rollouts (prompt and completion) and the scales that they were sampled under."""
+        """Note new rollouts (token ids of prompt and completion) and the scales they were sampled under."""
         if self.mode == "policy":
             self._rollouts = _bounded(sequences, self.max_tokens)
         self._due = scales
@@ -114,9 +97,9 @@ class KVCalibrator:
         if self._due is None:
             yield
             return
-        scales_L3, self._due = self._due.values.to(self.tap.device), None
-        observation = QKVObservation(self.tap.layers, self.tap.device, scales_L3=scales_L3)
-        with self.tap.observing(observation):
+        scales_L3, self._due = self._due.values.to(self.hook.device), None
+        observation = QKVObservation(self.hook.layers, self.hook.device, scales_L3=scales_L3)
+        with self.hook.observing(observation):
             yield
         self._seen = observation
 
@@ -128,28 +111,23 @@ class KVCalibrator:
 
     def save(self, folder: str | Path, rank: int) -> None:
         """Write `state_dict`: what a resumed run needs to calibrate as the uninterrupted one would."""
-        _state_file(folder, rank).write_text(json.dumps(self.state_dict()))
+        Path(folder, STATE_FILE.format(rank)).write_text(json.dumps(self.state_dict()))
 
     def load(self, folder: str | Path, rank: int) -> None:
         """Read what `save` wrote; a checkpoint without it (made without an FP8 KV cache) leaves a fresh start."""
         # a rank that was not there before takes the first rank's state: ranks have to calibrate all or none
-        paths = [path for number in (rank, 0) if (path := _state_file(folder, number)).exists()]
+        paths = [path for number in (rank, 0) if (path := Path(folder, STATE_FILE.format(number))).exists()]
         if paths:
             self.load_state_dict(json.loads(paths[0].read_text()))
 
     def state_dict(self) -> dict:
         self._harvest()
-        amax = self._rollout_amax_L3
-        return {
-            "margin_factor": self.margin_factor,
-            "rollouts": self._rollouts,
-            "rollout_amax": None if amax is None else amax.tolist(),
-        }
+        amax = None if self._rollout_amax_L3 is None else self._rollout_amax_L3.tolist()
+        return {"margin_factor": self.margin_factor, "rollouts": self._rollouts, "rollout_amax": amax}
 
     def load_state_dict(self, state: dict) -> None:
         self.margin_factor, self._rollouts = state["margin_factor"], state["rollouts"]
-        amax = state["rollout_amax"]
-        self._rollout_amax_L3 = None if amax is None else torch.tensor(amax)
+        self._rollout_amax_L3 = None if (amax := state["rollout_amax"]) is None else torch.tensor(amax)
 
     def _harvest(self) -> None:
         """Take over what was observed; double the margin if a layer is beyond `SATURATION_LIMIT`."""
@@ -165,7 +143,7 @@ class KVCalibrator:
             self._widen(fraction_L2)
         self._saturation, self.saturated_L2 = fraction_L2.mean().item(), fraction_L2
 
-    def _reduce(self, *tensors: torch.Tensor) -> None:
+    def _reduce(self, *tensors: Tensor) -> None:
         """Maximum over ranks of `[L, n]` tensors, in place, in one collective."""
         if self.reduce_max is not None:
             packed = torch.cat(tensors, dim=1)
@@ -173,7 +151,7 @@ class KVCalibrator:
             for tensor, reduced in zip(tensors, packed.split([t.shape[1] for t in tensors], dim=1), strict=True):
                 tensor.copy_(reduced)
 
-    def _widen(self, fraction_L2: torch.Tensor) -> None:
+    def _widen(self, fraction_L2: Tensor) -> None:
         beyond = [
             f"layer {layer} {QKV[1 + column]} ({fraction_L2[layer, column]:.2g})"
             for layer, column in (fraction_L2 > SATURATION_LIMIT).nonzero().tolist()
@@ -181,44 +159,34 @@ class KVCalibrator:
         widest = self.margin_factor >= WIDEST_MARGIN_FACTOR
         self.margin_factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR)
         now = self.margin * self.margin_factor
-        logger.warning(
-            "KV cache scales were too small for the rollouts: share of saturated elements in "
-            f"{listed(beyond)}. "
-            + (
+        remedy = f"The margin is widened to {now:g} from the next sync on."
+        if widest:
+            remedy = (
                 f"The margin is at its limit of {now:g} already: the policy changes faster than it is calibrated. "
                 "Lower learning_rate, or set kv_calibration='policy'."
-                if widest
-                else f"The margin is widened to {now:g} from the next sync on."
             )
+        logger.warning(
+            "KV cache scales were too small for the rollouts: share of saturated elements in "
+            f"{listed(beyond)}. {remedy}"
         )
-
-    def _warn_of_outliers(self, logit_error_L: torch.Tensor) -> None:
-        skipped = self.tap.skip_layers
-        errors = {layer: e for layer, e in outlier_layers(logit_error_L).items() if layer not in skipped}
-        if errors:
-            logger.warning(outlier_message(errors))
-
-
-def _state_file(folder: str | Path, rank: int) -> Path:
-    return Path(folder) / f"kv_calibration_{rank}.json"
 
 
 def layers_with_outliers(
     model: nn.Module,
-    tap: AttentionTap,
+    hook: AttentionHook,
     prompts: Sequence[Sequence[int]],
-    reduce_max: Callable[[torch.Tensor], None] | None = None,
+    reduce_max: Callable[[Tensor], None] | None = None,
     fused_lm_head: bool = False,
 ) -> dict[int, float]:
     """Layers of the policy whose k has outliers on `prompts` (token ids): number -> expected error of the logits."""
-    error_L = observe_sequences(model, tap, prompts, fused_lm_head=fused_lm_head).logit_error_L
+    error_L = observe_sequences(model, hook, prompts, fused_lm_head=fused_lm_head).logit_error_L
     if reduce_max is not None:
         reduce_max(error_L)
     return outlier_layers(error_L)
 
 
 def outlier_message(errors: dict[int, float]) -> str:
-    """What a user should know and do about layers with outliers in k; `errors` as from `outlier_layers`."""
+    """What a user should know and do about `errors`, as from `outlier_layers`."""
     listed = ", ".join(f"{layer} ({error:.2g})" for layer, error in errors.items())
     return (
         f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {listed}. Rollouts "
@@ -230,7 +198,7 @@ def outlier_message(errors: dict[int, float]) -> str:
 
 def observe_sequences(
     model: nn.Module,
-    tap: AttentionTap,
+    hook: AttentionHook,
     sequences: Sequence[Sequence[int]],
     *,
     pad_token_id: int = 0,
@@ -240,27 +208,23 @@ def observe_sequences(
     """Run `sequences` through the policy and observe q, k, v of their tokens, with moments.
 
     Args:
-        model: The policy as the trainer calls it (a transformers model, or a PEFT, DDP or FSDP2 wrapping of one).
-        tap: Its tap.
+        model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
         sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
-        max_tokens: The forward has at most so many tokens.
+        max_tokens: Bound on the tokens of the forward.
         fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
-
-    Raises:
-        ValueError: There is no token to observe.
     """
     rows = _bounded(sequences, max_tokens)
     if not rows:
         raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
     length = max(map(len, rows))
-    ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=tap.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=tap.device)
-    observation = QKVObservation(tap.layers, tap.device, moments=True)
+    ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=hook.device)
+    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=hook.device)
+    observation = QKVObservation(hook.layers, hook.device, moments=True)
     # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no module
     # call: a forward that made it one would have the next one gather it twice
     head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True} if fused_lm_head else {"logits_to_keep": 1}
-    with torch.no_grad(), tap.observing(observation):
+    with torch.no_grad(), hook.observing(observation):
         model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
     return observation
 

@@ -4,6 +4,7 @@ Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as
 """
 
 import torch
+from torch import Tensor
 
 from trl_fp8.quantization.e4m3 import E4M3_MAX
 from trl_fp8.quantization.kv_scales import logit_error
@@ -12,34 +13,24 @@ from trl_fp8.quantization.kv_scales import logit_error
 class QKVObservation:
     """Magnitudes of real tokens, accumulated over forwards, on the model's device.
 
-    Args:
-        layers: Number of decoder layers L.
-        device: The model's.
-        scales_L3: fp32 `[L, 3]`; elements beyond `448 * scale` are counted. None: nothing is counted.
-        moments: Take mean squares of q and k per channel, which `logit_error_L` needs.
-
-    Attributes:
-        amax_L3: fp32 `[L, 3]`, largest magnitude; 0 where a layer was not run.
-        saturated_L3: fp64 `[L, 3]`, number of elements beyond 448 * scale.
-        elements_L3: fp64 `[L, 3]`, number of elements of real tokens.
-        logit_error_L: fp32 `[L]`, the largest `kv_scales.logit_error` over forwards; None without moments.
+    With `scales_L3`, fp32 `[L, 3]`, elements beyond `448 * scale` are counted; with `moments` mean squares of q and k
+    per channel are taken, which `logit_error_L` needs.
     """
 
-    def __init__(
-        self, layers: int, device: torch.device, *, scales_L3: torch.Tensor | None = None, moments: bool = False
-    ):
+    def __init__(self, layers: int, device: torch.device, *, scales_L3: Tensor | None = None, moments: bool = False):
         self.limits_L3 = None if scales_L3 is None else E4M3_MAX * scales_L3
-        self.amax_L3 = torch.zeros(layers, 3, device=device)
+        self.amax_L3 = torch.zeros(layers, 3, device=device)  # 0 where a layer was not run
+        # Elements beyond 448 * scale, and all elements, of real tokens
         self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
-        self.logit_error_L = torch.zeros(layers, device=device) if moments else None
+        self.logit_error_L = torch.zeros(layers, device=device) if moments else None  # the largest over forwards
 
     @property
-    def saturated_fraction_L3(self) -> torch.Tensor:
+    def saturated_fraction_L3(self) -> Tensor:
         """Share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
-    def add(self, layer: int, states: tuple[torch.Tensor, ...], real_BT: torch.Tensor, scaling: float) -> None:
+    def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor, scaling: float) -> None:
         """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count."""
         tokens = real_BT.sum()
         for column, tensor in enumerate(states):
@@ -55,5 +46,5 @@ class QKVObservation:
             self.logit_error_L[layer] = torch.maximum(self.logit_error_L[layer], logit_error(q_HD, k_HD, scaling))
 
 
-def _mean_squares(values: torch.Tensor, real_BT: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+def _mean_squares(values: Tensor, real_BT: Tensor, tokens: Tensor) -> Tensor:
     return values.float().square().mul_(real_BT[:, None, :, None]).sum((0, 2)) / tokens

@@ -7,78 +7,53 @@ A kernel takes the keys in tiles and rounds relative to the largest score so far
 length and batch. Here it is the largest of all, which is the same weight wherever that comes in the first tile
 (docs/numerics.md says how much of the mismatch the difference leaves).
 
-Scores are held for a chunk of queries at a time, and made again in the backward.
-
 Shape letters: B sequences, H query heads, G key heads, T queries, S keys, D head size.
 """
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from trl_fp8.quantization.e4m3 import saturating_cast_
 from trl_fp8.quantization.round_trip import straight_through
 
 
-CHUNK = 256  # queries
-
-
 def rounded_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    offset: float,
-    chunk: int = CHUNK,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, offset: float, chunk: int = 256
+) -> Tensor:
     """Attention in FP32 with weights rounded to e4m3: `[B, T, H, D]`; a query that sees no key gets zeros.
 
     Args:
-        query: `[B, H, T, D]`.
-        key, value: `[B, G, S, D]`, with H a multiple of G.
+        query, key, value: `[B, H, T, D]` and `[B, G, S, D]`, with H a multiple of G.
         mask: `[B or 1, 1, T, S]`, as transformers makes it: true where a key is seen, or added to the scores. None:
-            causal, with T = S.
+            causal, and T = S.
         scaling: Multiplier applied to the scores.
         offset: Multiplier applied to the weights before rounding: 256 in FlashAttention 3, 1 in vLLM's Triton kernel.
-        chunk: Queries at a time. It does not change the result.
-
-    Raises:
-        ValueError: No mask, and another number of queries than of keys.
+        chunk: Queries whose scores are held at a time, and made again in the backward.
     """
     if mask is None and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{query.shape[2]} queries over {key.shape[2]} keys without a mask: which keys a query sees is not "
             "known. Pass a mask."
         )
-    outputs = []
+    outputs, options = [], {"use_reentrant": False, "preserve_rng_state": False}
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, query.shape[2], chunk):
             end = min(start + chunk, query.shape[2])
             seen = end if mask is None else key.shape[2]
             part = (query[:, :, start:end], key[:, :, :seen], value[:, :, :seen])
             masked = None if mask is None else mask[..., start:end, :]
-            if torch.is_grad_enabled():
-                options = {"use_reentrant": False, "preserve_rng_state": False}
-                outputs.append(checkpoint(_attend, *part, masked, start, scaling, offset, **options))
-            else:
-                outputs.append(_attend(*part, masked, start, scaling, offset))
+            outputs.append(checkpoint(_attend, *part, masked, start, scaling, offset, **options))
     return torch.cat(outputs, dim=1)
 
 
 def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    start: int,
-    scaling: float,
-    offset: float,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, start: int, scaling: float, offset: float
+) -> Tensor:
     """`[B, T, H, D]` of the queries from number `start` on."""
     (batch, heads, queries, size), groups = query.shape, key.shape[1]
-    folded = query.float().reshape(
-        batch, groups, -1, size
-    )  # heads of a group beside each other: no copies of the keys
+    # Heads of a group beside each other: no copies of the keys
+    folded = query.float().reshape(batch, groups, -1, size)
     scores = (folded @ key.float().mT * scaling).view(batch, groups, heads // groups, queries, -1)
     if mask is None:
         numbers = torch.arange(key.shape[2], device=query.device)

@@ -4,9 +4,8 @@ FP8 magnifies small differences. An activation that is off by one BF16 step (1/2
 rounding boundary (steps of 1/8) often enough that the error behind the next linear is as large as that of quantization
 itself: in a policy of 2 layers a full FP8 forward with FP32 activations leaves nine tenths of the mismatch on CPU, one
 with the engine's BF16 nothing (benchmarks/results/mismatch_ladder_cpu.json). These modules round where transformers
-does. So does the CPU engine (engine/vllm/cpu/ops.py); vLLM's CUDA kernels for norms and rotary embedding round less
-often. Nor is rounding all: where sums are FP32 the order in which GEMMs and attention add counts, too, the more the
-deeper the policy (mismatch_depth_fp32_sums_cpu.json, there). On CPU both sides add in FP64, where it does not show.
+and the CPU engine do (engine/vllm/cpu/ops.py); vLLM's CUDA kernels for norms and rotary embedding round less often.
+The order of FP32 sums counts, too (mismatch_depth_fp32_sums_cpu.json); FP64 sums on both sides hide it on CPU.
 
 Modules with parameters of their own compute with BF16 copies of them, on BF16 inputs; what has none (residual adds,
 activation functions, rotary embedding) follows its inputs. Master weights stay what they are and get their gradients
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.policy.model import transformers_model
@@ -67,9 +66,7 @@ class _BF16Output:
 
 
 class _BF16ScaledOutput(_BF16Output):
-    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 times BF16, as in
-    the engine.
-    """
+    """Mixed into Gemma's embeddings: rows times the root of their size, BF16 times BF16, as in the engine."""
 
     def forward(self, *args, **kwargs):
         return super().forward(*args, **kwargs) * self.embed_scale.to(torch.bfloat16)
@@ -80,11 +77,7 @@ class BF16Modules(SwappedModules):
 
     @classmethod
     def install(cls, model: nn.Module) -> "BF16Modules":
-        """Turn the decoder and output head of `model` (a transformers causal LM or a PEFT wrapping), in place.
-
-        Raises:
-            ValueError: The model has an embedding that computes something else than rows or scaled rows.
-        """
+        """Turn the decoder and output head of `model` (a transformers causal LM or a PEFT wrapping), in place."""
         base = transformers_model(model)
         candidates = dict(base.get_decoder().named_modules()) | {"lm_head": base.get_output_embeddings()}
         chosen = {name: module for name, module in candidates.items() if _computes(name, module)}
@@ -94,21 +87,18 @@ class BF16Modules(SwappedModules):
 
 
 def _computes(name: str, module: nn.Module | None) -> bool:
-    """Whether a module holds floating point parameters itself and is the policy's own."""
+    """A module computes in BF16 if it holds floating point parameters itself and is the policy's own."""
     if module is None or isinstance(module, (FP8Linear, FP8Experts)) or ".lora_" in f".{name}":
         return False
     return any(parameter.is_floating_point() for parameter in module.parameters(recurse=False))
 
 
 def _mixin_for(module: nn.Module) -> type:
-    if isinstance(module, nn.Embedding):
-        return _embedding_mixin(module)
     if is_router(module):
         return _BF16Router
-    return _BF16Experts if any(len(full_shape(p)) == 3 for p in module.parameters(recurse=False)) else _BF16Parameters
-
-
-def _embedding_mixin(module: nn.Embedding) -> type:
+    if not isinstance(module, nn.Embedding):
+        is_experts = any(len(full_shape(parameter)) == 3 for parameter in module.parameters(recurse=False))
+        return _BF16Experts if is_experts else _BF16Parameters
     if type(module).forward is nn.Embedding.forward:
         return _BF16Output
     if type(module).__name__.endswith("ScaledWordEmbedding"):
@@ -130,6 +120,4 @@ def _bf16_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def _bf16(value: object) -> object:
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return value.to(torch.bfloat16)
-    return value
+    return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -4,8 +4,7 @@
         -> Q(x) @ Q(W13)^T  -> BF16 -> act(gate) * up -> Q(.) @ Q(W2)^T -> times the gate weight
         -> sum over a token's experts
 
-as FP8 linears do (flow.py), with all experts of a layer in one grouped GEMM, and one quantization of each 3-D weight
-per optimizer step, which the sync shares.
+as FP8 linears do (flow.py), with all experts of a layer in one grouped GEMM, over 3-D weights.
 
 Shape letters: N tokens, K experts per token, P = N * K pairs, E experts, I intermediate size, H hidden size.
 """
@@ -14,7 +13,7 @@ from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
@@ -23,15 +22,14 @@ from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX
 from trl_fp8.recipe.names import expert_modules, listed
 
 from .flow import FP8Flow
-from .matmul import compute_dtype
-from .quantized_weight import KeepsQuantizedWeights
-from .swapped_modules import SwappedModules, swapped_class
+from .linear import compute_dtype, gemm_dtype
+from .swapped_modules import KeepsQuantizedWeights, SwappedModules, swapped_class
 
 
 class FP8Experts(KeepsQuantizedWeights):
-    """Mixed into an experts module's class. `FP8ExpertModules` sets `fp8_flow` and `_quantized`."""
+    """Mixed into an experts module's class by `FP8ExpertModules.install`."""
 
-    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor):
         """hidden_states `[N, H]`, top_k_index and top_k_weights `[N, K]` -> `[N, H]` in the dtype of hidden_states."""
         full, compute = self.fp8_flow.forward == "full", compute_dtype(hidden_states)
         with torch.autocast(hidden_states.device.type, enabled=False):
@@ -46,7 +44,7 @@ class FP8Experts(KeepsQuantizedWeights):
             pairs = torch.zeros_like(y).index_copy(0, order_P, y)
             return pairs.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
 
-    def _activated(self, gate_up: torch.Tensor) -> tuple[torch.Tensor, Float8Tensor]:
+    def _activated(self, gate_up: Tensor) -> tuple[Tensor, Float8Tensor]:
         """act(gate) * up `[P, I]` and Q of it, as the engine's kernel computes them from BF16."""
         if not self.fp8_flow.fused_activation:
             hidden = self._apply_gate(gate_up)
@@ -55,40 +53,30 @@ class FP8Experts(KeepsQuantizedWeights):
         scaling = self.fp8_flow.activation._replace(amax_floor=FLOORED_SCALE_AMAX)
         return hidden, self.fp8_flow.format.quantize_activation(hidden, scaling)
 
-    def _grouped(self, name: str, x: torch.Tensor, codes: Float8Tensor | None, ends_E: torch.Tensor) -> torch.Tensor:
+    def _grouped(self, name: str, x: Tensor, codes: Float8Tensor | None, ends_E: Tensor) -> Tensor:
         return _FP8GroupedMM.apply(x, codes, getattr(self, name), self.quantized_weight(name), ends_E)
 
 
 class _FP8GroupedMM(torch.autograd.Function):
-    """`x` or its codes `[P, in]`, and those of the weight -> `[P, out]`, accumulated in fp32.
-
-    The backward is straight-through, with unquantized operands, as that of FP8 linears. Keeps `x` and the parameter
-    itself, no copy of the weight.
-    """
+    """`x` `[P, in]` or its codes, and those of the weight -> `[P, out]`, summed in fp32; straight-through backward."""
 
     @staticmethod
-    def forward(ctx, x, x_codes: Float8Tensor | None, weight, weight_codes: Float8Tensor, ends_E: torch.Tensor):
-        dtype = _gemm_dtype(x)
+    def forward(ctx, x, x_codes: Float8Tensor | None, weight, weight_codes: Float8Tensor, ends_E: Tensor):
+        dtype = gemm_dtype(torch.bfloat16, x.device)  # CUDA has grouped GEMMs in BF16 only
         operand = x.to(dtype) if x_codes is None else dequantize_weight(x_codes, dtype)
-        ctx.save_for_backward(x, weight, ends_E)
+        ctx.save_for_backward(x, weight, ends_E)  # the parameter itself, no copy of it
         return F.grouped_mm(operand, dequantize_weight(weight_codes, dtype).transpose(1, 2), offs=ends_E)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight, ends_E = ctx.saved_tensors
-        dtype = _gemm_dtype(x)
-        dy, dx, dw = dy.to(dtype), None, None
-        if ctx.needs_input_grad[0]:
-            dx = F.grouped_mm(dy, weight.to(dtype), offs=ends_E).to(x.dtype)
-        if ctx.needs_input_grad[2]:
-            dw = F.grouped_mm(dy.t(), x.to(dtype), offs=ends_E).to(weight.dtype)
+        dtype = gemm_dtype(torch.bfloat16, x.device)
+        for_x, _, for_weight, *_ = ctx.needs_input_grad
+        dy = dy.to(dtype)
+        dx = F.grouped_mm(dy, weight.to(dtype), offs=ends_E).to(x.dtype) if for_x else None
+        dw = F.grouped_mm(dy.t(), x.to(dtype), offs=ends_E).to(weight.dtype) if for_weight else None
         return dx, None, dw, None, None
-
-
-def _gemm_dtype(x: torch.Tensor) -> torch.dtype:
-    """CUDA has grouped GEMMs in BF16 only; CPUs without BF16 units emulate it ten times slower than FP32."""
-    return torch.float32 if x.device.type == "cpu" else torch.bfloat16
 
 
 class FP8ExpertModules(SwappedModules):
@@ -96,7 +84,7 @@ class FP8ExpertModules(SwappedModules):
 
     @classmethod
     def install(cls, model: nn.Module, names: Collection[str], flow: FP8Flow) -> "FP8ExpertModules":
-        """Turn experts of `model`, plain or PEFT-wrapped, into FP8 experts, in place; `names` are the checkpoint's."""
+        """Turn experts of `model`, plain or PEFT-wrapped, by checkpoint name, into FP8 experts, in place."""
         if names and flow.backward == "fp8":
             raise ValueError(
                 f"fp8_backward='fp8' with FP8 experts ({listed(names, 1)}): their backward is straight-through only. "

@@ -4,8 +4,7 @@
                "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute; on a GPU but for the
                                                      order in which they add, which FP64 hides on CPU
     backward   "bf16"     dX = dY @ W, dW = dY.T @ X                      straight through, unquantized operands
-               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all three GEMMs in FP8,
-                                                                          Jet-RL (arXiv 2601.14243)
+               "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all in FP8: Jet-RL, arXiv 2601.14243
 
 Q rounds to e4m3: weights and activations as their format says (`quantization.formats`), the backward's operands in
 groups of 128 along the dim that the GEMM contracts. The fields carry the values of the flags fp8_forward, fp8_backward
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.blockwise import quantize_activation
@@ -24,8 +24,6 @@ from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, ActivationScaling, FormatSpec, ScaleFormat
 
 
-FORWARDS = ("weights", "full")
-BACKWARDS = ("bf16", "fp8")
 BACKENDS = ("fake_quant", "scaled_mm", "torchao")
 # Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the
 # scale of an all-zero group a normal fp32 number.
@@ -34,36 +32,23 @@ GRADIENT_AMAX_FLOOR = 1e-30
 
 @dataclass(frozen=True)
 class FP8Flow:
-    """The precision flow of the trainer's FP8 linears.
-
-    Attributes:
-        forward: `"weights"` or `"full"`, see above.
-        backward: `"bf16"` or `"fp8"`, see above.
-        format: Of the weights; what the sync sends to the engine (`FP8Recipe.format`).
-        scale_format: Of the weights' scales (`FP8Recipe.scale_format`).
-        activation: How the engine's kernel quantizes activations. Scales of gradients have its format.
-        backend: How the FP8 GEMMs run; see gemm.py.
-        fused_activation: Of experts: act(gate) * up goes into quantization in fp32, and not rounded to BF16.
-        cache_weights: Keep each layer's quantized weight (1 byte per element) until its weight changes. False where
-            the weight that a forward sees is gathered anew each time (FSDP2, ZeRO-3).
-
-    Raises:
-        ValueError: A field has an unknown value, or the backend cannot compute this flow.
-    """
+    """The precision flow of the trainer's FP8 linears, checked when it is made."""
 
     forward: str = "full"
     backward: str = "bf16"
-    format: FormatSpec = BLOCKS
+    format: FormatSpec = BLOCKS  # of the weights; what the sync sends to the engine, as is their `scale_format`
     scale_format: ScaleFormat = "pow2"
-    activation: ActivationScaling = ActivationScaling("pow2")
-    backend: str = "fake_quant"
-    fused_activation: bool = False
+    activation: ActivationScaling = ActivationScaling("pow2")  # as the engine's kernel; also the format of gradients
+    backend: str = "fake_quant"  # of the FP8 GEMMs, see gemm.py
+    fused_activation: bool = False  # in experts, act(gate) * up goes into quantization in fp32, not rounded to BF16
+    # Keep each layer's quantized weight (1 byte per element) until its weight changes. False where the weight that a
+    # forward sees is gathered anew each time (FSDP2, ZeRO-3).
     cache_weights: bool = True
 
     def __post_init__(self):
         for flag, value, known in (
-            ("fp8_forward", self.forward, FORWARDS),
-            ("fp8_backward", self.backward, BACKWARDS),
+            ("fp8_forward", self.forward, ("weights", "full")),
+            ("fp8_backward", self.backward, ("bf16", "fp8")),
             ("fp8_gemm_backend", self.backend, BACKENDS),
         ):
             if value not in known:
@@ -75,33 +60,28 @@ class FP8Flow:
                 f"amax_floor={self.activation.amax_floor} of activations would divide an all-zero group by zero. Use "
                 f"a positive number (vLLM's CUDA kernels: {ACTIVATION_AMAX_FLOOR})."
             )
-        self._check_format()
-        self._check_backend()
+        self._check_combination()
 
-    def quantize_weights(self, weights: Sequence[torch.Tensor]) -> list[Float8Tensor]:
-        """Q(W), `[N, K]` each, of BF16-rounded weights that the engine fuses, or of one: the bytes that a sync sends.
-
-        A weight that is not finite gives non-finite scales here; the sync refuses it by name.
-        """
+    def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
+        """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""
+        # A weight that is not finite gives non-finite scales here; the sync refuses it by name
         return self.format.quantize_weights([one.detach().to(torch.bfloat16) for one in weights], self.scale_format)
 
-    def quantize_input(self, x: torch.Tensor, parts: int = 1) -> Float8Tensor:
-        """Q(x), `[..., K]`, of the BF16-rounded input: the engine's activations are BF16. Its tensor parallel ranks
-        hold `parts` parts of K.
-        """
+    def quantize_input(self, x: Tensor, parts: int = 1) -> Float8Tensor:
+        """Q(x), `[..., K]`, of the BF16-rounded input, of which tensor parallel ranks hold `parts` parts of K."""
         return self.format.quantize_activation(x.to(torch.bfloat16), self.activation, parts)
 
     @torch.no_grad()
-    def quantize_tokens(self, x: torch.Tensor) -> Float8Tensor:
+    def quantize_tokens(self, x: Tensor) -> Float8Tensor:
         """Q(x), `[T, K]`, of `[..., K]`, whatever autocast and gradients are set to."""
         with torch.autocast(x.device.type, enabled=False):
             return self.quantize_input(x.reshape(-1, x.shape[-1]))
 
-    def quantize_for_backward(self, values: torch.Tensor) -> Float8Tensor:
+    def quantize_for_backward(self, values: Tensor) -> Float8Tensor:
         """Q of a backward operand, in groups of 128 along the last dim, as if zero-padded to whole groups."""
         return quantize_activation(values, self.activation.scale_format, amax_floor=GRADIENT_AMAX_FLOOR)
 
-    def _check_format(self) -> None:
+    def _check_combination(self) -> None:
         flag = f"fp8_weight_format={self.format.name!r} with fp8_forward={self.forward!r}"
         if self.forward == "full" and self.activation.scope != self.format.activation_scope:
             raise ValueError(
@@ -114,8 +94,6 @@ class FP8Flow:
                 f"{flag} under FSDP2 or DeepSpeed ZeRO-3: layers that vLLM fuses share a scale, and a forward sees "
                 "one gathered weight at a time. Set fp8_weight_format='blocks' or fp8_forward='off'."
             )
-
-    def _check_backend(self) -> None:
         flag = f"fp8_gemm_backend={self.backend!r}"
         if self.backend != "fake_quant" and self.forward != "full":
             raise ValueError(

@@ -9,8 +9,7 @@
   FP32 and their sums FP64, as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
 - `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`: forward, and with fp8_backward="fp8"
   both gradients. Hopper (compute capability 9.0) with CUDA 12.9 or later. Results are BF16.
-- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: a
-  `torchao_linear`, no `gemm`.
+- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: `torchao_linear`, no `gemm`.
 
 A backend that cannot run is refused by `require_backend`; none is ever replaced by another.
 """
@@ -20,6 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
@@ -29,16 +29,16 @@ from trl_fp8.quantization.formats.blocks import BLOCK
 from .flow import BACKENDS
 
 
-Gemm = Callable[[Float8Tensor, Float8Tensor, torch.dtype], torch.Tensor]
+Gemm = Callable[[Float8Tensor, Float8Tensor, torch.dtype], Tensor]
 HOPPER = (9, 0)
 
 
 def gemm_for(backend: str) -> Gemm:
-    """The `gemm` of a backend; `dtype` is that of the trainer's computation. Results have at least BF16 precision."""
+    """The `gemm` of a backend, for `dtype` of the trainer's computation. Results have at least BF16 precision."""
     return {"fake_quant": fake_quant_gemm, "scaled_mm": scaled_mm_gemm}[backend]
 
 
-def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torch.Tensor:
+def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
     """`dequantize(a) @ dequantize(b).T` of operands in `operand_dtype(dtype)`, on CPU summed in FP64; `[M, N]`."""
     dtype = operand_dtype(dtype, a.qdata.device)
     a, b = dequantize_weight(a, dtype), dequantize_weight(b, dtype)
@@ -52,34 +52,29 @@ def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float16 else dtype
 
 
-def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> torch.Tensor:
+def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
     """`a @ b.T` of the codes in cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
 
     Layouts (cuBLASLt's, as torch 2.13 checks them): codes `a` row-major and `b.T` column-major; 1x128 scales
     `[rows, K/128]` with stride `[1, rows]`; 128x128 scales `[L4, N/128]` with stride `[1, L4]`, where L4 is K/128
     rounded up to a multiple of 4; rows of `a` a multiple of 4.
     """
-    M, N = a.qdata.shape[0], b.qdata.shape[0]
-    square = b.block_size[0] == BLOCK
+    M, N, square = a.qdata.shape[0], b.qdata.shape[0], b.block_size[0] == BLOCK
     a_codes, b_codes = _pad_codes(a.qdata, 4), _pad_codes(b.qdata, BLOCK if square else 16)
-    a_scale = _pad(a.scale, (a_codes.shape[0], a.scale.shape[1]), 1.0).t().contiguous().t()
-    if square:
-        b_scale = _pad(b.scale, (b.scale.shape[0], _round_up(b.scale.shape[1], 4)), 1.0).contiguous().t()
-    else:
-        b_scale = _pad(b.scale, (b_codes.shape[0], b.scale.shape[1]), 1.0).t().contiguous().t()
+    b_scale = _pad(b.scale, 1, 4, value=1.0) if square else _pad(b.scale, 16, value=1.0).t()
     product = F.scaled_mm(
         a_codes,
         b_codes.t(),
-        scale_a=a_scale,
+        scale_a=_pad(a.scale, 4, value=1.0).t().contiguous().t(),
         scale_recipe_a=ScalingType.BlockWise1x128,
-        scale_b=b_scale,
+        scale_b=b_scale.contiguous().t(),
         scale_recipe_b=ScalingType.BlockWise128x128 if square else ScalingType.BlockWise1x128,
         output_dtype=torch.bfloat16,
     )
     return product[:M, :N]
 
 
-def torchao_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def torchao_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` by torchao's `fp8_blockwise_mm`, differentiable: x `[T, K]`, weight `[N, K]`, BF16 `[T, N]`.
 
     Tokens are padded with zeros to a multiple of 128, which its backward asserts; zero rows add nothing to a gradient.
@@ -115,19 +110,13 @@ def require_backend(backend: str, device_capability: tuple[int, int] | None) -> 
         )
 
 
-def _pad_codes(codes: torch.Tensor, row_multiple: int) -> torch.Tensor:
-    rows, columns = codes.shape
-    shape = _round_up(rows, row_multiple), _round_up(columns, BLOCK)
-    return _pad(codes.view(torch.uint8), shape, 0).view(codes.dtype).contiguous()
+def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
+    return _pad(codes.view(torch.uint8), row_multiple, BLOCK).view(codes.dtype).contiguous()
 
 
-def _pad(values: torch.Tensor, shape: tuple[int, int], value: float) -> torch.Tensor:
-    rows, columns = shape[0] - values.shape[0], shape[1] - values.shape[1]
+def _pad(values: Tensor, row_multiple: int, column_multiple: int = 1, value: float = 0) -> Tensor:
+    rows, columns = -values.shape[0] % row_multiple, -values.shape[1] % column_multiple
     return F.pad(values, (0, columns, 0, rows), value=value) if rows or columns else values
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _release(text: str) -> tuple[int, ...]:

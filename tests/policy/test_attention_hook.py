@@ -1,4 +1,4 @@
-"""The tap sees and changes exactly what attention sees, and leaves no trace on the model.
+"""The hook sees and changes exactly what attention sees, and leaves no trace on the model.
 
 Two oracles that share no code with it: `projected` recomputes q, k, v from the projections with the model's own RoPE,
 and `Attention` takes the place of the attention function in the model (the entry in transformers' table for sdpa, the
@@ -23,8 +23,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from testing import tiny_models
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.attention.observation import QKVObservation
-from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
 
@@ -131,7 +131,7 @@ class Attention:
 
 @contextmanager
 def attention_of(model, change: Callable | None = None):
-    """Put an `Attention` into the model, which may be tapped inside the block."""
+    """Put an `Attention` into the model, which may be hooked inside the block."""
     attention, implementation = Attention(change), model.config._attn_implementation
     if implementation == "eager":
         file = sys.modules[type(model).__module__]
@@ -165,8 +165,8 @@ def straight_through(x: torch.Tensor, scale: float) -> torch.Tensor:
     return x + (cached(x.detach(), scale) - x.detach())
 
 
-def observe(tap, model, inputs, **options) -> QKVObservation:
-    with torch.no_grad(), tap.observing(QKVObservation(tap.layers, tap.device, **options)) as observation:
+def observe(hook, model, inputs, **options) -> QKVObservation:
+    with torch.no_grad(), hook.observing(QKVObservation(hook.layers, hook.device, **options)) as observation:
         model(**inputs)
     return observation
 
@@ -207,7 +207,7 @@ def test_observes_what_attention_sees(architecture, implementation):
     else:
         model = build(architecture, implementation)
     expected = projected(model)
-    observed = observe(AttentionTap(model), model, batch())
+    observed = observe(AttentionHook(model), model, batch())
     torch.testing.assert_close(observed.amax_L3, amax_of(expected), rtol=REORDERED, atol=0)
     per_token = [tensor.shape[0] * tensor.shape[2] for tensor in expected[0][0]]
     assert per_token[1] == per_token[2]
@@ -226,19 +226,19 @@ def test_layers_that_share_kv_are_observed_and_rounded_like_their_source(impleme
     with attention_of(model) as attention:
         plain = logits(model, inputs)
         seen = attention.qkv
-        tap = AttentionTap(model)
-        observed = observe(tap, model, inputs)
+        hook = AttentionHook(model)
+        observed = observe(hook, model, inputs)
         expected = torch.tensor([[t.abs().max().item() for t in seen[layer]] for layer in range(4)])
         assert torch.equal(observed.amax_L3, expected)
         assert torch.equal(observed.amax_L3[2:, 1:], observed.amax_L3[:2, 1:])
         scales = kv_scales_from_amax(observed.amax_L3).values
-        tap.simulate(scales)
-        tapped = logits(model, inputs)
+        hook.simulate(scales)
+        hooked = logits(model, inputs)
         assert torch.equal(attention.qkv[2][1], attention.qkv[0][1])  # rounded twice under one scale is rounded once
-        tap.remove()
+        hook.remove()
     with attention_of(model, lambda i, q, k, v: (q, cached(k, scales[i, 1]), cached(v, scales[i, 2]))):
-        assert torch.equal(logits(model, inputs), tapped)
-    assert not torch.equal(plain, tapped)
+        assert torch.equal(logits(model, inputs), hooked)
+    assert not torch.equal(plain, hooked)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -252,12 +252,12 @@ def test_saturated_elements_are_counted(architecture):
             assert values[rank] / values[rank + 1] > 1 + 10 * REORDERED
             limits[layer, column] = (values[rank] + values[rank + 1]) / 2
             counts[layer, column] = (values > limits[layer, column]).sum() if column else 0  # q is not cached
-    tap = AttentionTap(model)
-    observed = observe(tap, model, batch(), scales_L3=limits / 448)
+    hook = AttentionHook(model)
+    observed = observe(hook, model, batch(), scales_L3=limits / 448)
     assert torch.equal(observed.saturated_L3, counts) and (counts[:, 1:] >= 4).all()
     assert torch.equal(observed.saturated_fraction_L3, (counts / observed.elements_L3).float())
-    assert observe(tap, model, batch(), scales_L3=limits).saturated_L3.sum() == 0
-    assert observe(tap, model, batch()).saturated_fraction_L3.sum() == 0
+    assert observe(hook, model, batch(), scales_L3=limits).saturated_L3.sum() == 0
+    assert observe(hook, model, batch()).saturated_fraction_L3.sum() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -269,12 +269,12 @@ def test_figures_of_a_batch_are_exact_and_the_limit_itself_is_not_saturated(impl
         logits(model, inputs)
         states = [[x.float().transpose(1, 2)[real].abs() for x in attention.qkv[layer]] for layer in range(2)]
         limits = torch.stack([torch.stack([x.flatten().sort().values[-9] for x in layer]) for layer in states])
-        tap = AttentionTap(model)
-        observation = QKVObservation(2, tap.device, scales_L3=limits / 448)
+        hook = AttentionHook(model)
+        observation = QKVObservation(2, hook.device, scales_L3=limits / 448)
         observation.limits_L3 = limits  # 448 * (x / 448) need not be x
-        with tap.observing(observation):
+        with hook.observing(observation):
             logits(model, inputs)
-        tap.remove()
+        hook.remove()
     assert torch.equal(observation.amax_L3, torch.stack([torch.stack([x.max() for x in layer]) for layer in states]))
     beyond = [
         [(x > limit).sum().item() for x, limit in zip(*pair, strict=True)] for pair in zip(states, limits, strict=True)
@@ -293,27 +293,27 @@ def test_logit_error_is_that_of_the_real_tokens(architecture):
         group = q.shape[0] // k.shape[0]
         heads = [(q[head] * k[head // group]).sum().sqrt().item() for head in range(q.shape[0])]
         expected.append(E4M3_RELATIVE_ERROR * 64**-0.5 * max(heads))
-    observed = observe(AttentionTap(model), model, batch(), moments=True).logit_error_L
+    observed = observe(AttentionHook(model), model, batch(), moments=True).logit_error_L
     torch.testing.assert_close(observed, torch.tensor(expected), rtol=REORDERED, atol=0)
 
 
 @pytest.mark.parametrize("scaling", [0.5, None])
 def test_logit_error_takes_the_scaling_that_attention_gets(scaling):
     model = build()
-    tap = AttentionTap(model)
-    ordinary = observe(tap, model, batch(), moments=True).logit_error_L
+    hook = AttentionHook(model)
+    ordinary = observe(hook, model, batch(), moments=True).logit_error_L
     for layer in model.model.layers:
         layer.self_attn.scaling = scaling
-    changed = observe(tap, model, batch(), moments=True).logit_error_L
+    changed = observe(hook, model, batch(), moments=True).logit_error_L
     factor = 1.0 if scaling is None else scaling * 64**0.5  # None: attention's default, 1 / sqrt(D)
     torch.testing.assert_close(changed[0], factor * ordinary[0], rtol=1e-6, atol=0)
 
 
 def test_observations_add_up_over_forwards():
     model = build()
-    tap, limits = AttentionTap(model), dict(scales_L3=torch.full((2, 3), 1.0 / 448), moments=True)
-    apart = [observe(tap, model, batch([ids]), **limits) for ids in SEQUENCES[:2]]
-    with tap.observing(QKVObservation(2, tap.device, **limits)) as together:
+    hook, limits = AttentionHook(model), dict(scales_L3=torch.full((2, 3), 1.0 / 448), moments=True)
+    apart = [observe(hook, model, batch([ids]), **limits) for ids in SEQUENCES[:2]]
+    with hook.observing(QKVObservation(2, hook.device, **limits)) as together:
         for ids in SEQUENCES[:2]:
             logits(model, batch([ids]))
     assert torch.equal(together.amax_L3, torch.maximum(*(o.amax_L3 for o in apart)))
@@ -329,31 +329,31 @@ def test_padding_is_not_observed(side):
     with torch.no_grad():
         attention = model.model.layers[0].self_attn  # a token along a row of W gives the largest W x
         model.model.embed_tokens.weight[0] = attention.k_proj.weight[3] + attention.v_proj.weight[5]
-    tap, options = AttentionTap(model), dict(scales_L3=torch.full((2, 3), 1.0 / 448), moments=True)
-    loud, quiet = (observe(tap, model, batch(side=side, pad=pad), **options) for pad in (0, 60))
+    hook, options = AttentionHook(model), dict(scales_L3=torch.full((2, 3), 1.0 / 448), moments=True)
+    loud, quiet = (observe(hook, model, batch(side=side, pad=pad), **options) for pad in (0, 60))
     for name in ("amax_L3", "logit_error_L", "saturated_L3", "elements_L3"):
         assert torch.equal(getattr(loud, name), getattr(quiet, name)), name
     everything = batch(side=side) | {"attention_mask": torch.ones(3, 6, dtype=torch.long)}
-    observed = observe(tap, model, everything, **options)
+    observed = observe(hook, model, everything, **options)
     assert (observed.amax_L3[0, 1:] > 1.5 * quiet.amax_L3[0, 1:]).all()
     assert (observed.elements_L3 == quiet.elements_L3 / 13 * 18).all()
 
 
 def test_without_a_mask_every_token_is_real():
     model = build()
-    tap, ids = AttentionTap(model), torch.tensor([[5, 6, 7], [8, 9, 10]])
-    masked = observe(tap, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    assert torch.equal(observe(tap, model, {"input_ids": ids}).elements_L3, masked.elements_L3)
+    hook, ids = AttentionHook(model), torch.tensor([[5, 6, 7], [8, 9, 10]])
+    masked = observe(hook, model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    assert torch.equal(observe(hook, model, {"input_ids": ids}).elements_L3, masked.elements_L3)
     # a mask of an earlier forward is not kept
     logits(model, batch([[5, 6, 7], [8]]))
-    assert torch.equal(observe(tap, model, {"input_ids": ids}).elements_L3, masked.elements_L3)
+    assert torch.equal(observe(hook, model, {"input_ids": ids}).elements_L3, masked.elements_L3)
 
 
 def test_nan_is_observed():
     model = build()
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight[5, 7] = float("nan")
-    observed = observe(AttentionTap(model), model, batch()).amax_L3
+    observed = observe(AttentionHook(model), model, batch()).amax_L3
     assert observed.isnan().tolist() == [[False, False, False], [False, False, True]]
 
 
@@ -362,34 +362,34 @@ def test_nan_is_observed():
 def test_no_trace_after_removal_and_no_effect_while_idle(architecture, implementation):
     model = build(architecture, implementation)
     before, plain = fingerprint(model), logits(model, batch())
-    tap = AttentionTap(model)
+    hook = AttentionHook(model)
     assert torch.equal(logits(model, batch()), plain)
-    observe(tap, model, batch(), moments=True)
-    assert tap.observation is None
+    observe(hook, model, batch(), moments=True)
+    assert hook.observation is None
     assert torch.equal(logits(model, batch()), plain)
-    tap.simulate(torch.ones(2, 3))
+    hook.simulate(torch.ones(2, 3))
     assert not torch.equal(logits(model, batch()), plain)
-    tap.remove()
+    hook.remove()
     assert fingerprint(model) == before
     assert torch.equal(logits(model, batch()), plain)
     assert all(parameter.grad is None for parameter in model.parameters())
-    again = AttentionTap(model)
+    again = AttentionHook(model)
     assert (observe(again, model, batch()).amax_L3 > 0).all()
 
 
 def test_observation_ends_with_an_error():
     model = build()
-    tap = AttentionTap(model)
+    hook = AttentionHook(model)
 
     def fail(module, args):
         raise RuntimeError("forward broke")
 
     handle = model.model.layers[1].register_forward_pre_hook(fail)
     with pytest.raises(RuntimeError, match="forward broke"):
-        observe(tap, model, batch())
+        observe(hook, model, batch())
     handle.remove()
-    assert tap.observation is None
-    assert (observe(tap, model, batch()).amax_L3 > 0).all()
+    assert hook.observation is None
+    assert (observe(hook, model, batch()).amax_L3 > 0).all()
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -401,24 +401,24 @@ def test_other_models_are_unaffected(implementation, config):
         other.load_state_dict(model.state_dict())
         other.eval()
     plain = logits(other, batch())
-    tap = AttentionTap(model)
-    tap.simulate(torch.ones(2, 3))
-    with tap.observing(QKVObservation(2, tap.device)) as observation:
+    hook = AttentionHook(model)
+    hook.simulate(torch.ones(2, 3))
+    with hook.observing(QKVObservation(2, hook.device)) as observation:
         assert torch.equal(logits(other, batch()), plain)
         assert observation.elements_L3.sum() == 0
     assert not torch.equal(logits(model, batch()), plain)
-    tap.remove()
+    hook.remove()
     assert torch.equal(logits(other, batch()), plain)
 
 
-def test_two_tapped_models_do_not_mix():
+def test_two_hooked_models_do_not_mix():
     first, second = build("qwen3"), build("llama")
-    taps = [AttentionTap(first), AttentionTap(second)]
-    taps[0].scales_L3 = torch.ones(2, 3)
+    hooks = [AttentionHook(first), AttentionHook(second)]
+    hooks[0].scales_L3 = torch.ones(2, 3)
     plain = build("llama")
     assert torch.equal(logits(second, batch()), logits(plain, batch()))
-    taps[0].remove()
-    assert (observe(taps[1], second, batch()).elements_L3 > 0).all()
+    hooks[0].remove()
+    assert (observe(hooks[1], second, batch()).elements_L3 > 0).all()
 
 
 @pytest.mark.parametrize("query", [False, True])
@@ -437,16 +437,16 @@ def test_attention_reads_what_the_cache_holds(architecture, implementation, quer
     plain = logits(model, inputs)
     with attention_of(model, round_trip):
         expected = logits(model, inputs)
-    tap = AttentionTap(model)
-    tap.simulate(scales)
-    tap.follow(query_rounded=query)
-    tapped = logits(model, inputs)
-    assert torch.equal(tapped, expected)
-    assert not torch.equal(tapped, plain)
-    tap.follow(query_rounded=not query)
+    hook = AttentionHook(model)
+    hook.simulate(scales)
+    hook.follow(query_rounded=query)
+    hooked = logits(model, inputs)
+    assert torch.equal(hooked, expected)
+    assert not torch.equal(hooked, plain)
+    hook.follow(query_rounded=not query)
     assert not torch.equal(logits(model, inputs), expected)
-    tap.follow(query_rounded=query)
-    tap.simulate(scales[:, [0, 2, 1]])
+    hook.follow(query_rounded=query)
+    hook.simulate(scales[:, [0, 2, 1]])
     assert not torch.equal(logits(model, inputs), expected)
 
 
@@ -462,22 +462,22 @@ def test_skip_layers_are_left_alone_but_observed(skipped):
 
     with attention_of(model, round_trip):
         expected = logits(model, inputs)
-    tap = AttentionTap(model, skipped)
-    tap.simulate(scales)
-    tap.follow(query_rounded=True)
+    hook = AttentionHook(model, skipped)
+    hook.simulate(scales)
+    hook.follow(query_rounded=True)
     assert torch.equal(logits(model, inputs), expected)
-    assert (observe(tap, model, inputs).amax_L3 > 0).all()
-    tap.skip(())
+    assert (observe(hook, model, inputs).amax_L3 > 0).all()
+    hook.skip(())
     assert not torch.equal(logits(model, inputs), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_observation_comes_before_the_round_trip(dtype):
     model = build().to(dtype)
-    tap, inputs = AttentionTap(model), batch(SEQUENCES[:1])
-    before = observe(tap, model, inputs)
-    tap.simulate(torch.full((2, 3), 2.0**-12))  # everything saturates at 448 / 4096 = 0.11
-    after = observe(tap, model, inputs, scales_L3=tap.scales_L3)
+    hook, inputs = AttentionHook(model), batch(SEQUENCES[:1])
+    before = observe(hook, model, inputs)
+    hook.simulate(torch.full((2, 3), 2.0**-12))  # everything saturates at 448 / 4096 = 0.11
+    after = observe(hook, model, inputs, scales_L3=hook.scales_L3)
     assert torch.equal(after.amax_L3[0], before.amax_L3[0])  # layer 1 gets what layer 0 made of it
     assert before.amax_L3[0].min() > 0.11 and (after.saturated_fraction_L3[0, 1:] > 0.5).all()
 
@@ -495,17 +495,17 @@ def positions_seen(model, inputs) -> torch.Tensor:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_positions_count_from_the_first_real_token(implementation):
     model = build(implementation=implementation)
-    tap, counted = AttentionTap(model), torch.arange(6)[None]
+    hook, counted = AttentionHook(model), torch.arange(6)[None]
     left, right = batch(side="left"), batch(side="right")
     assert torch.equal(positions_seen(model, left), counted)  # nothing to round: transformers' own
-    tap.simulate(torch.ones(2, 3))
+    hook.simulate(torch.ones(2, 3))
     expected = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 1, 2], [0, 0, 0, 1, 2, 3]])
     assert torch.equal(positions_seen(model, left), expected)
     assert torch.equal(positions_seen(model, right)[right["attention_mask"].bool()], _counted(SEQUENCES))
     assert torch.equal(positions_seen(model, {"input_ids": left["input_ids"]}), counted)
     given = torch.arange(6).expand(3, -1) + 7
     assert torch.equal(positions_seen(model, left | {"position_ids": given}), given)
-    tap.remove()
+    hook.remove()
     assert torch.equal(positions_seen(model, left), counted)
 
 
@@ -526,8 +526,8 @@ def test_left_padding_changes_no_byte_of_the_cache():
     close = dict(rtol=0, atol=1e-5)
     plain, plain_left = [logits(model, batch([ids]))[0] for ids in SEQUENCES], logits(model, left)
     with attention_of(model) as attention:
-        tap = AttentionTap(model)
-        tap.simulate(scales)
+        hook = AttentionHook(model)
+        hook.simulate(scales)
         alone = defaultdict(list)
         for ids in SEQUENCES:
             alone["logits"].append(logits(model, {"input_ids": torch.tensor([ids])})[0])
@@ -536,7 +536,7 @@ def test_left_padding_changes_no_byte_of_the_cache():
         together, states = logits(model, left), attention.qkv
         attention.qkv = {}
         together_shifted, states_shifted = logits(model, shifted), attention.qkv
-        tap.remove()
+        hook.remove()
     for row, ids in enumerate(SEQUENCES):
         real = slice(6 - len(ids), None)
         torch.testing.assert_close(plain_left[row, real], plain[row], **close)  # without rounding, no matter
@@ -578,8 +578,8 @@ def test_gradients_are_straight_through(implementation):
         return straight_through(x.clamp(-448 * scale, 448 * scale), scale)
 
     expected, without_saturated = with_change(straight_through), with_change(clamped)
-    tap = AttentionTap(model)
-    tap.simulate(scales)
+    hook = AttentionHook(model)
+    hook.simulate(scales)
     gradients = backward(model, inputs)
     assert gradients.keys() == plain.keys()
     for name, gradient in gradients.items():
@@ -602,8 +602,8 @@ def test_gradient_checkpointing_runs_the_same_forward_again(architecture, implem
     scales, inputs = some_scales(model), batch(side="left")
     model.train()
     plain = backward(model, inputs)
-    tap = AttentionTap(model)
-    tap.simulate(scales)
+    hook = AttentionHook(model)
+    hook.simulate(scales)
     expected = backward(model, inputs)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     gradients = backward(model, inputs)
@@ -616,90 +616,90 @@ def test_gradient_checkpointing_runs_the_same_forward_again(architecture, implem
 
 def test_scales_that_end_before_the_backward_pass_change_the_gradient():
     model = build()
-    tap, inputs = AttentionTap(model), batch(SEQUENCES[:1])
-    tap.simulate(some_scales(model))
+    hook, inputs = AttentionHook(model), batch(SEQUENCES[:1])
+    hook.simulate(some_scales(model))
     model.train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     expected = backward(model, inputs)
     model.zero_grad()
     out = model(**inputs, use_cache=False).logits.double()
-    tap.simulate(None)
+    hook.simulate(None)
     out[:, :-1].log_softmax(-1).gather(-1, inputs["input_ids"][:, 1:, None]).mean().backward()
     name = "model.layers.0.self_attn.k_proj.weight"
     assert not torch.equal(model.get_parameter(name).grad, expected[name])
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("order", ["peft first", "tap first"])
+@pytest.mark.parametrize("order", ["peft first", "hook first"])
 def test_peft_models_are_looked_through(order, implementation):
     model = build(implementation=implementation)
     scales = some_scales(model)
-    plain_tap = AttentionTap(model)
-    amax = observe(plain_tap, model, batch()).amax_L3
-    plain_tap.simulate(scales)
+    plain_hook = AttentionHook(model)
+    amax = observe(plain_hook, model, batch()).amax_L3
+    plain_hook.simulate(scales)
     expected = logits(model, batch())
-    plain_tap.remove()
+    plain_hook.remove()
 
     lora = LoraConfig(target_modules=["q_proj", "k_proj"], task_type="CAUSAL_LM")
     if order == "peft first":
         policy = get_peft_model(model, lora)
-        tap = AttentionTap(policy)
+        hook = AttentionHook(policy)
     else:
-        tap = AttentionTap(model)
+        hook = AttentionHook(model)
         policy = get_peft_model(model, lora)
     policy.eval()  # new LoRA adapters add exactly nothing
-    assert torch.equal(observe(tap, policy, batch()).amax_L3, amax)
-    tap.simulate(scales)
+    assert torch.equal(observe(hook, policy, batch()).amax_L3, amax)
+    hook.simulate(scales)
     assert torch.equal(logits(policy, batch()), expected)
     gradients = backward(policy, batch())
     assert all("lora_" in name for name in gradients)
     for projection in ("q_proj", "k_proj"):
         assert any(projection in name and gradient.abs().max() > 0 for name, gradient in gradients.items())
-    tap.remove()
+    hook.remove()
     assert not torch.equal(logits(policy, batch()), expected)
 
 
 def test_a_model_without_transformers_is_refused():
     with pytest.raises(ValueError, match="Linear holds no transformers model"):
-        AttentionTap(torch.nn.Linear(2, 2))
+        AttentionHook(torch.nn.Linear(2, 2))
     model = build()
     assert transformers_model(torch.nn.Sequential(model)) is model
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_a_copy_of_a_tapped_model_has_a_tap_of_its_own(implementation):
+def test_a_copy_of_a_hooked_model_has_a_hook_of_its_own(implementation):
     model = build(implementation=implementation)
     plain = logits(model, batch())
-    tap = AttentionTap(model)
+    hook = AttentionHook(model)
     logits(model, batch())
     twin = copy.deepcopy(model)
-    tap.simulate(torch.ones(2, 3))
-    with tap.observing(QKVObservation(2, tap.device)) as observation:
+    hook.simulate(torch.ones(2, 3))
+    with hook.observing(QKVObservation(2, hook.device)) as observation:
         assert torch.equal(logits(twin, batch()), plain)
     assert observation.elements_L3.sum() == 0
     assert not torch.equal(logits(model, batch()), plain)
-    tap.remove()
+    hook.remove()
     assert torch.equal(logits(twin, batch()), plain)
     assert torch.equal(logits(model, batch()), plain)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_what_is_saved_knows_nothing_of_the_tap(implementation, tmp_path):
+def test_what_is_saved_knows_nothing_of_the_hook(implementation, tmp_path):
     model = build(implementation=implementation)
     model.save_pretrained(tmp_path / "plain")
     before = fingerprint(model)
-    tap = AttentionTap(model)
-    tap.simulate(torch.ones(2, 3))
+    hook = AttentionHook(model)
+    hook.simulate(torch.ones(2, 3))
     logits(model, batch())
     assert list(model.state_dict()) == before["state"]
     assert model.config.to_dict() == before["config"]
     assert len(list(model.parameters())) == len(list(build().parameters()))
-    model.save_pretrained(tmp_path / "tapped")
-    plain, tapped = ({f.name: f for f in (tmp_path / name).iterdir()} for name in ("plain", "tapped"))
-    assert plain.keys() == tapped.keys() and "config.json" in plain
-    assert plain["config.json"].read_text() == tapped["config.json"].read_text()
-    assert "trl_fp8" not in json.dumps(json.loads(tapped["config.json"].read_text()))
-    left, right = (load_file(files["model.safetensors"]) for files in (plain, tapped))
+    model.save_pretrained(tmp_path / "hooked")
+    plain, hooked = ({f.name: f for f in (tmp_path / name).iterdir()} for name in ("plain", "hooked"))
+    assert plain.keys() == hooked.keys() and "config.json" in plain
+    assert plain["config.json"].read_text() == hooked["config.json"].read_text()
+    assert "trl_fp8" not in json.dumps(json.loads(hooked["config.json"].read_text()))
+    left, right = (load_file(files["model.safetensors"]) for files in (plain, hooked))
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-    loaded = type(model).from_pretrained(tmp_path / "tapped")
+    loaded = type(model).from_pretrained(tmp_path / "hooked")
     assert loaded.config._attn_implementation == "sdpa"  # transformers' default

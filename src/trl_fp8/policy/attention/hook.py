@@ -1,12 +1,12 @@
-"""A tap on the policy's attention: see q, k and v where the KV cache sees them, and hand on what the cache would hold.
+"""A hook on the policy's attention: it sees q, k, v where the KV cache does, and hands on what that would hold.
 
 transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
-caches. The tap sits in front of that function; the model's code, weights and parameter names are not touched:
+caches. The hook sits in front of that function; the model's code, weights and parameter names are not touched:
 
     q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
-tap; eager attention has no entry in transformers' table and gets one of our own.
+hook; eager attention has no entry in transformers' table and gets one of our own.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """
@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from functools import wraps
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,33 +30,25 @@ from .rounded import rounded_attention
 
 
 EAGER = "trl_fp8_eager"
-_TAP = "_trl_fp8_tap"
-_TAPPED: set[Callable] = set()  # registered attention functions that look for a tap
+_HOOK = "_trl_fp8_hook"
+_HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
-class AttentionTap:
-    """Installed on a policy until `remove`. Does nothing but inside `observing`, or under `simulate`d scales.
-
-    Args:
-        model: A transformers causal LM, or a PEFT, DDP or FSDP2 wrapping of one.
-        skip_layers: Layers whose KV cache is not FP8; see `skip`.
-
-    Attributes:
-        scales_L3: fp32 `[L, 3]` on the model's device: the scales that are simulated. None: none are.
-    """
+class AttentionHook:
+    """Installed on a policy, in whatever wrappings, until `remove`. Idle but inside `observing` or under scales."""
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
-        self.scales_L3: torch.Tensor | None = None
+        self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: QKVObservation | None = None
         self._query_rounded = self._in_fp64 = False
         self._weight_offset: float | None = None
         self.skip(skip_layers)
-        self._mask_BT: torch.Tensor | None = None
+        self._mask_BT: Tensor | None = None
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
-        # layer that calls no registered function is not tapped, and calibration then raises for it by number.
+        # layer that calls no registered function is not hooked, and calibration then raises for it by number.
         self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self._implementation = self.base.config.get_text_config()._attn_implementation
         if self._implementation == "eager":
@@ -64,19 +56,15 @@ class AttentionTap:
         else:
             _wrap_registered(self._implementation)
         for module in self._attention:
-            setattr(module, _TAP, self)
-        self._hook = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            setattr(module, _HOOK, self)
+        self._handle = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def skip(self, layers: Collection[int]) -> None:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
         self.skip_layers = frozenset(layers)
 
     def follow(self, query_rounded: bool = False, weight_offset: float | None = None) -> None:
-        """Simulate an engine that rounds q, too, or multiplies attention weights by an offset and rounds them.
-
-        Raises:
-            ValueError: Weights are to be rounded, and the model's attention gets no mask of queries by keys.
-        """
+        """Simulate an engine that rounds q, too, or multiplies attention weights by an offset and rounds them."""
         if weight_offset is not None and self._implementation not in ("sdpa", "eager"):
             raise ValueError(
                 f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation "
@@ -89,18 +77,14 @@ class AttentionTap:
         """Compute attention in FP64 and return the dtype of q, as the engine's CPU reference does."""
         self._in_fp64 = True
 
-    def simulate(self, scales_L3: torch.Tensor | None) -> None:
-        """Let attention see k and v as an FP8 KV cache under these scales holds them, until the backward is through.
-
-        None: no longer. Padded sequences also get the engine's positions, see `_before_forward`.
-        """
+    def simulate(self, scales_L3: Tensor | None) -> None:
+        """Attention sees k and v as under these scales an FP8 cache holds them, from now on; None: as they are."""
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
-        """Leave the model as it was."""
-        self._hook.remove()
+        self._handle.remove()
         for module in self._attention:
-            delattr(module, _TAP)
+            delattr(module, _HOOK)
         if self._implementation == "eager":
             self.base.set_attn_implementation("eager")
 
@@ -118,16 +102,9 @@ class AttentionTap:
             self.observation = None
 
     def attend(
-        self,
-        attend: Callable,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *args,
-        **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The attention function `attend` behind the tap; q, k, v are `[B, H, T, D]`."""
+        self, attend: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
         states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
         if self._weight_offset is not None and self._simulates(module.layer_idx):
             return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
@@ -138,13 +115,8 @@ class AttentionTap:
         return output.float().to(query.dtype), weights
 
     def _attend_rounded(
-        self,
-        states: tuple[torch.Tensor, ...],
-        attention_mask: torch.Tensor | None,
-        *,
-        scaling: float | None = None,
-        **kwargs,
-    ) -> torch.Tensor:
+        self, states: tuple[Tensor, ...], attention_mask: Tensor | None, *, scaling: float | None = None, **kwargs
+    ) -> Tensor:
         beyond = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
         beyond += ["dropout"] if kwargs.get("dropout") else []
         if beyond:
@@ -158,8 +130,8 @@ class AttentionTap:
         return self.scales_L3 is not None and layer not in self.skip_layers
 
     def _pass_through(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self.observation is not None:
             mask = self._mask_BT
             real_BT = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
@@ -172,44 +144,41 @@ class AttentionTap:
         return query, key, value
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Note the padding mask; under scales also give real tokens the positions that they have in the engine.
-
-        The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
-        mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
-        """
+        """Note the padding mask; under scales also give real tokens the positions that they have in the engine."""
         mask = kwargs.get("attention_mask")
-        self._mask_BT = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        self._mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if self.scales_L3 is None or self._mask_BT is None or kwargs.get("position_ids") is not None:
             return None
+        # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
+        # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
         return args, kwargs | {"position_ids": (self._mask_BT.long().cumsum(-1) - 1).clamp_min(0)}
 
 
 def _wrap_registered(name: str) -> None:
     attend = ALL_ATTENTION_FUNCTIONS[name]
-    if attend in _TAPPED:
+    if attend in _HOOKED:
         return
 
     @wraps(attend)
-    def attention(module, query, key, value, *args, **kwargs):
-        tap = getattr(module, _TAP, None)
-        if tap is not None:
-            return tap.attend(attend, module, query, key, value, *args, **kwargs)
-        return attend(module, query, key, value, *args, **kwargs)
+    def attention(module, *args, **kwargs):
+        return _through_hook(attend, module, *args, **kwargs)
 
-    _TAPPED.add(attention)
+    _HOOKED.add(attention)
     AttentionInterface.register(name, attention)
 
 
-def _eager(module, query, key, value, *args, **kwargs):
+def _eager(module, *args, **kwargs):
     attend = next(
         function
         for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
         if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
     )
-    tap = getattr(module, _TAP, None)  # none: a vision tower, or a model made from a tapped model's config
-    if tap is not None:
-        return tap.attend(attend, module, query, key, value, *args, **kwargs)
-    return attend(module, query, key, value, *args, **kwargs)
+    return _through_hook(attend, module, *args, **kwargs)
+
+
+def _through_hook(attend, module, *args, **kwargs):
+    hook = getattr(module, _HOOK, None)  # none: a vision tower, or a model made from a hooked model's config
+    return attend(module, *args, **kwargs) if hook is None else hook.attend(attend, module, *args, **kwargs)
 
 
 AttentionInterface.register(EAGER, _eager)

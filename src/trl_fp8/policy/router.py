@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from trl_fp8.policy.model import transformers_model
 from trl_fp8.recipe.names import NOWHERE, expert_modules, full_shape, is_router, router_name
+
+from .model import transformers_model
 
 
 class RouteTally:
@@ -29,9 +30,7 @@ class RouteTally:
     def __init__(self, device: torch.device):
         self.counts = torch.zeros(3, dtype=torch.float64, device=device)
 
-    def add(
-        self, rollout_NK: torch.Tensor, used_NK: torch.Tensor, own_NK: torch.Tensor, real_N: torch.Tensor | None = None
-    ) -> None:
+    def add(self, rollout_NK: Tensor, used_NK: Tensor, own_NK: Tensor, real_N: Tensor | None = None) -> None:
         """Account for one router; tokens outside `real_N` do not count."""
         known_N = (rollout_NK != NOWHERE).all(-1)
         known_N = known_N if real_N is None else known_N & real_N
@@ -40,27 +39,15 @@ class RouteTally:
 
 
 class RouterReplay:
-    """Installed on a policy; does nothing between `end` and the next `begin`.
-
-    Args:
-        model: A transformers causal LM, or a PEFT wrapping of one.
-        flag: The flag and value that asked for it, for messages.
-
-    Attributes:
-        layers: Decoder layers that have a router.
-        experts_per_token: K.
-        dtype: Smallest integer type that holds the number of experts and `NOWHERE`.
-
-    Raises:
-        ValueError: The model has no routers, or one of a kind whose choice is not a single top-k.
-    """
+    """Installed on a policy, PEFT-wrapped or not; idle between `end` and the next `begin`. Messages name `flag`."""
 
     def __init__(self, model: nn.Module, flag: str = "router_replay"):
         base = transformers_model(model)
         routers = dict(_routers(base, flag))
-        self.layers = tuple(routers)
+        self.layers = tuple(routers)  # numbers of the decoder layers that have one
         first = next(iter(routers.values()))
         self.experts_per_token: int = first.top_k
+        # The smallest type that holds the number of experts and `NOWHERE`
         self.dtype = torch.int8 if full_shape(first.weight)[0] <= 128 else torch.int16
         self.end()
         for column, router in enumerate(routers.values()):
@@ -69,7 +56,7 @@ class RouterReplay:
         base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def begin(
-        self, routes_BSLK: torch.Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
+        self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
     ) -> None:
         """From now on forwards go through the rows of `routes_BSLK`, in order, in as many chunks as they like.
 
@@ -82,18 +69,15 @@ class RouterReplay:
             record: Keep the routers' own choices for `recorded`.
         """
         self._routes_BSLK, self._replay, self._tally = routes_BSLK, replay, tally
-        self._chunk_NLK: torch.Tensor | None = None
-        self._real_N: torch.Tensor | None = None
-        self._row = 0
-        self._recording = record
-        self._recorded: list[torch.Tensor] = []
+        self._chunk_NLK = self._real_N = None  # of the forward that is running
+        self._row, self._recording = 0, record
+        self._recorded: list[Tensor] = []
 
     def end(self) -> None:
-        """Routers choose for themselves again."""
         self.begin(None, replay=False)
 
     @contextmanager
-    def during(self, routes_BSLK: torch.Tensor | None, **options) -> Iterator[None]:
+    def during(self, routes_BSLK: Tensor | None, **options) -> Iterator[None]:
         """`begin` for a block without backward pass."""
         self.begin(routes_BSLK, **options)
         try:
@@ -102,7 +86,7 @@ class RouterReplay:
             self._routes_BSLK = self._chunk_NLK = self._tally = None
             self._recording = False
 
-    def recorded(self) -> torch.Tensor:
+    def recorded(self) -> Tensor:
         """The routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
         return torch.cat(self._recorded)
 
@@ -124,10 +108,10 @@ class RouterReplay:
             self._row += rows
             self._chunk_NLK = chunk.to(tokens.device).flatten(0, 1)
             mask = kwargs.get("attention_mask")
-            self._real_N = mask.flatten().bool() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+            self._real_N = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
-        """A router's `forward`, under what is in force; its last output are the chosen experts `[N, K]`."""
+        """A router's `forward` under what is in force; the last of its outputs is the chosen experts `[N, K]`."""
         if self._chunk_NLK is None and not self._recording:
             return forward(*args, **kwargs)
         rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
@@ -149,10 +133,10 @@ class RouterReplay:
 class _TopK(TorchFunctionMode):
     """`torch.topk` returns the given indices and the values there; `own` collects what it would have chosen."""
 
-    def __init__(self, indices_NK: torch.Tensor | None):
+    def __init__(self, indices_NK: Tensor | None):
         super().__init__()
         self.indices_NK = indices_NK
-        self.own: list[torch.Tensor] = []
+        self.own: list[Tensor] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
@@ -177,7 +161,7 @@ def _replayed(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
-    """(decoder layer, router) of `base`, in order."""
+    """(decoder layer, router), in order."""
     modules = dict(base.named_modules())
     found = [router_name(name) for name, _ in expert_modules(base)]
     if not found:
@@ -195,6 +179,6 @@ def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
         yield int(re.search(r"layers\.(\d+)\.", name)[1]), router
 
 
-def _same_set(a_NK: torch.Tensor, b_NK: torch.Tensor) -> torch.Tensor:
-    """Whether each row of `a` holds the experts of the same row of `b`, in any order. Rows have no repetitions."""
+def _same_set(a_NK: Tensor, b_NK: Tensor) -> Tensor:
+    """Rows of `a` that hold the experts of the same row of `b`, in any order. Rows have no repetitions."""
     return (a_NK[:, :, None] == b_NK[:, None, :]).any(-1).all(-1)

@@ -1,1 +1,0 @@
-"""Experts that the engine's routers chose, replayed by the policy's."""
