@@ -20,8 +20,8 @@ from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.quantization.e4m3 import cache_codes
 from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
-from trl_fp8.quantization.round_trip import cache_codes
 from trl_fp8.upstream.vllm import engine_model
 
 

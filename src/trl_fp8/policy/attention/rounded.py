@@ -15,8 +15,7 @@ Shape letters: B sequences, H query heads, G key heads, T queries, S keys, D hea
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from trl_fp8.quantization.e4m3 import saturating_cast_
-from trl_fp8.quantization.round_trip import straight_through
+from trl_fp8.quantization.e4m3 import saturating_cast_, straight_through
 
 
 CHUNK = 256  # queries
