@@ -8,9 +8,9 @@
     buffers of the checkpoint -> as they are
     last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 
-Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to, or
-those of the two or three whose scale is one. Yielded tensors never alias the policy where it could change under the
-consumer (merged adapters are unmerged again).
+Nothing is kept: at most one parameter's copies exist besides what the consumer holds on to, or those of the two or
+three that share a scale. Yielded tensors never alias the policy where it could change under the consumer (merged
+adapters are unmerged again).
 """
 
 import time
@@ -28,32 +28,21 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 Named = tuple[str, torch.Tensor]
 Share = Callable[[str, Float8Tensor], None]
-SAMPLED_ROWS = 128
+SAMPLED_ROWS = 128  # of each weight, or expert, whose quantization error is measured: 1/N of the cost
 
 
 @dataclass
 class StreamReport:
-    """What one pass of a `WeightStream` did. Complete when the stream is exhausted.
+    """What one pass of a `WeightStream` did. Complete when the stream is exhausted."""
 
-    Attributes:
-        seconds: Time that it took to produce what the consumer asked for.
-        fp8_weights: Number of weights that went out in FP8.
-        bytes_sent: Bytes of all weights as the engine holds them, scales included (not the KV cache scales).
-        error_sums: Sums of squares `[2]` (error, weight) over the first rows of each FP8 weight (of each expert of
-            it), on the device: a sample for 1/N of the cost.
-        dead: Name of each FP8 weight -> number of its blocks that are as good as zero, on the device.
-    """
-
-    seconds: float = 0.0
+    seconds: float = 0.0  # that it took to produce what the consumer asked for
     fp8_weights: int = 0
-    bytes_sent: int = 0
-    error_sums: torch.Tensor | None = None
-    dead: dict[str, torch.Tensor] = field(default_factory=dict)
+    bytes_sent: int = 0  # of all weights as the engine holds them, scales included (not the KV cache scales)
+    error_sums: torch.Tensor | None = None  # of squares (error, weight), `[2]`, over SAMPLED_ROWS, on the device
+    dead: dict[str, torch.Tensor] = field(default_factory=dict)  # FP8 weight -> its dead blocks, on the device
 
     def read(self) -> tuple[float, dict[str, int]]:
-        """Root of the sampled squared quantization error over the squared weight, and the weights that have dead
-        blocks with their number. Waits for the device once.
-        """
+        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once."""
         if self.error_sums is None:
             return 0.0, {}
         error, weight, *dead = torch.stack([*self.error_sums, *self.dead.values()]).tolist()
@@ -64,40 +53,26 @@ class StreamReport:
 class WeightStream:
     """Iterates over `(name, tensor)` of every checkpoint tensor of the engine, once.
 
-    Args:
-        parameters: The policy's `(checkpoint name, full tensor)`, in model order.
-        recipe: Which weights are FP8, and how.
-        kv_scales: Scales for every attention layer. None if the KV cache is not FP8.
-        buffers: `(checkpoint name, tensor)` of the policy's persistent buffers, which keep their dtype in the engine.
-        copy: Copy also what is in BF16 already, for parameters that change before the consumer has read them.
-        round_here: Cast unquantized tensors before yielding. False if the loader casts while copying: saves a second
-            embedding.
-        share: Called with the name of each FP8 weight and Q(W), for whoever computes with it too.
-
-    Attributes:
-        report: `StreamReport` of the pass.
-
-    Raises:
-        RuntimeError: In the iteration: modules of the recipe had no weight in `parameters`; the message lists them.
+    Raises `RuntimeError`, after the last parameter, if FP8 weights of the recipe were not among them.
     """
 
     def __init__(
         self,
-        parameters: Iterable[Named],
+        parameters: Iterable[Named],  # the policy's checkpoint names and full tensors, in model order
         recipe: FP8Recipe,
-        kv_scales: KVScales | None = None,
+        kv_scales: KVScales | None = None,  # of every attention layer; None if the KV cache is not FP8
         *,
-        buffers: Iterable[Named] = (),
-        copy: bool = False,
-        round_here: bool = True,
-        share: Share | None = None,
+        buffers: Iterable[Named] = (),  # the policy's persistent ones, which keep their dtype in the engine
+        copy: bool = False,  # also what is in BF16 already, if parameters change before the consumer has read them
+        round_here: bool = True,  # cast unquantized tensors; False if the loader does: saves a second embedding
+        share: Share | None = None,  # called with the name of each FP8 weight and Q(W), to compute with it too
     ):
         self.parameters, self.recipe, self.kv_scales, self.buffers = parameters, recipe, kv_scales, buffers
         self.copy, self.round_here, self.share = copy, round_here, share
         self.report = StreamReport()
 
     def timed(self, items: Iterable[Named]) -> Iterator[Named]:
-        """Pass `items`, which are made from this stream, through, and note in the report how long they took."""
+        """Pass `items`, which are made from this stream, through, and report how long they took."""
         items, start = iter(items), time.perf_counter()
         for item in items:
             self.report.seconds += time.perf_counter() - start
@@ -129,10 +104,13 @@ class WeightStream:
         for name, buffer in self.buffers:
             report.bytes_sent += buffer.nbytes
             yield recipe.engine_name(name), buffer.detach()
-        yield from self._kv_scales()
+        for layer, values in enumerate(self.kv_scales.values if self.kv_scales is not None else ()):
+            if layer not in recipe.kv_cache_skip_layers:
+                for which, value in zip(QKV, values, strict=True):
+                    yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
 
     def _quantized(self, weights: dict[str, torch.Tensor]) -> Iterator[Named]:
-        """FP8 weights with their scales; nothing here waits for the device."""
+        """FP8 weights with their scales; waits for no device."""
         recipe, report = self.recipe, self.report
         quantized = recipe.format.quantize_weights(list(weights.values()), recipe.scale_format)
         for (name, weight), codes in zip(weights.items(), quantized, strict=True):
@@ -147,10 +125,3 @@ class WeightStream:
             report.bytes_sent += codes.qdata.nbytes + codes.scale.nbytes
             yield recipe.engine_name(name), codes.qdata
             yield recipe.scale_name(name), recipe.format.sent_scale(codes)
-
-    def _kv_scales(self) -> Iterator[Named]:
-        """The KV cache scales under the names that vLLM maps onto its attention layers."""
-        for layer, values in enumerate(self.kv_scales.values if self.kv_scales is not None else ()):
-            if layer not in self.recipe.kv_cache_skip_layers:
-                for which, value in zip(QKV, values, strict=True):
-                    yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
