@@ -38,7 +38,7 @@ def quantize_weight(
         amax_floor: Smallest amax that a block is given.
         amax: Largest magnitude of every block, 0-d. None: of each block, what it holds.
         name: What to call the weight in an error.
-        check_finite: Raise if the weight is not finite, for which CUDA waits. Who has many checks them together first.
+        check_finite: Raise if the weight holds NaN or infinities. On CUDA this waits for the device.
 
     Returns:
         A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., n, k]`, both new storage. On CPU one fp32
@@ -151,12 +151,11 @@ def _padded_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """An fp32 copy of `values`, zero-padded to whole blocks; its view by blocks; the dims inside a block."""
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
-    counts = [-(-size // block) for size, block in zip(tail, blocks, strict=True)]
-    padded = [count * block for count, block in zip(counts, blocks, strict=True)]
+    padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
     allocate = torch.empty if padded == list(tail) else torch.zeros
     copy = allocate((*lead, *padded), dtype=torch.float32, device=values.device)
     _crop(copy, values.shape).copy_(values)
-    interleaved = [size for pair in zip(counts, blocks, strict=True) for size in pair]
+    interleaved = [part for size, block in zip(padded, blocks, strict=True) for part in (size // block, block)]
     return copy, copy.view(*lead, *interleaved), tuple(range(-2 * len(blocks) + 1, 0, 2))
 
 

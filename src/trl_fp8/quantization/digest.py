@@ -19,8 +19,7 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
 
     Takes any strides, casts to `dtype` first if one is given, and pads the last word with zeros.
     """
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    row = 0
+    total, row = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
     for part in _parts(tensor.detach(), dtype or tensor.dtype):
         words = _words(part.to(dtype or tensor.dtype))
         if words.is_cuda:
@@ -53,7 +52,7 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor` as int32 `[R, C]`; `C` spans the last dim if that is a whole number of words."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    row_bytes = tensor.shape[-1] * tensor.element_size() if tensor.dim() else tensor.element_size()
+    row_bytes = tensor.shape[-1:].numel() * tensor.element_size()  # of one element in 0-d
     if flat.numel() % 4:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
     words = flat.view(torch.int32)

@@ -50,8 +50,8 @@ def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
     """The multiplier that dequantizes (vLLM's `scale_inv`) for blocks whose largest magnitude is `amax`, in fp32.
 
-    `"fp32"` gives amax / 448, `"pow2"` the next power of two. What is not finite stays so; below `amax_floor`, amax
-    counts as that, so that an all-zero block gets a scale that divides without NaN.
+    `"fp32"` gives amax / 448, `"pow2"` the next power of two; what is not finite stays so. `amax_floor`, the smallest
+    amax, gives an all-zero block a scale that divides without NaN.
     """
     # By a tensor: on CUDA, torch turns a division by a number into a product with its rounded reciprocal
     scale = amax.to(torch.float32).clamp_min(amax_floor) / torch.full((), E4M3_MAX, device=amax.device)
@@ -59,10 +59,7 @@ def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax
 
 
 def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """The e4m3 codes under which an FP8 KV cache stores q, k or v, saturating at 448 * scale.
-
-    `scale` is a positive number, or an fp32 tensor with one element on the same device.
-    """
+    """The e4m3 codes under which an FP8 KV cache with one `scale` stores q, k or v, saturating at 448 * scale."""
     # The engine computes k and v in BF16; in FP32 the same byte takes both roundings
     return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
 
@@ -83,9 +80,7 @@ def straight_through(values: torch.Tensor, rounding: Callable[[torch.Tensor], to
 
 
 def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged.
-
-    Elements beyond 448 * scale come back as 448 * scale and pass their gradient too, as in the straight-through
-    estimator of arXiv 2601.14243; `fp8/kv_saturation_fraction` counts them.
+    """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged, of
+    saturated elements too (arXiv 2601.14243), which `fp8/kv_saturation_fraction` counts.
     """
     return straight_through(states, lambda s: cache_codes(s, scale).float().mul_(scale).to(s.dtype))

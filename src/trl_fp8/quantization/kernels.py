@@ -30,12 +30,11 @@ def quantize_blocks(
         scale = torch.empty((count, triton.cdiv(rows, BLOCK), blocks), dtype=torch.float32, device=values.device)
     else:  # column by column, as cuBLASLt reads scales of rows
         scale = torch.empty((count, blocks, rows), dtype=torch.float32, device=values.device).transpose(1, 2)
-    height = BLOCK if square else ROWS
+    height, warps = (BLOCK, 8) if square else (ROWS, 4)
     constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK, "LIMIT": E4M3_MAX}
     if values.numel():
         with torch.cuda.device_of(values):
             grid, strides = (triton.cdiv(rows, height), blocks, count), (*matrices.stride(), *scale.stride())
-            warps = 8 if square else 4
             _quantize[grid](matrices, codes, scale, rows, columns, *strides, amax_floor, **constants, num_warps=warps)
     lead = values.shape[:-2] if square else values.shape[:-1]
     return codes.view(values.shape), scale.view(*lead, *scale.shape[1 if square else 2 :])
@@ -50,8 +49,7 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
         with torch.cuda.device_of(codes):
             grid = triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK), count
             strides = *matrices.stride(), *scales.stride()
-            constants = {"SQUARE": square, "HEIGHT": ROWS, "WIDTH": BLOCK}
-            _dequantize[grid](matrices, scales, values, rows, columns, *strides, **constants)
+            _dequantize[grid](matrices, scales, values, rows, columns, *strides, square, ROWS, BLOCK)
     return values.view(codes.shape)
 
 

@@ -43,12 +43,10 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
     """Scales that hold `margin * amax` without saturating: amax / 448 as in vLLM's checkpoints, rounded up.
 
     Args:
-        amax_L3: Largest magnitudes `[L, 3]` of q, k, v (after normalization and RoPE), any device. Under data
-            parallelism the maximum over ranks, so that every engine gets the same scales. One transfer to the host.
+        amax_L3: Largest magnitudes `[L, 3]` of q, k, v (after normalization and RoPE) over all ranks, on any device.
         margin: Headroom for tokens that were not observed, at least 1.
 
-    Raises `ValueError` naming layers whose amax is NaN, infinite or zero; a default of 1.0 would underflow or saturate
-    silently.
+    Raises `ValueError` naming layers whose amax is NaN, infinite or zero: 1.0 would silently underflow or saturate.
     """
     amax = amax_L3.detach().float().cpu()
     bad = ~(torch.isfinite(amax) & (amax > 0))

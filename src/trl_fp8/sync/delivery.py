@@ -24,7 +24,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from .ledger import Ledger, Replicas, Seal
 from .pieces import Layout
 from .policy_checks import require_finite
-from .weight_stream import Named, Share, StreamReport, WeightStream
+from .weight_stream import Named, Share, WeightStream
 
 
 logger = logging.getLogger(__name__)
@@ -85,8 +85,7 @@ class Delivery:
 
         Raises:
             ValueError: The policy holds NaN or infinities, or cannot be calibrated. The engine keeps the previous one.
-            RuntimeError: Loading failed (on a single process twice), or the audit found a difference. The engine
-                refuses to generate until a delivery succeeds.
+            RuntimeError: Loading (tried twice on one process) or the audit failed. The next success allows generation.
         """
         start = time.perf_counter()
         require_finite(self._model, self._replicas and self._replicas.reduce_max)
@@ -105,7 +104,7 @@ class Delivery:
         with self._audited(kv_scales):
             audited = ledger.audit(kv_scales)
         self._engine.reset_prefix_cache()
-        relative_error, dead_blocks = stream.read()
+        relative_error, dead_blocks = stream.error_and_dead_blocks()
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=stream.seconds,
@@ -134,7 +133,7 @@ class Delivery:
         with self._audited(self.last.kv_scales):
             self._seal.require_unbroken()
 
-    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, StreamReport]:
+    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, WeightStream]:
         ledger = Ledger(self._engine.layout, self._replicas)
         try:
             with self._tensors() as parameters:
@@ -144,7 +143,7 @@ class Delivery:
         except BaseException:
             self._engine.abort()
             raise
-        return ledger, stream.report
+        return ledger, stream
 
     @contextmanager
     def _audited(self, kv_scales: KVScales | None) -> Iterator[None]:

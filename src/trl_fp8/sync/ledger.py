@@ -2,14 +2,13 @@
 
     sender:  weight_stream -> Ledger.record -> engine     a checksum of each tensor's part on this rank, on the way
     engine:  the same checksum of the same piece of the parameter that it ended up in
-    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named,
-             and so is each that is not the same on every rank: where a policy drifted apart, or a gather went wrong,
-             every engine holds what it was sent, and ranks would train on rollouts of different policies
+    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named
+    ranks:   so is each that differs over ranks, which would train on rollouts of different policies
+    seal:    the same checksums of the engine, taken again before anything is sampled
 
 Loading can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
 the old tensors of a layer that got nothing, and accepts tensors in any order under any name that exists. All of these
-leave a checksum that differs, or a name in only one of the lists. What the engine held then is its `Seal`: before
-anything is sampled, the same checksums are taken again.
+leave a checksum that differs, or a name in only one of the lists.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -40,8 +39,7 @@ class Replicas:
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
         """Largest and smallest of each of the int64 `values` `[n]` over the replicas: `[2, n]`. A collective."""
-        absent = torch.iinfo(torch.int64).min
-        slots = values.new_full((2, self.tensor_parallel_size, len(values)), absent)
+        slots = values.new_full((2, self.tensor_parallel_size, len(values)), torch.iinfo(torch.int64).min)
         slot = self.rank % self.tensor_parallel_size
         slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow
         self.reduce_max(slots)
@@ -76,10 +74,9 @@ class Ledger:
             yield name, tensor
 
     def audit(self, kv_scales: KVScales | None = None) -> int:
-        """Compare with the engine, and with the other ranks; returns the number of tensors proven.
+        """Number of tensors proven; `RuntimeError` names those that differ. Waits for the device once.
 
-        `RuntimeError` names tensors that differ. Waits for the device once. With `replicas` a collective, which also
-        compares the `kv_scales` that were sent; `Engine.verify_kv_scales` says whether they arrived.
+        With `replicas` a collective, which also compares the `kv_scales` that were sent.
         """
         missing = [name for name in self.layout.pieces if name not in self.digests]
         missing += [name for name in self.layout.unreadable if name not in self.unread]

@@ -1,7 +1,6 @@
 """Where in an engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
 
-An engine describes itself as a `Layout` (for vLLM: engine/vllm/layout.py); the ledger cuts the same piece out of what
-was sent and of what is held.
+An engine describes itself as a `Layout`; the ledger cuts the same piece out of what was sent and of what is held.
 """
 
 from dataclasses import dataclass

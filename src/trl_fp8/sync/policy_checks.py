@@ -40,11 +40,8 @@ def require_servable(model: nn.Module) -> None:
 
 
 def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
-    """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has some of them.
-
-    The audit of a sync would find them too, but later, and could not tell a model that vLLM holds differently from a
-    tensor that got lost.
-    """
+    """Raise `ValueError` naming some of the tensors that an engine holds under other names than the policy's."""
+    # An audit would find them too, but could not tell a model that vLLM holds differently from a tensor that got lost
     sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     unknown = [name for name in sent if name not in layout.pieces and layout.unreadable_name(name) is None]

@@ -13,12 +13,11 @@ if TYPE_CHECKING:
 ScaleFormat = Literal["pow2", "fp32"]
 SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
 
-# vLLM's activation kernels floor amax here (csrc/quantization/w8a8/fp8/per_token_group_quant.cu); it is far below any
-# activation that matters and only keeps an all-zero group from dividing by zero.
+# Where vLLM's activation kernels floor amax (csrc/quantization/w8a8/fp8/per_token_group_quant.cu): below any that
+# matters, only to keep an all-zero group from dividing by zero
 ACTIVATION_AMAX_FLOOR = 1e-10
-# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (input_quant_fp8.py,
-# QuantFP8.forward_native) and by its kernel that fuses an activation function with the quantization
-# (silu_and_mul_per_block_quant)
+# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (QuantFP8.forward_native) and by
+# its kernel that fuses an activation function with the quantization (silu_and_mul_per_block_quant)
 FLOORED_SCALE_AMAX = 1 / 512
 
 
