@@ -21,8 +21,7 @@ def observation_cost(repeats: int) -> dict:
     from trl_fp8.policy.attention.observation import QKVObservation
     from trl_fp8.policy.attention.tap import AttentionTap
 
-    torch.manual_seed(0)
-    model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config()).eval()
+    model = tiny_models.build()
     tap = AttentionTap(model)
     ids = torch.randint(4, 60, (128, 40))
     mask = torch.ones_like(ids)

@@ -16,20 +16,14 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from vllm import SamplingParams
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.features.routes import RolloutRoutes
-from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
-from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
 from . import record
 from .measure_mismatch import Rollouts, score
@@ -46,24 +40,12 @@ COMPLETIONS = 4  # of each prompt
 MODES = ("monitor", "rollout", "policy")
 
 
-def flow_of(generation: FP8VLLMGeneration, scales: KVScales, tap: AttentionTap) -> None:
-    """Turn the policy's forward into the engine's FP8, KV cache included."""
-    recipe = generation.recipe
-    flow = FP8Flow("full", "bf16", recipe.format, recipe.scale_format, generation.numerics.linears)
-    experts_flow = None
-    if generation.numerics.experts is not None:
-        experts, fused = generation.numerics.experts, generation.numerics.fused_experts
-        experts_flow = replace(flow, activation=experts, fused_activation=fused)
-    PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
-    tap.simulate(scales.values.to(tap.device))
-    tap.follow(generation.numerics.query_rounded)
-
-
 def same_rollouts(seed: int, prompt_count: int) -> dict:
     """Mismatch and disagreement of each engine's rollouts, scored with own and with replayed routes."""
     from examples.addition_task import PretrainRecipe, cached_checkpoint, reinforcement_dataset
     from testing import engines
     from testing.reference_experts import reference_fp8_experts
+    from testing.rollouts import calibrated, follow
 
     checkpoint = str(cached_checkpoint(PretrainRecipe.of("qwen3_moe", seed=seed)))
     prompts = [
@@ -77,11 +59,10 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
         ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
         scales = tap = None
         if generation.recipe.fp8_kv_cache:
-            tap = AttentionTap(generation.model)
-            amax_L3 = observe_sequences(generation.model, tap, ids[::COMPLETIONS]).amax_L3
-            scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
-            generation.calibrate = lambda scales=scales: scales
-        generation.sync_weights()
+            margin = generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN
+            tap, scales = calibrated(generation, ids[::COMPLETIONS], margin)
+        else:
+            generation.sync_weights()
         torch.manual_seed(seed)
         sampling = SamplingParams(temperature=1.0, max_tokens=32, logprobs=0)
         outputs = generation.llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
@@ -93,7 +74,9 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
         field = routes.batch_field(0, rollouts.ids.shape[1])
         for flow in (False, True) if tap is not None else (False,):
             if flow:
-                flow_of(generation, scales, tap)
+                follow(generation, tap)
+                tap.simulate(scales.values.to(tap.device))
+                tap.follow(generation.numerics.query_rounded)
             label = f"{name}, flow" if flow else name
             found[label] = {
                 side: scored(generation, rollouts, replay, field, side == "replay") for side in ("own", "replay")

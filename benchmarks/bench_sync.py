@@ -223,7 +223,7 @@ def main() -> None:
 
     from testing import tiny_models
 
-    model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config(**SHAPE))
+    model = tiny_models.build(**SHAPE)
     layer_bytes = 2 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     pairs = zip(measured["fp8"]["seconds"], measured["bf16"]["seconds"], strict=True)
     results = {

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.platforms.cpu import CpuPlatform
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.platforms import platform_of
@@ -23,6 +25,8 @@ from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.weight_stream import WeightStream
 
 
+# Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
+CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
 PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]
 
 
@@ -57,17 +61,17 @@ def start(
     )
 
 
-def fresh(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> LLM:
-    """An engine that loads, from a checkpoint written to `folder`, what `generation` was last sent."""
+def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
+    """`loaded_log_probs` from a checkpoint, written to `folder`, of what `generation` was last sent."""
     write_checkpoint(folder, generation, kv_scales)
+    return loaded_log_probs(folder, generation.recipe, generation.engine_kwargs)
+
+
+def loaded_log_probs(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> list[tuple]:
+    """`log_probs` of an engine that loads a checkpoint by itself and is shut down again. No other may run."""
     ensure_master_addr_port()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    return load(folder, generation.recipe, generation.engine_kwargs)
-
-
-def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
-    """`log_probs` of a `fresh` engine, which is shut down again; that of `generation` must have been."""
-    llm = fresh(folder, generation, kv_scales)
+    llm = load(folder, recipe, engine_kwargs)
     try:
         return log_probs(llm)
     finally:

@@ -1,10 +1,14 @@
-"""What an engine samples, what its layers and routers computed for it, and its numerics as a trainer's flow."""
+"""What an engine samples, what its layers and routers computed for it, and a policy that computes as it does."""
 
 import torch
 from vllm import SamplingParams
 
+from trl_fp8.policy.attention.calibration import observe_sequences
+from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.policy.router.replay import RouterReplay
+from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
 from . import engines
@@ -65,6 +69,23 @@ def calls_of(generation, name):
     return seen
 
 
-def flow_of(generation, **fields):
-    recipe, activation = generation.recipe, generation.numerics.linears
-    return FP8Flow(format=recipe.format, scale_format=recipe.scale_format, activation=activation, **fields)
+def calibrated(generation, prompts=PROMPTS, margin=2.0):
+    """The tap of a policy and the scales of its KV cache, by which its engine has been synced."""
+    tap = AttentionTap(generation.model, generation.recipe.kv_cache_skip_layers)
+    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, prompts).amax_L3, margin)
+    generation.calibrate = lambda: scales
+    generation.sync_weights()
+    return tap, scales
+
+
+def flow_of(generation, scaling=None, **fields):
+    """How the engine's kernels compute: those of linear layers, or those with this `scaling`."""
+    recipe, scaling = generation.recipe, scaling or generation.numerics.linears
+    return FP8Flow(format=recipe.format, scale_format=recipe.scale_format, activation=scaling, **fields)
+
+
+def follow(generation, tap=None):
+    """Let the policy compute as its engine does, KV cache included where the tap simulates it."""
+    numerics = generation.numerics
+    experts = numerics.experts and flow_of(generation, numerics.experts, fused_activation=numerics.fused_experts)
+    return PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap, experts)

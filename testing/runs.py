@@ -58,6 +58,10 @@ def rows(trainer):
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
+def column(trainer, key):
+    return [row[key] for row in trainer.state.log_history if key in row]
+
+
 def recorded(owner, name, note):
     """From now on `note(result, *args, **kwargs)` follows each `owner.name`; returns the list of what it returned."""
     original, notes = getattr(owner, name), []

@@ -95,17 +95,23 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
 def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides) -> PreTrainedModel:
     """The FP32 model of `config`, in evaluation mode."""
     torch.manual_seed(seed)
-    return ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).eval()
+    model = ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).eval()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("bias"):  # they start at zero, which would hide that they are dropped
+            torch.nn.init.normal_(tensor, std=0.1)
+    return model
+
+
+def on_meta(architecture: str = "qwen3", **options) -> PreTrainedModel:
+    """As `build`, without memory."""
+    with torch.device("meta"):
+        return build(architecture, **options)
 
 
 def save_checkpoint(
     folder: Path, architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides
 ) -> str:
     """Write a BF16 checkpoint and its tokenizer; returns the folder as a string."""
-    model = build(architecture, seed=seed, tied=tied, **overrides).to(torch.bfloat16)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("bias"):  # they start at zero, which would hide that they are dropped
-            torch.nn.init.normal_(tensor, std=0.1)
-    model.save_pretrained(folder)
+    build(architecture, seed=seed, tied=tied, **overrides).to(torch.bfloat16).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)

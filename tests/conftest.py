@@ -2,46 +2,46 @@
 
 import gc
 import os
-import socket
+
+import pytest
+
+from testing.processes import free_port
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "PYTEST_XDIST_WORKER" in os.environ:  # engines of two workers must not listen on one port
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+# engines of two workers, or of two runs, must not listen on one port
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+freeze, unfreeze = gc.freeze, gc.unfreeze
+gc.freeze = gc.unfreeze = lambda: None  # vLLM's calls, once for each engine, would undo `settled_heap`
 
-import pytest  # noqa: E402
 
-from testing import tiny_models  # noqa: E402
+@pytest.fixture(autouse=True)
+def settled_heap(request):
+    """Take what is there before a test of engines, most of it imported code, out of the garbage collector's sight.
+
+    vLLM looks through the whole heap twice for each engine that starts and three times for each that ends: 2 of 3
+    seconds of an engine's life.
+    """
+    if request.node.get_closest_marker("engine"):
+        gc.collect()
+        freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def settled_heap():
-    """Take what is there before a module of tests, all of it imported code, out of the garbage collector's sight.
-
-    vLLM looks through the whole heap twice for each engine that starts and three times for each that
-    ends: 2 of 3 seconds of an engine's life. It also freezes the heap while an engine is alive and
-    unfreezes it then, which would undo this.
-    """
-    freeze, unfreeze = gc.freeze, gc.unfreeze
-    gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
+def thawed_heap():
+    """What a module's own fixtures held can be freed after it."""
     yield
-    gc.freeze, gc.unfreeze = freeze, unfreeze
-
-
-def pytest_unconfigure():
-    gc.unfreeze()  # or modules complain at exit about what was not freed
+    unfreeze()
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """`checkpoint("qwen3", tied=True)` -> folder of a tiny checkpoint, made once per session and arguments."""
+    from testing import tiny_models  # not above: the process that hands tests to workers needs no torch
+
     made = {}
 
     def make(architecture: str = "qwen3", **options) -> str:

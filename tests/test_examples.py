@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from trl import ModelConfig, TrlParser
 
 from testing import engines, published
+from testing.processes import alone
 from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.planning.plan import plan_for_model
@@ -446,13 +447,10 @@ def test_the_script_trains_and_saves(checkpoint, tmp_path):
         "save_steps": 1,
     }
     words = [word for flag, value in small.items() for word in (f"--{flag}", *str(value).split())]
-    # an engine of an earlier test leaves its ranks in the environment, and listens on its port
-    of_a_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    alone = {name: value for name, value in os.environ.items() if name not in of_a_group}
     done = subprocess.run(
         [sys.executable, "examples/grpo.py", "--config", "examples/configs/qwen3_4b_1xh200.yaml", *words],
         cwd=ROOT,
-        env=alone | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
+        env=alone() | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,9 +11,9 @@ from torch import nn
 from trl import GRPOConfig
 
 from .correction.importance import RolloutCorrection
+from .flags import flag
 from .flags.correction import CorrectionFlags
 from .flags.engine import EngineFlags
-from .flags.flag import flag
 from .flags.forward import ForwardFlags
 from .flags.kv_cache import KVCacheFlags
 from .flags.router import RouterFlags

@@ -154,8 +154,9 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         """Values by metric that TRL will average into the next log, of training or of evaluation."""
         return self._metrics["train" if self.model.training else "eval"]
 
-    def _add(self, feature: Feature) -> None:
+    def _add(self, feature: AnyFeature) -> AnyFeature:
         self.features = tuple(sorted([*self.features, feature], key=lambda one: ORDER.index(type(one))))
+        return feature
 
     def _log(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -176,45 +177,41 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         require_servable(self.model)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         recipe = args.recipe_for(self.model)
-        if recipe.fp8_kv_cache:
-            self._add(KVCache(self, recipe))
-            recipe = self.feature(KVCache).recipe
+        kv_cache = self._add(KVCache(self, recipe)) if recipe.fp8_kv_cache else None
+        if kv_cache:
+            recipe = kv_cache.recipe  # with kv_cache_skip_layers="auto" resolved
         if args.own_engine:
             self.recipe, self.plan = recipe, plan_for_model(self.model, recipe)
             self._add(Syncs(self))
             self.accelerator.print(self.plan.table())
         if args.routes_returned:
             self._add(Routes(self))
-        kv_cache = self.feature(KVCache)
+        flow = self._add(Flow(self)) if args.fp8_flow_on else None
         generation = FP8VLLMGeneration(
             recipe=recipe,
             calibrate=kv_cache and kv_cache.calibrate,
             engine_kwargs=args.vllm_engine_kwargs,
+            share=flow and flow.keep_weight,
             return_routes=args.routes_returned,
             match_rounding=args.fp8_forward == "full",
             **kwargs,
         )
-        if kv_cache:
-            kv_cache.follow(generation.numerics)
-        if args.fp8_flow_on:
-            self._add(Flow(self, generation.numerics, kv_cache and kv_cache.tap))
-            generation.share = self.feature(Flow).share
+        for feature in self.features:
+            feature.engine_started(generation.numerics)
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
-            flow = self.feature(Flow)
-            self.accelerator.print(
-                f"Engine: {', '.join(kernels) or 'high precision'}. Trainer: {flow or 'as TRL computes'}.\n"
-            )
+            engine, trainer = ", ".join(kernels) or "high precision", flow or "as TRL computes"
+            self.accelerator.print(f"Engine: {engine}. Trainer: {trainer}.\n")
         return generation
 
     def _generate(self, prompts: list) -> tuple:
         for feature in self.features:
             feature.before_generation(prompts)
         output = super()._generate(prompts)
-        if self.features:
-            rollouts = Rollouts(*output[:2])
-            for feature in self.features:
-                self._log(feature.after_generation(rollouts))
+        rollouts = Rollouts(*output[:2]) if self.features else None
+        for feature in self.features:
+            feature.after_generation(rollouts)
+        self._log(rollouts.metrics if rollouts else {})
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:

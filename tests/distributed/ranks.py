@@ -1,12 +1,12 @@
 """Start a test's function on several ranks, each a process with an engine of its own, and collect what they report."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+from testing.processes import alone, free_port
 
 
 ROOT = Path(__file__).parents[2]
@@ -51,12 +51,9 @@ def run(function: str, folder: Path, *, config: Path | None = None, ranks: int =
         command = [BIN / "accelerate", "launch", "--config_file", config, "--num_processes", ranks]
         command += ["--main_process_port", port]
     command += ["-m", "tests.distributed.worker", function, folder, json.dumps(options)]
-    # PYTHONDONTWRITEBYTECODE would have every rank compile torch, vLLM and transformers from source: 40 s
-    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
-    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     # accelerate calls the device of a rank on CPU "cpu:0", where torch cannot load an optimizer's state
     cpu = {"ACCELERATE_TORCH_DEVICE": "cpu", "DS_ACCELERATOR": "cpu"}
-    environment = inherited | cpu | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = alone() | cpu | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     try:
         done = subprocess.run(
             [str(part) for part in command],
@@ -72,9 +69,3 @@ def run(function: str, folder: Path, *, config: Path | None = None, ranks: int =
         raise AssertionError(f"{function} did not end within {SECONDS} s:\n{output[-6000:]}") from None
     reports = [json.loads(path.read_text()) for path in sorted(folder.glob("rank_*.json"))]
     return Ended(done.returncode, done.stdout, reports)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

@@ -30,11 +30,19 @@ def trajectory(report: dict) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ddp")
-    return launch(
-        "train_and_drift", folder, config=ACCELERATE / "cpu_ddp.yaml", checkpoint=checkpoint("qwen3"), **FLAGS
-    )
+def died(checkpoint, tmp_path_factory):
+    """A launch whose second rank is killed, and the checkpoint from which it can go on."""
+    folder = tmp_path_factory.mktemp("died")
+    ended = run("killed", folder, config=ACCELERATE / "cpu_ddp.yaml", checkpoint=checkpoint("qwen3"), **FLAGS)
+    # killed between the two optimizer steps of a generation: the second is made from the rollouts in the checkpoint
+    return ended, str(folder / "run" / "checkpoint-1")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(died, checkpoint, tmp_path_factory):
+    """What each rank reports of a run; under "resumed" the run that died, which its processes finished before it."""
+    options = FLAGS | {"config": ACCELERATE / "cpu_ddp.yaml", "checkpoint": checkpoint("qwen3"), "resume": died[1]}
+    return launch("resume_then_train_and_drift", tmp_path_factory.mktemp("ddp"), **options)
 
 
 def test_both_ranks_engines_hold_the_same_policy(uninterrupted):
@@ -54,14 +62,11 @@ def test_the_precision_flow_leaves_no_mismatch_under_ddp(uninterrupted):
     assert len(measured) == 3 and max(measured) < 1e-5  # two optimizer steps for each generation
 
 
-def test_a_killed_rank_ends_the_job_and_the_run_resumes(uninterrupted, checkpoint, tmp_path):
-    config = ACCELERATE / "cpu_ddp.yaml"
-    ended = run("killed", tmp_path, config=config, checkpoint=checkpoint("qwen3"), **FLAGS)
+def test_a_killed_rank_ends_the_job_and_the_run_resumes(died, uninterrupted):
+    ended, _ = died
     assert ended.status != 0 and ended.reports == []
     assert "SIGKILL" in ended.output or "Signal 9" in ended.output or "exitcode  : -9" in ended.output
-    # killed between the two optimizer steps of a generation: the second is made from the rollouts in the checkpoint
-    resume = str(tmp_path / "run" / "checkpoint-1")
-    again = launch("train", tmp_path, config=config, checkpoint=checkpoint("qwen3"), resume=resume, **FLAGS)
+    again = [report["resumed"] for report in uninterrupted]
     assert trajectory(again[0]) == trajectory(uninterrupted[0])
     assert again[0]["engine"] == again[1]["engine"] == uninterrupted[0]["engine"]
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 
 from testing import engines  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
-from testing.runs import arguments, dataset, reward_digits  # noqa: E402
+from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
@@ -36,12 +36,16 @@ def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str |
     return described(trainer) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
 
 
-def train_and_drift(folder: Path, checkpoint: str, **flags) -> dict:
-    """As `train`; then the second rank's policy drifts apart before another sync, whose error is reported."""
+def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **flags) -> dict:
+    """A resumed run, whose report is in "resumed", and one from the start, of the same flags.
+
+    Then the second rank's policy drifts apart before another sync, whose error is reported.
+    """
+    resumed = train(Path(resume).parents[1], checkpoint, resume=resume, **flags)
     trainer = make_trainer(folder, checkpoint, **flags)
     trainer.train()
     trainer.vllm_generation.sync_weights()
-    report = described(trainer)
+    report = described(trainer) | {"resumed": resumed}
     if trainer.accelerator.process_index == 1:
         with torch.no_grad():
             trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
@@ -131,7 +135,7 @@ def described(trainer: FP8GRPOTrainer) -> dict:
     return {
         "ranks": trainer.accelerator.num_processes,
         "distributed_type": trainer.accelerator.distributed_type.value,
-        "log": [row for row in trainer.state.log_history if "loss" in row],
+        "log": rows(trainer),
         "evaluated": [row for row in trainer.state.log_history if "eval_reward" in row],
         "kv_scales": generation.last_sync.kv_scales.values.tolist(),
         "engine": engine_digest(generation.llm),

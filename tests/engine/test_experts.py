@@ -7,13 +7,8 @@ import torch
 
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
-from trl_fp8.policy.attention.calibration import observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
+from testing.rollouts import calibrated, follow
 from trl_fp8.policy.flow.check import VERIFIED_WITH_FP8_EXPERTS
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
-from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -151,10 +146,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
     """FP8 experts, linears and KV cache on both sides. The engine's batches are larger and add in another order."""
     with reference_fp8_experts(fused_activation=True):  # as TritonExperts where DeepGEMM is not in use
         generation = engines.start(checkpoint(architecture), expert_kernels=True, return_routes=True)
-    tap = AttentionTap(generation.model)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS).amax_L3, 2.0)
-    generation.calibrate = lambda: scales
-    generation.sync_weights()
+    tap, scales = calibrated(generation, engines.PROMPTS)
     theirs = [torch.tensor(prompt) for _, _, prompt in engines.log_probs(generation.llm)]
     tap.simulate(scales.values)
 
@@ -168,10 +160,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
         return torch.cat(differences)
 
     plain = off()
-    flow = FP8Flow(activation=ActivationScaling("fp32", FLOORED_SCALE_AMAX))
-    scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
-    experts_flow = FP8Flow(activation=scaling, fused_activation=fused)
-    PrecisionFlow(generation.model, generation.recipe, flow, tap, experts_flow)
+    follow(generation, tap)
     engines.shutdown(generation.llm)
     # nearly all tokens are equal; the rare ones that are not are far from what the plain forward leaves
     found = off()

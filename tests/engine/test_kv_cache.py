@@ -7,6 +7,7 @@ import torch
 from vllm import SamplingParams
 
 from testing import engines
+from testing.rollouts import calibrated, follow
 from trl_fp8.engine.vllm import kv_scales as kv_cache
 from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import (
@@ -16,12 +17,9 @@ from trl_fp8.engine.vllm.kv_scales import (
     quantizes_query,
 )
 from trl_fp8.policy.attention import tap as attention_tap
-from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.tap import AttentionTap
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.quantization.e4m3 import cache_codes
-from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
+from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -48,14 +46,10 @@ def test_where_queries_are_rounded_attention_weights_are(implementations, offset
     assert attention_weight_offset(None) == offset
 
 
-def calibrated(checkpoint, **options):
+def start(checkpoint, **options):
     """A synced engine with scales of its own policy, and the policy's tap."""
     generation = engines.start(checkpoint, **options)
-    tap = AttentionTap(generation.model, generation.recipe.kv_cache_skip_layers)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS + [PROMPT]).amax_L3, 2.0)
-    generation.calibrate = lambda: scales
-    generation.sync_weights()
-    return generation, tap, scales
+    return generation, *calibrated(generation, engines.PROMPTS + [PROMPT])
 
 
 def decode(generation, prompt=PROMPT):
@@ -87,7 +81,7 @@ def cached(generation, layer, slots):
 
 def test_the_cache_holds_the_bytes_that_the_trainer_computes_from_the_same_states(checkpoint):
     """52 tokens through prefill and 32 decode steps: every byte of every layer, read from the cache itself."""
-    generation, _, scales = calibrated(checkpoint("qwen3"))
+    generation, _, scales = start(checkpoint("qwen3"))
     tokens, written = decode(generation)
     for layer, (key, value, slots) in written.items():
         assert len(slots) == len(PROMPT) + DECODED == len(tokens)
@@ -122,17 +116,14 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     Two-sided: a trainer in FP32 misses bytes of both layers,
     and without the engine's positions RoPE turns k elsewhere.
     """
-    generation, tap, scales = calibrated(checkpoint("qwen3"))
+    generation, tap, scales = start(checkpoint("qwen3"))
     tokens, written = decode(generation)
     pad = 11
     ids = torch.tensor([[0] * pad + tokens, tokens[:pad] + tokens])
     mask = torch.ones_like(ids)
     mask[0, :pad] = 0
     in_fp32 = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)
-    flow = FP8Flow(
-        activation=generation.numerics.linears,
-    )
-    PrecisionFlow(generation.model, generation.recipe, flow, tap)
+    follow(generation, tap)
     ours = trainer_bytes(generation, tap, scales, ids, mask, monkeypatch)
     monkeypatch.setattr(AttentionTap, "_before_forward", lambda self, module, args, kwargs: None)
     tap.remove()
@@ -157,7 +148,7 @@ def pick(bytes_by_layer, layer, column, sequence, heads, positions):
 
 
 def test_skipped_layers_stay_in_bf16_and_equal_a_fresh_engine(checkpoint, tmp_path):
-    generation, _, scales = calibrated(checkpoint("qwen3"), kv_cache_skip_layers=(0,))
+    generation, _, scales = start(checkpoint("qwen3"), kv_cache_skip_layers=(0,))
     layers = attention_layers(engine_model(generation.llm))
     assert [module.kv_cache.dtype for module in layers.values()] == [torch.bfloat16, torch.uint8]
     _, written = decode(generation)
@@ -172,7 +163,7 @@ def test_skipped_layers_stay_in_bf16_and_equal_a_fresh_engine(checkpoint, tmp_pa
 
 def test_bf16_weights_keep_their_scales_through_a_reload(checkpoint):
     """vLLM resets scales at each reload of an unquantized model; the recipe's config must prevent that."""
-    generation, _, scales = calibrated(checkpoint("qwen3"), fp8_weights=False)
+    generation, _, scales = start(checkpoint("qwen3"), fp8_weights=False)
     before = engines.log_probs(generation.llm)
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == before
@@ -182,7 +173,7 @@ def test_bf16_weights_keep_their_scales_through_a_reload(checkpoint):
 
 
 def test_scales_that_change_between_sync_and_rollout_are_caught_by_name(checkpoint):
-    generation, _, scales = calibrated(checkpoint("qwen3"))
+    generation, _, scales = start(checkpoint("qwen3"))
     generation.generate([PROMPT], None, 1)
     layers = attention_layers(engine_model(generation.llm))
 
@@ -205,7 +196,7 @@ def test_scales_that_change_between_sync_and_rollout_are_caught_by_name(checkpoi
 
 
 def test_attention_that_cannot_be_recalibrated_is_refused_by_name(checkpoint, monkeypatch):
-    generation, _, _ = calibrated(checkpoint("qwen3"))
+    generation, _, _ = start(checkpoint("qwen3"))
     model = engine_model(generation.llm)
     assert list(fp8_attention_layers(model)) == [0, 1]
     with pytest.raises(RuntimeError, match="layer 1: KV cache of type fp8"):

@@ -14,24 +14,20 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from testing import engines
 from testing.played_attention import engine_with, played_attention
 from testing.quantization_counter import QuantizationCounter
-from testing.rollouts import DECODED, PROMPTS, calls_of, flow_of, sampled
+from testing.rollouts import DECODED, PROMPTS, calibrated, calls_of, flow_of, follow, sampled
 from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel
 from trl_fp8.engine.vllm.numerics import activation_scaling
-from trl_fp8.policy.attention.calibration import observe_sequences
-from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow import precision_flow
 from trl_fp8.policy.flow.bf16_modules import BF16Modules
 from trl_fp8.policy.flow.check import VERIFIED
 from trl_fp8.policy.flow.gemm import fake_quant_gemm
 from trl_fp8.policy.flow.linear import FP8Linears
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
 from trl_fp8.quantization.blockwise import (
     ACTIVATION_AMAX_FLOOR,
     quantize_activation,
     quantize_weight,
 )
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
-from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -44,10 +40,7 @@ ROUNDING = 5e-6
 def synced(checkpoint, **flags):
     """A synced engine with scales of its own policy, that policy's tap, and the scales."""
     generation = engines.start(checkpoint, **flags)
-    tap = AttentionTap(generation.model)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, engines.PROMPTS + PROMPTS).amax_L3, 2.0)
-    generation.calibrate = lambda: scales
-    generation.sync_weights()
+    tap, scales = calibrated(generation, engines.PROMPTS + PROMPTS)
     return generation, tap, scales.values
 
 
@@ -98,10 +91,9 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, che
     def off(scales=scales):
         return differences(policy_log_probs(generation, tap, scales, sequences), theirs)
 
-    flow = flow_of(generation)
     with monkeypatch.context() as patch:
         patch.setattr(precision_flow.BF16Modules, "install", lambda model: None)
-        installed = PrecisionFlow(generation.model, generation.recipe, flow, tap)
+        installed = follow(generation, tap)
         without_bf16 = off()
     installed.installed.remove()
     weights_only = FP8Linears.install(
@@ -111,7 +103,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, che
     only_weights = off()
     weights_only.remove()
     between.remove()
-    PrecisionFlow(generation.model, generation.recipe, flow, tap)
+    follow(generation, tap)
     without_cache = off(None)
     prompt, decode = off()
     engines.shutdown(generation.llm)
@@ -127,11 +119,9 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(checkpoint):
     """
     generation = engines.start(checkpoint("qwen3", num_hidden_layers=24))
     engines.perturb(generation.model, seed=0)
-    tap, lengths = AttentionTap(generation.model), (2, 5, 9, 14, 24)
+    lengths = 2, 5, 9, 14, 24
     prompts = [[4 + (11 * row + 7 * p) % 50 for p in range(6 + 3 * row)] for row in range(len(lengths))]
-    scales = kv_scales_from_amax(observe_sequences(generation.model, tap, prompts).amax_L3, 4.0)
-    generation.calibrate = lambda: scales
-    generation.sync_weights()
+    tap, scales = calibrated(generation, prompts, margin=4.0)
     sampling = [SamplingParams(seed=row, max_tokens=n, logprobs=0, ignore_eos=True) for row, n in enumerate(lengths)]
     outputs = generation.llm.generate([{"prompt_token_ids": p} for p in prompts], sampling, use_tqdm=False)
     sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
@@ -140,7 +130,7 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(checkpoint):
         SamplingParams(max_tokens=1, prompt_logprobs=0),
         use_tqdm=False,
     )
-    PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+    follow(generation, tap)
     ours = policy_log_probs(generation, tap, scales.values, sequences)
     engines.shutdown(generation.llm)
     for tokens, n, output, prompt, row in zip(sequences, lengths, outputs, prefilled, ours, strict=True):
@@ -176,7 +166,7 @@ def test_an_engine_that_rounds_attention_weights_is_followed(tile, left, checkpo
     with engine_with(played_attention(torch.float8_e4m3fn, tile)):
         generation, tap, scales = synced(checkpoint("qwen3"))
         sequences, theirs = sampled(generation)
-        PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+        follow(generation, tap)
         off = {}
         for offset in (None, 256.0):
             tap.follow(weight_offset=offset)
@@ -198,7 +188,7 @@ def test_an_fp8_linear_gives_the_engines_bf16_outputs(scale_format, checkpoint):
         for layer in range(2)
         for name in (f"model.layers.{layer}.self_attn.qkv_proj", f"model.layers.{layer}.mlp.down_proj")
     }
-    PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+    follow(generation, tap)
     for name, seen in calls.items():
         parent, _, last = name.rpartition(".")
         layers = [generation.model.get_submodule(f"{parent}.{part}") for part in FUSED.get(last, (last,))]
@@ -227,7 +217,7 @@ def test_the_forward_computes_with_what_the_sync_quantized(checkpoint, monkeypat
     """
     generation, tap, scales = synced(checkpoint("qwen3"))
     held = engine_model(generation.llm).model.layers[1].mlp
-    flow = PrecisionFlow(generation.model, generation.recipe, flow_of(generation), tap)
+    flow = follow(generation, tap)
     generation.share = flow.keep_weight
     calls, linears = QuantizationCounter(monkeypatch), flow.installed.modules
 

@@ -14,7 +14,7 @@ from trl_fp8.engine.vllm import routes
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.engine.vllm.routes import RouteLog, RouterCapture, returned_routes
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

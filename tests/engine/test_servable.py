@@ -147,7 +147,7 @@ def test_experts_are_called_what_vllms_loader_calls_them(family):
     holds = {loaded: parameter for parameter, loaded, *_ in mapping}
     for held, sent in zip(names.HELD, family.fused, strict=True):
         assert holds[f"experts.{sent}"] == f"experts.{held}_weight" and names.sent_expert_name(held, gate) == sent
-        for published in names.published_names(f"model.experts.{sent}"):
+        for published in names.published_names(f"model.experts.{sent}", "_scale_inv"):
             assert holds[published.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
 
 

@@ -9,7 +9,6 @@ KV scales       last in the same stream   as [1], see `wire`
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 from testing import engines
+from testing.processes import alone, free_port
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.sync.weight_stream import Named, WeightStream
 
@@ -47,10 +47,8 @@ def server(model: str, arguments: dict, log: Path, **environment: str) -> Iterat
         command.append("--" + name.replace("_", "-"))
         if value is not True:
             command.append(json.dumps(value) if isinstance(value, dict) else str(value))
-    # Not those of an engine in this process, and with a cache of compiled imports
-    dropped = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")
-    inherited = {k: v for k, v in os.environ.items() if k not in (*dropped, "PYTHONDONTWRITEBYTECODE")}
-    environment = inherited | {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
+    environment = {"HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1"} | environment
+    environment = alone("VLLM_ENABLE_V1_MULTIPROCESSING") | environment
     with log.open("w") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:
@@ -58,12 +56,6 @@ def server(model: str, arguments: dict, log: Path, **environment: str) -> Iterat
         yield f"http://127.0.0.1:{port}"
     finally:
         end(process)
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen, log: Path, seconds: float = 400) -> None:

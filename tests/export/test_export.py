@@ -1,7 +1,6 @@
 """FP8 checkpoints on disk: what vLLM and transformers make of them, and that a broken one is found."""
 
 import json
-import os
 import re
 from types import SimpleNamespace
 
@@ -10,7 +9,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl.trainer.utils import ensure_master_addr_port
 
 from testing import engines, tiny_models
 from testing.reference_experts import reference_fp8_experts
@@ -19,17 +17,6 @@ from trl_fp8.export.checksums import CHECKSUMS, verify_export
 from trl_fp8.export.export import INDEX, export_fp8
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model
-
-
-def loaded_log_probs(folder, recipe):
-    """Of an engine that loads the checkpoint by itself."""
-    ensure_master_addr_port()
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    llm = engines.load(folder, recipe)
-    try:
-        return engines.log_probs(llm)
-    finally:
-        engines.shutdown(llm)
 
 
 @pytest.mark.engine
@@ -46,7 +33,7 @@ def test_vllm_loads_what_the_engine_was_sent(architecture, options, checkpoint, 
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
     folder = export_fp8(generation.model, generation.processing_class, tmp_path / "fp8", scales)
-    assert loaded_log_probs(folder, generation.recipe) == synced
+    assert engines.loaded_log_probs(folder, generation.recipe) == synced
     assert verify_export(folder) >= 5
 
 
@@ -64,7 +51,7 @@ def test_experts_are_written_one_by_one_and_vllm_loads_them(architecture, checkp
     one = "block_sparse_moe.experts.3.w1" if architecture == "mixtral" else "mlp.experts.3.gate_proj"
     assert {f"model.layers.1.{one}.weight", f"model.layers.1.{one}.weight_scale_inv"} <= names.keys()
     with reference_fp8_experts():
-        assert loaded_log_probs(folder, generation.recipe) == synced
+        assert engines.loaded_log_probs(folder, generation.recipe) == synced
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen2"])
@@ -200,4 +187,4 @@ def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path, 
         with pytest.raises(RuntimeError, match="main process could not write the export: .*is not empty"):
             trainer.save_fp8_model(tmp_path / "fp8")
         assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())  # adapters unmerged
-    assert loaded_log_probs(tmp_path / "fp8", trainer.recipe) == held
+    assert engines.loaded_log_probs(tmp_path / "fp8", trainer.recipe) == held

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from testing.runs import arguments, training
+from testing.runs import arguments, rows, training
 from trl_fp8.run.file import read_run
 
 
@@ -82,5 +82,5 @@ def test_a_kv_cache_that_is_too_small_for_the_batch_only_takes_longer(checkpoint
     )
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train()
-        (row,) = [row for row in trainer.state.log_history if "loss" in row]
+        (row,) = rows(trainer)
         assert row["mismatch/fraction_missing"] == 0 and row["mismatch/logp_difference_mean"] < 0.3

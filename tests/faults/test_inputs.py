@@ -7,7 +7,7 @@ from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from testing.runs import arguments, dataset, training
+from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
 
@@ -103,10 +103,10 @@ PROMPTS = {
 
 @pytest.mark.engine
 def test_odd_prompts_train_together(checkpoint, tmp_path):
-    rows = Dataset.from_list([{"prompt": text} for text in PROMPTS.values() if text] * 6)
-    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=3), train=rows) as trainer:
+    prompts = Dataset.from_list([{"prompt": text} for text in PROMPTS.values() if text] * 6)
+    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=3), train=prompts) as trainer:
         trainer.train()
-        logged = [row for row in trainer.state.log_history if "loss" in row]
+        logged = rows(trainer)
     assert len(logged) == 3 and all(math.isfinite(row["loss"]) for row in logged)
     assert all(row["mismatch/fraction_missing"] == 0 for row in logged)
 
@@ -139,7 +139,7 @@ def test_odd_rewards_and_one_token_completions(checkpoint, tmp_path):
     args = arguments(tmp_path, max_steps=3, max_completion_length=1)
     with training(checkpoint("qwen3"), args, reward_funcs=rewards_of(lambda size: next(mixed))) as trainer:
         trainer.train()
-        logged = [row for row in trainer.state.log_history if "loss" in row]
+        logged = rows(trainer)
         finite = [parameter.isfinite().all() for parameter in trainer.model.parameters()]
         assert all(finite)
     assert logged[0]["grad_norm"] == 0.0 and logged[0]["frac_reward_zero_std"] == 1.0

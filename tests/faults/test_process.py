@@ -1,6 +1,5 @@
 """Processes that die, disks that are full: what is left is whole or is not picked up."""
 
-import os
 import resource
 import signal
 import subprocess
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing.runs import arguments, training
+from testing.processes import alone
+from testing.runs import arguments, column, training
 from trl_fp8.export.checksums import verify_export
 from trl_fp8.export.export import export_fp8
 from trl_fp8.run.checkpoints import marker
@@ -20,40 +20,18 @@ from trl_fp8.run.file import FILE
 from .dying import FLAGS, PLACES
 
 
-EXPORT = """
-import os, signal, sys
-import trl_fp8.export.export as hub
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-written, save_file = [], hub.save_file
-
-def dying(*args, **kwargs):
-    save_file(*args, **kwargs)
-    written.append(1)
-    if len(written) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-hub.save_file = dying
-folder = sys.argv[1]
-hub.export_fp8(
-    AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder), sys.argv[2], shard_bytes=60_000
-)
-"""  # noqa: E501
-
-
 @pytest.fixture
 def small(checkpoint):
     folder = checkpoint("qwen3")
     return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
-def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(small, checkpoint, tmp_path):
-    command = [sys.executable, "-c", EXPORT, checkpoint("qwen3"), tmp_path / "fp8"]
-    assert subprocess.run(command, capture_output=True).returncode == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()  # temporary, with a name that says so
+@pytest.mark.engine
+def test_an_export_that_is_killed_leaves_no_folder_and_can_be_repeated(small, dead):
+    (left,) = (dead / "export").iterdir()  # temporary, with a name that says so
     assert left.name.startswith(".fp8-") and len(list(left.glob("*.safetensors"))) == 3
-    export_fp8(*small, tmp_path / "fp8")
-    assert verify_export(tmp_path / "fp8") > 3
+    export_fp8(*small, dead / "export" / "fp8")
+    assert verify_export(dead / "export" / "fp8") > 3
 
 
 @contextmanager
@@ -90,7 +68,7 @@ def test_a_checkpoint_onto_a_full_disk_ends_the_run_and_the_last_whole_one_stays
     assert marker(tmp_path / "checkpoint-2").exists() and not marker(tmp_path / "checkpoint-1").exists()
     with training(checkpoint("qwen3"), arguments(tmp_path, **FLAGS)) as trainer:
         trainer.train(resume_from_checkpoint=True)
-        assert losses(trainer) == expected
+        assert column(trainer, "loss") == expected
 
 
 @pytest.mark.engine
@@ -106,12 +84,14 @@ def test_a_full_disk_under_the_run_log_does_not_end_the_run(checkpoint, tmp_path
 def dead(checkpoint, tmp_path_factory):
     """Folder with the output folders of the runs that died."""
     folder = tmp_path_factory.mktemp("dead")
-    # an engine of an earlier test leaves its ranks in the environment, and listens on its port
-    of_a_group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    alone = {name: value for name, value in os.environ.items() if name not in of_a_group}
     command = [sys.executable, "-m", "tests.faults.dying", checkpoint("qwen3"), folder]
     done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=alone, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=Path(__file__).parents[2],
+        env=alone(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:]
     return folder
@@ -122,11 +102,7 @@ def expected(checkpoint, tmp_path_factory):
     """Losses of a run that nobody killed."""
     with training(checkpoint("qwen3"), arguments(tmp_path_factory.mktemp("whole"), **FLAGS)) as trainer:
         trainer.train()
-        return losses(trainer)
-
-
-def losses(trainer):
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        return column(trainer, "loss")
 
 
 @pytest.mark.engine
@@ -142,7 +118,7 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(place, dead, expect
             with pytest.raises(ValueError, match="checkpoint-2.*was not written to its end.*checkpoint-1"):
                 trainer.train(resume_from_checkpoint=str(half))
         trainer.train(resume_from_checkpoint=True)
-        assert losses(trainer) == expected
+        assert column(trainer, "loss") == expected
 
 
 def test_output_that_cannot_be_written_is_named(checkpoint, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import Gemma3nForCausalLM, Gemma3nTextConfig, MistralConfig, MistralForCausalLM
+from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
@@ -40,31 +40,15 @@ SLIDING = dict(
 
 
 def build(architecture="qwen3", implementation="sdpa", **overrides):
-    torch.manual_seed(0)
     if architecture == "mistral":
-        tiny = tiny_models.config("llama").to_dict()
-        names = (
-            "vocab_size hidden_size intermediate_size num_hidden_layers "
-            "num_attention_heads num_key_value_heads head_dim"
-        )
-        config = MistralConfig(
-            **{name: tiny[name] for name in names.split()}, sliding_window=2, initializer_range=0.08
-        )
-        model = MistralForCausalLM(config)
-    elif architecture == "gemma3n":
-        model = Gemma3nForCausalLM(gemma3n_config())
-    else:
-        model = tiny_models.build(architecture, **overrides)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.5)
-    model.set_attn_implementation(implementation)
-    return model.eval()
+        overrides["sliding_window"] = 2
+    return tiny_models.build(architecture, attn_implementation=implementation, **overrides)
 
 
-def gemma3n_config() -> Gemma3nTextConfig:
+def gemma3n(implementation) -> Gemma3nForCausalLM:
     """Four layers, of which the last two read the k and v of the first two."""
-    return Gemma3nTextConfig(
+    torch.manual_seed(0)
+    config = Gemma3nTextConfig(
         vocab_size=64,
         vocab_size_per_layer_input=64,
         hidden_size=64,
@@ -80,7 +64,9 @@ def gemma3n_config() -> Gemma3nTextConfig:
         sliding_window=2,
         layer_types=["sliding_attention", "full_attention"] * 2,
         activation_sparsity_pattern=[0.0] * 4,
+        attn_implementation=implementation,
     )
+    return Gemma3nForCausalLM(config).eval()
 
 
 def batch(sequences=SEQUENCES, side="right", pad=0) -> dict[str, torch.Tensor]:
@@ -235,7 +221,7 @@ def test_the_sliding_window_matters_to_these_inputs():
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_layers_that_share_kv_are_observed_and_rounded_like_their_source(implementation):
-    model = build("gemma3n", implementation)
+    model = gemma3n(implementation)
     inputs = {"input_ids": torch.tensor(SEQUENCES[:1])}
     with attention_of(model) as attention:
         plain = logits(model, inputs)

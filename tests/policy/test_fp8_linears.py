@@ -167,11 +167,6 @@ def test_wrong_flows_are_refused_by_flag(fields, message):
         FP8Flow(**fields)
 
 
-def qwen3(seed=0):
-    torch.manual_seed(seed)
-    return tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config("qwen3"))
-
-
 def token_batch():
     ids = torch.randint(4, 60, (2, 24), generator=torch.Generator().manual_seed(0))
     return {"input_ids": ids, "labels": ids}
@@ -179,7 +174,7 @@ def token_batch():
 
 @pytest.mark.parametrize("forward, backward, autocast", [(*flow, False) for flow in FLOWS] + [("full", "fp8", True)])
 def test_a_model_overfits_one_batch(forward, backward, autocast):
-    model, losses = qwen3().requires_grad_(False), []
+    model, losses = tiny_models.build().requires_grad_(False), []
     handle = installed(model, FP8Flow(forward, backward), recipe_for_model(model).fp8_modules)
     weights = [
         linear.weight.requires_grad_() for linear in handle.modules.values()
@@ -201,7 +196,7 @@ def test_a_model_overfits_one_batch(forward, backward, autocast):
 def test_gradient_checkpointing_changes_no_gradient(forward, backward, autocast, reentrant):
     found = []
     for checkpointing in (False, True):
-        model = qwen3()
+        model = tiny_models.build()
         installed(model, FP8Flow(forward, backward), recipe_for_model(model).fp8_modules)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -216,7 +211,9 @@ def test_gradient_checkpointing_changes_no_gradient(forward, backward, autocast,
 
 @pytest.mark.parametrize("backward", ["bf16", "fp8"])
 def test_lora_adapters_stay_high_precision_over_a_frozen_fp8_base(backward, monkeypatch):
-    model = get_peft_model(qwen3(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model = get_peft_model(
+        tiny_models.build(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    )
     names = [name for name, _ in model.named_parameters()]
     recipe = recipe_for_model(model)
     handle = installed(model, FP8Flow(backward=backward), recipe.fp8_modules)
@@ -239,7 +236,7 @@ def test_lora_adapters_stay_high_precision_over_a_frozen_fp8_base(backward, monk
 
 
 def test_adapters_can_be_added_after_installation():
-    model = qwen3()
+    model = tiny_models.build()
     name = "model.layers.0.self_attn.q_proj"
     handle = installed(model, FP8Flow(), [name])
     wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))

@@ -7,7 +7,7 @@ import torch
 from testing import tiny_models
 from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.router.replay import RouterReplay
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 
 
 PROMPTS, TOKENS = [2, 3], [4, 6]  # of each sequence: its prompt, and all of it
@@ -16,9 +16,7 @@ PROMPTS, TOKENS = [2, 3], [4, 6]  # of each sequence: its prompt, and all of it
 @pytest.fixture
 def replay():
     # the middle one of three layers has no router
-    config = tiny_models.config("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=200)
-    with torch.device("meta"):
-        return RouterReplay(tiny_models.ARCHITECTURES["qwen3_moe"][1](config))
+    return RouterReplay(tiny_models.on_meta("qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1], num_experts=200))
 
 
 def numbered(sequence: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 
 from testing.tiny_models import build
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 
 
 MOE = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]

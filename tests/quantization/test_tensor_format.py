@@ -118,8 +118,7 @@ def test_what_the_specs_say():
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    return tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config(intermediate_size=208))
+    return tiny_models.build(intermediate_size=208)
 
 
 def test_the_recipe_of_a_tensor_format(model):
@@ -130,7 +129,7 @@ def test_the_recipe_of_a_tensor_format(model):
     assert all(recipe.sharing_scale(name) == group for name in group)
     assert recipe.sharing_scale(f"{attention}.o_proj.weight") == (f"{attention}.o_proj.weight",)
     assert recipe_for_model(model).sharing_scale(group[0]) == group[:1]
-    moe = tiny_models.ARCHITECTURES["qwen3_moe"][1](tiny_models.config("qwen3_moe"))
+    moe = tiny_models.build("qwen3_moe")
     kept = recipe_for(outline_of(moe), weight_format="tensor").kept_modules
     assert "one scale per batch" in kept["model.layers.0.mlp.experts"]
 

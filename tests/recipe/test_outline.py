@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from testing import published, tiny_models
-from trl_fp8.recipe.from_config import CLASSES, outline_of_config
 from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.outline import CLASSES, outline_of_config
 
 
 CONFIGS = {

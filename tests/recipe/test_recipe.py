@@ -6,13 +6,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from testing import published, tiny_models
+from testing.tiny_models import on_meta
 from trl_fp8.planning.plan import format_bytes, plan_for_model
 from trl_fp8.recipe.recipe import recipe_for_model
-
-
-def build(architecture="qwen3", **overrides):
-    with torch.device("meta"):
-        return tiny_models.build(architecture, **overrides)
 
 
 PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -22,16 +18,16 @@ ALL = {f"model.layers.{layer}.{name}" for layer in (0, 1) for name in PROJECTION
 
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen2", "llama"])
 def test_every_aligned_projection_is_fp8_and_the_head_is_not(architecture):
-    recipe = recipe_for_model(build(architecture))
+    recipe = recipe_for_model(on_meta(architecture))
     assert set(recipe.fp8_modules) == ALL
     assert recipe.kept_modules == {"lm_head": "output head"}
 
 
 def test_misaligned_layers_are_kept_with_their_fused_peers_and_the_reason():
-    recipe = recipe_for_model(build(intermediate_size=192))
+    recipe = recipe_for_model(on_meta(intermediate_size=192))
     assert {name.rpartition(".")[2] for name in recipe.fp8_modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert recipe.kept_modules["model.layers.0.mlp.down_proj"] == "128 x 192 is not a multiple of 128 x 128"
-    one_kv_head = recipe_for_model(build(num_key_value_heads=1))  # k, v have 64 rows; q alone would be aligned
+    one_kv_head = recipe_for_model(on_meta(num_key_value_heads=1))  # k, v have 64 rows; q alone would be aligned
     assert one_kv_head.kept_modules["model.layers.1.self_attn.q_proj"] == "fused with k_proj, which is kept"
     assert "model.layers.1.self_attn.o_proj" in one_kv_head.fp8_modules
 
@@ -42,7 +38,7 @@ def test_misaligned_layers_are_kept_with_their_fused_peers_and_the_reason():
 )
 def test_tensor_parallel_shards_decide(tp_size, fp8):
     """q 256, k and v 128 rows of 2 heads; o 256 columns; gate, up 256 rows; down 256 columns."""
-    model = build()
+    model = on_meta()
     if not fp8:
         with pytest.raises(ValueError, match="vllm_tensor_parallel_size=4"):
             recipe_for_model(model, tensor_parallel_size=tp_size)
@@ -52,13 +48,13 @@ def test_tensor_parallel_shards_decide(tp_size, fp8):
 
 
 def test_kv_heads_are_replicated_beyond_their_number():
-    model = build(head_dim=128, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024)
+    model = on_meta(head_dim=128, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024)
     recipe = recipe_for_model(model, tensor_parallel_size=4)  # one kv head of 128 rows on two ranks each
     assert set(recipe.fp8_modules) == ALL
 
 
 def test_a_model_with_nothing_to_quantize_is_an_error_that_says_why():
-    small = build(hidden_size=64, intermediate_size=96)
+    small = on_meta(hidden_size=64, intermediate_size=96)
     with pytest.raises(ValueError) as error:
         recipe_for_model(small)
     message = str(error.value)
@@ -67,11 +63,11 @@ def test_a_model_with_nothing_to_quantize_is_an_error_that_says_why():
 
 
 def test_ignored_modules_are_exact_and_take_their_fused_peers_along():
-    recipe = recipe_for_model(build(), ignored_modules=("model.layers.0.mlp.up_proj",))
+    recipe = recipe_for_model(on_meta(), ignored_modules=("model.layers.0.mlp.up_proj",))
     assert recipe.kept_modules["model.layers.0.mlp.gate_proj"] == "fused with up_proj, which is kept"
     assert "model.layers.1.mlp.gate_proj" in recipe.fp8_modules
     with pytest.raises(ValueError, match=r"\['up_proj', 'model.layers.9.mlp.up_proj'\] are not linear layers"):
-        recipe_for_model(build(), ignored_modules=("up_proj", "model.layers.9.mlp.up_proj"))
+        recipe_for_model(on_meta(), ignored_modules=("up_proj", "model.layers.9.mlp.up_proj"))
 
 
 MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
@@ -79,7 +75,7 @@ MOE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe")
 
 @pytest.mark.parametrize("architecture", MOE)
 def test_experts_are_fp8_together_and_routers_never(architecture):
-    recipe = recipe_for_model(build(architecture))
+    recipe = recipe_for_model(on_meta(architecture))
     assert recipe.fp8_experts == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
     assert "model.layers.1.mlp.experts.down_proj" in recipe.fp8_tensors
     assert {recipe.kept_modules[f"model.layers.{layer}.mlp.gate"] for layer in (0, 1)} == {"router"}
@@ -89,7 +85,7 @@ def test_experts_are_fp8_together_and_routers_never(architecture):
 
 
 def test_experts_stay_in_high_precision_where_the_engine_has_no_kernel_and_the_plan_says_so():
-    model = build("qwen3_moe")
+    model = on_meta("qwen3_moe")
     recipe = recipe_for_model(model, expert_kernels=False)
     assert recipe.fp8_experts == () and len(recipe.fp8_modules) == 8 and recipe.has_experts
     assert "model.layers.0.mlp.experts" in recipe.quantization_config["modules_to_not_convert"]
@@ -110,13 +106,13 @@ def test_experts_stay_in_high_precision_where_the_engine_has_no_kernel_and_the_p
     ],
 )
 def test_experts_that_cannot_be_fp8_are_kept_with_the_reason(options, flags, reason):
-    recipe = recipe_for_model(build("qwen3_moe", **options), **flags)
+    recipe = recipe_for_model(on_meta("qwen3_moe", **options), **flags)
     assert reason in recipe.kept_modules["model.layers.0.mlp.experts"]
     assert "model.layers.0.mlp.experts" not in recipe.fp8_experts
 
 
 def test_experts_of_another_layout_are_kept():
-    model = build("qwen3_moe")
+    model = on_meta("qwen3_moe")
     model.model.layers[0].mlp.experts.is_transposed = True
     recipe = recipe_for_model(model)
     assert "another layout" in recipe.kept_modules["model.layers.0.mlp.experts"]
@@ -124,27 +120,26 @@ def test_experts_of_another_layout_are_kept():
 
 
 def test_mixtral_has_the_engines_names_in_what_the_engine_reads():
-    recipe = recipe_for_model(build("mixtral"))
+    recipe = recipe_for_model(on_meta("mixtral"))
     assert "model.layers.0.block_sparse_moe.gate" in recipe.quantization_config["modules_to_not_convert"]
     assert (
         recipe.engine_name("model.layers.0.mlp.experts.gate_up_proj") == "model.layers.0.block_sparse_moe.experts.w13"
     )
-    assert recipe_for_model(build("olmoe")).engine_name("model.layers.0.mlp.gate") == "model.layers.0.mlp.gate"
+    assert recipe_for_model(on_meta("olmoe")).engine_name("model.layers.0.mlp.gate") == "model.layers.0.mlp.gate"
 
 
 def test_quantization_config_is_what_vllm_reads():
-    recipe = recipe_for_model(build(intermediate_size=192))
+    recipe = recipe_for_model(on_meta(intermediate_size=192))
     config = recipe.quantization_config
     assert config["quant_method"] == "fp8" and config["weight_block_size"] == [128, 128]
     assert config["modules_to_not_convert"] == list(recipe.kept_modules)
-    kv_only = recipe_for_model(build(), fp8_weights=False).quantization_config
+    kv_only = recipe_for_model(on_meta(), fp8_weights=False).quantization_config
     assert set(kv_only["modules_to_not_convert"]) == ALL | {"lm_head"}
-    assert recipe_for_model(build(), fp8_weights=False, kv_cache_dtype="auto").quantization_config is None
+    assert recipe_for_model(on_meta(), fp8_weights=False, kv_cache_dtype="auto").quantization_config is None
 
 
 def test_peft_names_are_those_of_the_base_model():
-    torch.manual_seed(0)
-    plain = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+    plain = tiny_models.build()
     base = recipe_for_model(plain)
     wrapped = get_peft_model(plain, LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
     assert recipe_for_model(wrapped) == base
@@ -153,7 +148,7 @@ def test_peft_names_are_those_of_the_base_model():
 
 
 def test_plan_adds_up():
-    model = build()
+    model = on_meta()
     plan = plan_for_model(model, recipe_for_model(model))
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())
@@ -166,7 +161,7 @@ def test_plan_adds_up():
 
 
 def test_plan_table_shows_what_is_kept_and_why():
-    model = build(intermediate_size=192)
+    model = on_meta(intermediate_size=192)
     table = plan_for_model(model, recipe_for_model(model)).table()
     assert "model.layers.*.mlp.down_proj" in table and "192 is not a multiple of 128" in table
     assert "output head" in table and "2.0x the tokens" in table and "of parameters fp8" in table
@@ -175,7 +170,7 @@ def test_plan_table_shows_what_is_kept_and_why():
 
 
 def test_plan_of_a_mixture_of_experts_counts_the_experts():
-    model = build("qwen3_moe")
+    model = on_meta("qwen3_moe")
     plan = plan_for_model(model, recipe_for_model(model))
     experts = [row for row in plan.rows if "experts" in row.pattern]
     elements = 2 * 4 * 3 * 128 * 128
@@ -209,7 +204,7 @@ def test_bytes_read_well(count, text):
 
 
 def test_skipped_kv_layers_are_checked_counted_and_shown():
-    model = build()
+    model = on_meta()
     recipe = recipe_for_model(model, kv_cache_skip_layers=(1,))
     plan = plan_for_model(model, recipe)
     assert recipe.kv_cache_skip_layers == (1,)

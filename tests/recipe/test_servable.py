@@ -12,7 +12,7 @@ from trl_fp8 import FP8GRPOConfig
 from trl_fp8.cli import main
 from trl_fp8.engine.vllm.platforms import Cuda
 from trl_fp8.flags import engine
-from trl_fp8.planning.advice import risks
+from trl_fp8.planning.capacity import risks
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of
@@ -38,7 +38,7 @@ def flags_in(message: str) -> dict:
 @pytest.fixture
 def without_vllm(monkeypatch):
     """A plan asks vLLM where it is installed, which takes seconds; what is refused without it must not need it."""
-    monkeypatch.setattr("trl_fp8.commands.plan._vllm_registry", lambda: None)
+    monkeypatch.setattr("trl_fp8.commands.plan.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`push_to_hub` through huggingface_hub's real client, against a stand-in server on loopback."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -11,10 +10,9 @@ import pytest
 from safetensors.torch import load
 
 from testing.hub_stand_in import HubStandIn
+from testing.processes import alone
 
 
-# What engines of other tests in this process leave behind, and what forbids the network
-FOREIGN = ("HF_HUB_OFFLINE", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SCRIPT = """
 from testing.runs import arguments, training
 
@@ -35,12 +33,11 @@ def contents(folder):
 def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_other_with_cards(checkpoint, tmp_path):
     paths = dict(output=str(tmp_path / "out"), checkpoint=checkpoint("qwen3"))
     with HubStandIn() as hub:
-        environment = {k: v for k, v in os.environ.items() if k not in FOREIGN}
-        environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT.format(**paths)],
             cwd=Path(__file__).parents[2],
-            env=environment,
+            env=alone("HF_HUB_OFFLINE") | environment,
             capture_output=True,
             text=True,
             timeout=200,

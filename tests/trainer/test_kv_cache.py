@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from testing.runs import arguments, dataset, training
+from testing.runs import arguments, column, dataset, rows, training
 from trl_fp8.features.kv_cache import KVCache
 
 
@@ -15,10 +15,6 @@ pytestmark = pytest.mark.engine
 
 KV_ONLY = {"fp8_weights": False, "learning_rate": 1e-5, "simulate_kv_cache": False}
 MISMATCH = "sampling/sampling_logp_difference/mean"
-
-
-def column(trainer, key):
-    return [row[key] for row in trainer.state.log_history if key in row]
 
 
 def run(model, folder, **flags):
@@ -45,7 +41,7 @@ def test_simulation_is_the_same_under_gradient_checkpointing_and_lora(checkpoint
         args = arguments(tmp_path / str(checkpointing), simulate_kv_cache=True, gradient_checkpointing=checkpointing)
         with training(checkpoint("qwen3"), args, peft_config=lora) as trainer:
             trainer.train()
-        results.append([(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row])
+        results.append([(row["loss"], row["grad_norm"]) for row in rows(trainer)])
     plain, checkpointed = torch.tensor(results)
     torch.testing.assert_close(plain, checkpointed, rtol=1e-4, atol=1e-5)
     assert (plain[:, 1] > 0).all()

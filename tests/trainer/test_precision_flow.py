@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from testing import engines
 from testing.played_attention import engine_with, played_attention
-from testing.runs import arguments, training
+from testing.runs import arguments, column, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.features.flow import Flow
@@ -25,10 +25,6 @@ MISMATCH = "sampling/sampling_logp_difference/mean"
 ROUNDING = 1e-5
 # What quantization alone makes of this model's log-probs is 0.05 and more (tests/engine/test_precision_flow.py)
 VISIBLE = 1e-3
-
-
-def column(trainer, key):
-    return [row[key] for row in trainer.state.log_history if key in row]
 
 
 def run(model, folder, **flags):
@@ -117,7 +113,7 @@ def test_an_engine_without_fp8_kernels_has_nothing_to_follow():
     )
     expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
-        Flow(trainer, EngineNumerics(kernels={}), None)
+        Flow(trainer).engine_started(EngineNumerics(kernels={}))
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):

@@ -10,7 +10,7 @@ from testing.chats import Keypad, chat_tokenizer, chats, turns
 from testing.reference_experts import offered_fp8_experts
 from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, rows, training
 from trl_fp8.features.routes import Routes
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,7 @@ import torch
 from vllm import LLM
 
 from testing import engines
-from testing.runs import arguments, dataset, reward_digits
+from testing.runs import arguments, dataset, reward_digits, rows
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
@@ -82,8 +82,8 @@ def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tm
         *evaluation,
     ]  # transformers evaluates at the end
     assert trainer.vllm_generation.llm.occasion == (3, 0)  # so that a resumed run draws what this one drew
-    rows = [row for row in trainer.state.log_history if "loss" in row]
-    assert all(0 < row["mismatch/logp_difference_mean"] < 0.3 for row in rows)
+    logged = rows(trainer)
+    assert all(0 < row["mismatch/logp_difference_mean"] < 0.3 for row in logged)
     engines.shutdown(trainer.vllm_generation.llm)
 
 

@@ -12,16 +12,12 @@ from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
 from testing import engines, tiny_models
-from testing.runs import arguments, dataset, reward_digits, training
+from testing.runs import arguments, column, dataset, reward_digits, rows, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.run.launch import check_launch
 
 
 OFF = {"fp8_weights": False, "kv_cache_dtype": "auto"}
-
-
-def losses(trainer):
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_iterations": 2, "beta": 0.04}])
@@ -31,7 +27,8 @@ def test_with_every_fp8_flag_off_it_is_trl_bit_for_bit(options, checkpoint, tmp_
         args = arguments(tmp_path / config.__name__, config, max_steps=4, **options, **flags)
         with training(checkpoint("qwen3"), args, trainer_class) as trainer:
             trainer.train()
-        results.append((losses(trainer), {name: p.detach().clone() for name, p in trainer.model.named_parameters()}))
+        weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+        results.append((column(trainer, "loss"), weights))
     (trl_losses, trl_weights), (our_losses, our_weights) = results
     assert trl_losses == our_losses and len(set(our_losses)) > 1
     assert all(torch.equal(trl_weights[name], our_weights[name]) for name in trl_weights)
@@ -68,9 +65,9 @@ def test_architectures_train_three_steps(architecture, options, checkpoint, tmp_
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()
         assert "FP8 plan" in capfd.readouterr().out
-        rows = [row for row in trainer.state.log_history if "loss" in row]
-        assert len(rows) == 3 and all(math.isfinite(row["loss"]) for row in rows)
-        for row in rows:
+        logged = rows(trainer)
+        assert len(logged) == 3 and all(math.isfinite(row["loss"]) for row in logged)
+        for row in logged:
             # Random weights are the worst case of FP8: a few percent per operand, two layers. Still a distribution
             # close to the trainer's: a stale or garbled engine is off by whole nats.
             assert 0 < row["sampling/sampling_logp_difference/mean"] < 0.3
@@ -99,9 +96,9 @@ def test_bf16_rollouts_run_through_the_same_sync_on_cpu(checkpoint, tmp_path):
     with training(checkpoint("qwen3"), arguments(tmp_path, use_vllm=True, max_steps=2, **OFF)) as trainer:
         trainer.train()
         assert trainer.recipe is None and trainer.args.vllm_importance_sampling_mode == "sequence_mask"
-        rows = [row for row in trainer.state.log_history if "loss" in row]
+        logged = rows(trainer)
         # the same weights in the same type on both sides: BF16 noise of two layers, no FP8
-        assert all(row["sampling/sampling_logp_difference/mean"] < 0.02 for row in rows)
+        assert all(row["sampling/sampling_logp_difference/mean"] < 0.02 for row in logged)
 
 
 @pytest.mark.engine
@@ -110,7 +107,7 @@ def test_checkpoints_resume_and_save_model_hold_the_high_precision_policy(checkp
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train()
         trainer.save_model(str(tmp_path / "final"))
-        whole = losses(trainer)
+        whole = column(trainer, "loss")
         saved = load_file(tmp_path / "final" / "model.safetensors")
         policy = trainer.model.state_dict()
         assert saved.keys() == policy.keys() and all(torch.equal(saved[name], policy[name]) for name in saved)
@@ -119,7 +116,7 @@ def test_checkpoints_resume_and_save_model_hold_the_high_precision_policy(checkp
         assert "- fp8" in card and "GRPO" in card
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-        resumed = losses(trainer)
+        resumed = column(trainer, "loss")
         assert len(resumed) == 4 and resumed[:2] == whole[:2] and all(map(math.isfinite, resumed))
         assert trainer.vllm_generation.last_sync is not None
 
@@ -143,9 +140,9 @@ def test_a_rollout_function_is_synced_calibrated_and_logged_too(checkpoint, tmp_
 
     with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2), rollout_func=rollout) as trainer:
         trainer.train()
-        rows = [row for row in trainer.state.log_history if "loss" in row]
-        assert all(row["fp8/sync_seconds"] > 0 and row["mismatch/k3_kl"] > 0 for row in rows)
-        assert all(row["fp8/kv_saturation_fraction"] == 0 for row in rows)
+        logged = rows(trainer)
+        assert all(row["fp8/sync_seconds"] > 0 and row["mismatch/k3_kl"] > 0 for row in logged)
+        assert all(row["fp8/kv_saturation_fraction"] == 0 for row in logged)
 
 
 @pytest.mark.engine
@@ -197,7 +194,7 @@ def test_processes_that_engines_cannot_share_are_refused(checkpoint, tmp_path):
 
 
 def test_a_model_that_vllm_cannot_find_is_refused(tmp_path):
-    model = tiny_models.ARCHITECTURES["qwen3"][1](tiny_models.config())
+    model = tiny_models.build()
     with pytest.raises(ValueError, match="no name_or_path.*save_pretrained"):
         FP8GRPOTrainer(model, reward_digits, arguments(tmp_path), dataset(), processing_class=tiny_models.tokenizer())
 

@@ -113,9 +113,8 @@ def test_lora_trains_adapters_and_the_engine_holds_the_merged_weights(lora, tied
     assert not torch.equal(merged_codes, base_codes)
 
     source = SimpleNamespace(recipe=trainer.recipe, model=merged, engine_kwargs=None)
-    fresh = engines.fresh(tmp_path / "fresh", source, trainer.vllm_generation.last_sync.kv_scales)
-    assert engines.log_probs(fresh) == synced
-    engines.shutdown(fresh)
+    scales = trainer.vllm_generation.last_sync.kv_scales
+    assert engines.fresh_log_probs(tmp_path / "fresh", source, scales) == synced
 
 
 @pytest.mark.parametrize("module", ["lm_head", "embed_tokens"])

@@ -11,10 +11,9 @@ from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES
 from trl_fp8.planning.capacity import GIB, Capacity, as_json, as_text
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.formats import FORMATS
-from trl_fp8.recipe.from_config import outline_of_config
-from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
-from trl_fp8.recipe.servable import Resolve, require_servable
+from trl_fp8.recipe.servable import require_servable
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -24,22 +23,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
-    parser.add_argument(
-        "--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="of the engine (0.6)"
-    )
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="engine's (0.6)")
     parser.add_argument("--json", action="store_true", help="figures for scripts instead of the table")
 
 
 def run(given: Namespace) -> str:
     outline = _outline(given.model)
-    recipe = recipe_for(
-        outline,
-        weight_format=given.weight_format,
-        kv_cache_dtype=given.kv_cache_dtype,
-        tensor_parallel_size=given.tensor_parallel_size,
-        expert_kernels=given.engine == "cuda",
-    )
-    plan = plan_for(outline, recipe)
+    flags = {name: getattr(given, name) for name in ("weight_format", "kv_cache_dtype", "tensor_parallel_size")}
+    plan = plan_for(outline, recipe_for(outline, **flags, expert_kernels=given.engine == "cuda"))
     capacity = Capacity(plan, int(given.gpu_memory * GIB), given.gpu_memory_utilization)
     if given.json:
         return json.dumps(as_json(capacity, outline), indent=2)
@@ -51,13 +42,14 @@ def _outline(model: str) -> Outline:
         config = json.loads(_config_file(model).read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"MODEL={model!r}: its config.json is no JSON: {error}") from error
-    outline = outline_of_config(config, model)
-    if outline is not None:
+    if (outline := outline_of_config(config, model)) is not None:
         require_servable(outline)
-    else:
-        with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
-            outline = _outline_by_transformers(model, config)
-            require_servable(outline, _vllm_registry())
+        return outline
+    from trl_fp8.upstream.vllm import engine_class  # torch comes with it, which a plan from a config does without
+
+    with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
+        outline = _outline_by_transformers(model, config)
+        require_servable(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
     return outline
 
 
@@ -72,15 +64,6 @@ def _config_file(model: str) -> Path:
         raise ValueError(
             f"MODEL={model!r} is no folder here, and no config.json of that name came from the Hub: {error}"
         ) from error
-
-
-def _vllm_registry() -> Resolve | None:
-    """Where vLLM is installed it knows best what it knows."""
-    if find_spec("vllm") is None:
-        return None
-    from trl_fp8.upstream.vllm import engine_class
-
-    return engine_class
 
 
 def _outline_by_transformers(model: str, config: dict) -> Outline:

@@ -1,9 +1,5 @@
 """One generation: TRL's batch is compared, corrected and measured, and its log-ratios are computed once.
 
-    ratio = batch_log_ratio(batch)                                     what everything below is made from
-    metrics = apply_correction(batch, ratio, correction, accelerator)  weights, rejection, mismatch, report
-    sample = rollout_sample(ratio)                                     for the run's file, also without a correction
-
 TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
 them; where TRL computed the very ratio that the correction asks for, only metrics are added.
 
@@ -40,22 +36,12 @@ def apply_correction(
     *,
     ratio_from_trl: bool = False,
 ) -> dict[str, float]:
-    """Correct `batch` in place; one gather over ranks and one host synchronization.
+    """Correct `batch` in place and return `mismatch/*` and `correction/*`, over all ranks and before rejection.
 
-    Args:
-        batch: TRL's output for one generation batch.
-        ratio: `batch_log_ratio` of it.
-        correction: What to do.
-        accelerator: For the collectives; every rank must call this.
-        ratio_from_trl: The batch's `importance_sampling_ratio` is the correction's already.
-
-    Returns:
-        `mismatch/*` and `correction/*` metrics over all ranks, of the raw ratios and the mask before rejection.
-
-    Raises:
-        RuntimeError: On every rank: not one token has a log-prob of the engine that is a number.
+    Every rank must call this: one gather, one host synchronization. `ratio_from_trl` says that the batch's
+    `importance_sampling_ratio` is the correction's already. An engine that returns only NaN is a `RuntimeError`.
     """
-    corrected = correct(ratio, correction, all_reduce=lambda sums: accelerator.reduce(sums, "sum"))
+    corrected = correct(ratio, correction, lambda sums: accelerator.reduce(sums, "sum"), measured_kl=None)
     if not ratio_from_trl:
         batch["importance_sampling_ratio"] = corrected.loss_weights
         if correction.denominator == "shrink":
@@ -63,8 +49,7 @@ def apply_correction(
             batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
         if corrected.old_logps is not None:
             batch["old_per_token_logps"] = corrected.old_logps
-    tally = mismatch_tally(ratio) | corrected.report
-    sums = tally.gathered(accelerator.gather).read()
+    sums = (mismatch_tally(ratio) | corrected.report).gathered(accelerator.gather).read()
     if sums["tokens"] and sums["missing"] == sums["tokens"]:
         raise RuntimeError(
             f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "

@@ -1,7 +1,6 @@
 """When a mismatch or correction metric has left the range in which others trained stably, and what to try then.
 
-Thresholds are those of the projects that published them; the text is what a user can change. Saying it once per run
-is the caller's business.
+The text is what a user can change. Saying it once per run is the caller's business.
 """
 
 from collections.abc import Mapping
@@ -15,20 +14,11 @@ MAX_MASKED_SEQUENCES = 0.2
 
 
 def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection) -> dict[str, str]:
-    """Warnings by metric name, empty while all is well. NaN (nothing measured) is not a warning.
-
-    Args:
-        metrics: The union of `mismatch_metrics` and `correction_metrics`, or any part of it.
-        correction: The correction in force; at level `"sequence"` the sample size of sequence ratios counts.
-    """
-
-    def leaves(name: str, low: float = float("-inf"), high: float = float("inf")) -> bool:
-        return name in metrics and (metrics[name] < low or metrics[name] > high)
-
+    """Warnings about any of the mismatch and correction metrics, by name. NaN (nothing measured) is not a warning."""
     warnings = {}
     sequence = correction.level == "sequence"
     size = "correction/sequence_effective_sample_size" if sequence else "correction/effective_sample_size"
-    if leaves(size, low=MIN_EFFECTIVE_SAMPLE_SIZE):
+    if metrics.get(size, 1.0) < MIN_EFFECTIVE_SAMPLE_SIZE:
         warnings[size] = (
             f"{size} = {metrics[size]:.3f} < {MIN_EFFECTIVE_SAMPLE_SIZE}: a few "
             f"{'sequences' if sequence else 'tokens'} dominate the raw importance ratios. "
@@ -36,7 +26,7 @@ def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection)
             + ", and look for the cause in mismatch/k3_kl by position and length."
         )
     error = "mismatch/token_mult_prob_error"
-    if leaves(error, high=MAX_TOKEN_MULT_PROB_ERROR):
+    if metrics.get(error, 1.0) > MAX_TOKEN_MULT_PROB_ERROR:
         warnings[error] = (
             f"{error} = {metrics[error]:.3f} > {MAX_TOKEN_MULT_PROB_ERROR}: engine and trainer disagree about the "
             "sampled tokens. Single batches of a small or barely trained model reach this with FP8 rollouts; if it "
@@ -44,12 +34,12 @@ def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection)
             "layers in high precision (fp8_ignored_modules)."
         )
     masked = "correction/fraction_masked_sequences"
-    if leaves("correction/all_rejected", high=0.5):
+    if metrics.get("correction/all_rejected", 0.0) > 0.5:
         warnings["correction/all_rejected"] = (
             "no token of this batch is trained on, the correction rejects or masks every one. Widen the rejection "
             "bands (centre='measured' for geometric_ratio) or use level='token', bound='truncate'."
         )
-    elif leaves(masked, high=MAX_MASKED_SEQUENCES):
+    elif metrics.get(masked, 0.0) > MAX_MASKED_SEQUENCES:
         warnings[masked] = (
             f"{masked} = {metrics[masked]:.2f} > {MAX_MASKED_SEQUENCES}: that share of sequences is generated and "
             "thrown away. For geometric_ratio use centre='measured' or a wider band; at level='sequence' use "

@@ -2,19 +2,14 @@
 
 The engine samples from pi_rollout, the loss assumes pi_trainer. Multiplying each term by r = pi_trainer / pi_rollout
 removes the bias and adds variance, which grows with the product of ratios; bounding r trades some of the bias back.
-Three decisions are kept apart because mixing them hides what was lost:
+Three decisions are kept apart because mixing them hides what was lost: weighting (`level` and `bound`), rejection
+(`rejection.py`, on raw ratios only), and the denominator (whether rejected tokens count in the loss average).
 
-- weighting: at which *level* the ratio is taken, and what its *bound* does (`RolloutCorrection.level`, `.bound`);
-- rejection: which tokens or sequences are not trained on (`rejection.py`), decided on raw ratios only;
-- the denominator: whether rejected tokens still count in the loss average (`keep`) or not (`shrink`).
+Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mode`s bit for bit while no log-ratio
+reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
 
-Levels `"token"` and `"sequence"` with a bound are TRL's four `vllm_importance_sampling_mode`s and equal TRL's ratios
-bit for bit while no log-ratio reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
-
-    padding, prompt, tool output       exactly 1       VESPO sums log(weight) over all T, unmasked
-    token without a rollout log-prob   1 at level "token"; the sequence's weight at the other levels,
-                                       to which it adds 0
-    both sides agree                   exactly 1
+    padding, prompt, tool output       exactly 1, also where both sides agree: VESPO sums log(weight) over all T
+    token without a rollout log-prob   1 at level "token"; else the sequence's weight, to which it adds 0
 
 Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens; a unit
 is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
@@ -22,11 +17,13 @@ is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
 from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio
@@ -34,12 +31,7 @@ from .report import correction_tally
 from .tally import Tally
 
 
-LEVELS = ("token", "sequence", "geometric")
-BOUNDS = ("truncate", "mask")
-DENOMINATORS = ("keep", "shrink")
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
-
-_MEAN_FLOOR = 1e-8  # of a batch that is masked (nearly) everywhere: dividing would only amplify noise
+AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,20 +45,17 @@ class RolloutCorrection:
         bound (`str`, *optional*, defaults to `"truncate"`):
             What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
             weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
-        bound_min (`float`, *optional*):
-            Lower bound of r = pi_trainer / pi_rollout, at most 1.
-        bound_max (`float`, *optional*, defaults to `2.0`):
-            Upper bound of r, at least 1.
+        bound_min, bound_max (`float`, *optional*, default to `None` and `2.0`):
+            Bounds of r = pi_trainer / pi_rollout, at most 1 and at least 1. `None` is no bound.
         reject (`tuple[Rejection, ...]`, *optional*, defaults to `()`):
             Rejection rules; a token is trained on if all accept it.
         batch_normalize (`bool`, *optional*, defaults to `False`):
-            Divide the bounded weights by their mean over the whole batch (over scored tokens, or over sequences at the
-            other levels, before rejection), so that correction does not change the learning rate.
+            Divide the bounded weights by their mean over the batch on all ranks, before rejection, so that the
+            correction does not change the learning rate.
         denominator (`str`, *optional*, defaults to `"keep"`):
             `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do not count.
         bypass (`bool`, *optional*, defaults to `False`):
-            Use the rollout's log-probs as the old log-probs, so that the policy ratio itself corrects. Excludes a
-            `level`, which would correct twice.
+            Use the rollout's log-probs as the old log-probs: the policy ratio itself corrects, with `level=None`.
         monitor_only (`bool`, *optional*, defaults to `False`):
             Report what the correction would have done and change nothing.
     """
@@ -87,12 +76,12 @@ class RolloutCorrection:
             raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
 
     def _problems(self) -> Iterator[str]:
-        if self.level is not None and self.level not in LEVELS:
-            yield f"level={self.level!r} is unknown; use one of {', '.join(LEVELS)}, or None for weights of 1"
-        if self.bound not in BOUNDS:
-            yield f"bound={self.bound!r} is unknown; use one of {', '.join(BOUNDS)}"
-        if self.denominator not in DENOMINATORS:
-            yield f"denominator={self.denominator!r} is unknown; use one of {', '.join(DENOMINATORS)}"
+        if self.level not in ("token", "sequence", "geometric", None):
+            yield f"level={self.level!r} is unknown; use one of token, sequence, geometric, or None for weights of 1"
+        if self.bound not in ("truncate", "mask"):
+            yield f"bound={self.bound!r} is unknown; use one of truncate, mask"
+        if self.denominator not in ("keep", "shrink"):
+            yield f"denominator={self.denominator!r} is unknown; use one of keep, shrink"
         yield from bound_problems(self.bound_min, self.bound_max, ratio=True, names=("bound_min", "bound_max"))
         if self.level is not None and self.bound == "truncate" and self.bound_min is None and self.bound_max is None:
             yield "bound='truncate' has nothing to truncate at; set bound_max (2.0 is usual)"
@@ -121,20 +110,17 @@ class RolloutCorrection:
 
     @property
     def fits_vespo(self) -> bool:
-        """Whether sum_t log(weight_t) is the log of the sequence's ratio, as VESPO reads it.
-
-        At level "sequence" it counts that ratio T times. At level "geometric" it is the ratio again.
-        """
-        return self.level != "sequence"
+        """VESPO reads sum_t log(weight_t) as the log of the sequence's ratio."""
+        return self.level != "sequence"  # which counts that ratio T times; "geometric" gives it again
 
     @property
     def needs_all_reduce(self) -> bool:
-        """Whether weights or mask depend on other ranks' tokens."""
+        """Weights or mask depend on other ranks' tokens."""
         return self.batch_normalize or self.measures_centre
 
     @property
     def measures_centre(self) -> bool:
-        """Whether a rejection band follows the KL measured in the run."""
+        """A rejection band follows the KL measured in the run."""
         return any(rule.centre == "measured" for rule in self.reject)
 
 
@@ -142,49 +128,48 @@ class RolloutCorrection:
 class CorrectedRollout:
     """What a correction decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
 
-    weights: torch.Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
-    keep_mask: torch.Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
-    loss_weights: torch.Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
-    loss_mask: torch.Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
-    old_logps: torch.Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
+    weights: Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
+    keep_mask: Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
+    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
+    loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
+    old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
     report: Tally  # sums that `report.correction_metrics` turns into metrics
 
 
 def correct_rollout(
-    trainer_logps_BT: torch.Tensor,
-    rollout_logps_BT: torch.Tensor,
-    mask_BT: torch.Tensor,
+    trainer_logps_BT: Tensor,
+    rollout_logps_BT: Tensor,
+    mask_BT: Tensor,
     correction: RolloutCorrection,
     *,
     all_reduce: AllReduce | None = None,
-    measured_kl: torch.Tensor | float | None = None,
+    measured_kl: Tensor | float | None = None,
 ) -> CorrectedRollout:
-    """`correct` for two sets of log-probs and a mask, as `log_ratio` takes them."""
-    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
-    return correct(ratio, correction, all_reduce=all_reduce, measured_kl=measured_kl)
-
-
-def correct(
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-    *,
-    all_reduce: AllReduce | None = None,
-    measured_kl: torch.Tensor | float | None = None,
-) -> CorrectedRollout:
-    """Turn log-ratios into weights and a keep-mask.
+    """Turn two sets of log-probs into weights and a keep-mask.
 
     Args:
-        ratio: Log-ratios of the batch.
+        trainer_logps_BT: Log-probs of the trainer, as `log_ratio` takes them.
+        rollout_logps_BT: Log-probs of the engine.
+        mask_BT: Nonzero at the tokens that are trained on.
         correction: What to do.
         all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
-            `correction.needs_all_reduce`, so every rank calls it or none does. `None` normalizes and centres over this
-            batch alone.
+            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
         measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
             takes this batch's median over sequences.
     """
+    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+    return correct(ratio, correction, all_reduce, measured_kl)
+
+
+def correct(
+    ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None, measured_kl: Tensor | float | None
+) -> CorrectedRollout:
+    """`correct_rollout` where the log-ratios are known."""
     raw, is_unit = _raw_ratio(ratio, correction.level)
-    too_high, too_low = _outside(raw, correction)
-    bounded = _bounded(raw, too_high | too_low, correction)
+    low = -math.inf if correction.bound_min is None else correction.bound_min
+    high = math.inf if correction.bound_max is None else correction.bound_max
+    too_high, too_low = raw > high, raw < low
+    bounded = raw.masked_fill(too_high | too_low, 0.0) if correction.bound == "mask" else raw.clamp(low, high)
     mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
     if measured_kl is not None:
         log_centre = torch.zeros_like(log_centre) - measured_kl
@@ -193,9 +178,7 @@ def correct(
     weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
 
     keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
-    keep_BT = ratio.mask_BT
-    for kept_BT in keep_by.values():
-        keep_BT = keep_BT & kept_BT
+    keep_BT = torch.stack([ratio.mask_BT, *keep_by.values()]).all(dim=0)
 
     counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
     constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
@@ -216,41 +199,22 @@ def correct(
     )
 
 
-def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
     """Ratio of each unit, and which units rest on at least one scored token."""
-    values_BT = ratio.values_BT
     if level is None:
-        return torch.ones_like(values_BT), ratio.scored_BT
+        return torch.ones_like(ratio.values_BT), ratio.scored_BT
     if level == "token":
-        return torch.exp(values_BT), ratio.scored_BT
-    log_r_B1 = values_BT.sum(dim=-1, keepdim=True)
+        return torch.exp(ratio.values_BT), ratio.scored_BT
     if level == "geometric":
-        log_r_B1 = log_r_B1 / ratio.scored_per_sequence_B1.clamp(min=1)
+        log_r_B1 = ratio.mean_over_sequence_B1(ratio.values_BT)
+    else:
+        log_r_B1 = ratio.values_BT.sum(dim=-1, keepdim=True)
     return torch.exp(log_r_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), ratio.has_evidence_B1
 
 
-def _outside(raw: torch.Tensor, correction: RolloutCorrection) -> tuple[torch.Tensor, torch.Tensor]:
-    never = torch.zeros_like(raw, dtype=torch.bool)
-    too_high = never if correction.bound_max is None else raw > correction.bound_max
-    too_low = never if correction.bound_min is None else raw < correction.bound_min
-    return too_high, too_low
-
-
-def _bounded(raw: torch.Tensor, outside: torch.Tensor, correction: RolloutCorrection) -> torch.Tensor:
-    if correction.bound == "mask":
-        return raw.masked_fill(outside, 0.0)
-    if correction.level is None:  # weights of 1, whatever the bounds, which may be None
-        return raw
-    return torch.clamp(raw, min=correction.bound_min, max=correction.bound_max)
-
-
 def _batch_statistics(
-    bounded: torch.Tensor,
-    is_unit: torch.Tensor,
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-    all_reduce: AllReduce | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    bounded: Tensor, is_unit: Tensor, ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None
+) -> tuple[Tensor, Tensor]:
     """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
     if not correction.needs_all_reduce:
@@ -260,11 +224,12 @@ def _batch_statistics(
     local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
     centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local
     mean = weight_sum / units.clamp(min=1)
-    usable = (mean > _MEAN_FLOOR) & correction.batch_normalize
+    # a batch that is masked (nearly) everywhere: dividing would only amplify noise
+    usable = (mean > 1e-8) & correction.batch_normalize
     return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
 
 
-def _bypass_logps(ratio: LogRatio) -> torch.Tensor:
+def _bypass_logps(ratio: LogRatio) -> Tensor:
     """Rollout log-probs as the old ones: the trainer's where missing, and never more than 20 below the trainer's."""
     old_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
     too_low = ratio.clamped_BT & (ratio.values_BT > 0)

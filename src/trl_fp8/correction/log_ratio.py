@@ -32,24 +32,20 @@ class LogRatio:
     rollout_BT: torch.Tensor  # log-probs of the engine as given, likewise
 
     @property
-    def scored_per_sequence_B1(self) -> torch.Tensor:
-        """Number of scored tokens of each sequence, int64."""
-        return self.scored_BT.sum(dim=-1, keepdim=True)
-
-    @property
     def has_evidence_B1(self) -> torch.Tensor:
-        """Sequences with at least one scored token, bool."""
-        return self.scored_per_sequence_B1 > 0
+        return self.scored_BT.any(dim=-1, keepdim=True)
+
+    def mean_over_sequence_B1(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """Mean over the scored tokens of each sequence, of values that are 0 elsewhere; 0 where none is scored."""
+        return values_BT.sum(dim=-1, keepdim=True) / self.scored_BT.sum(dim=-1, keepdim=True).clamp(min=1)
 
 
 def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor) -> LogRatio:
     """Compare the log-probs that trainer and engine gave to the same sampled tokens.
 
     Args:
-        trainer_logps_BT: Log-probs from the trainer's forward. -inf is a ratio of (nearly) zero; NaN and +inf are
-            failures of the forward and are left unscored.
-        rollout_logps_BT: Log-probs of the engine that sampled the tokens. A sampled token cannot have probability
-            zero, so anything that is not finite counts as missing.
+        trainer_logps_BT: -inf is a ratio of (nearly) zero; NaN and +inf are failures of the forward, left unscored.
+        rollout_logps_BT: What is not finite counts as missing: a sampled token cannot have probability zero.
         mask_BT: Nonzero at the tokens that are trained on. What the log-probs hold elsewhere does not matter.
     """
     shapes = [tuple(x.shape) for x in (trainer_logps_BT, rollout_logps_BT, mask_BT)]
@@ -63,8 +59,7 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
     mask = mask_BT.bool()
 
     missing = mask & ~torch.isfinite(rollout)
-    usable = trainer < torch.inf  # False for NaN and +inf, True for -inf
-    scored = mask & ~missing & usable
+    scored = mask & ~missing & (trainer < torch.inf)  # False for NaN and +inf, True for -inf
     difference = torch.where(scored, trainer - rollout, 0.0)
     values = difference.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return LogRatio(
@@ -72,7 +67,7 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
         mask_BT=mask,
         scored_BT=scored,
         missing_BT=missing,
-        broken_BT=mask & ~missing & ~usable,
+        broken_BT=mask & ~missing & ~scored,
         clamped_BT=difference != values,
         trainer_BT=trainer,
         rollout_BT=rollout,

@@ -1,27 +1,25 @@
 """How far engine and trainer disagree about the tokens the engine sampled.
 
 All of it is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, the
-same metrics fall to zero exactly when correction throws the evidence away.
+same metrics fall to zero exactly when correction throws the evidence away. With log r as in `log_ratio.py`:
 
-With log r = log pi_trainer - log pi_rollout on tokens sampled by the engine:
-
-    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer);
-                                                            k3 is never negative
+    k1_kl = mean(-log r)   k3_kl = mean(r - 1 - log r)      two estimates of KL(rollout || trainer), k3 never negative
     chi2_token = mean(r^2) - 1                              variance of the token ratio, if mean(r) = 1
     chi2_sequence = mean_i (prod_t r)^2 - 1                 the same of whole sequences; log ratios clamped at +-20
     ppl_ratio = mean_i exp(-mean_t log r)                   trainer perplexity / rollout perplexity, per sequence
     token_mult_prob_error = mean(exp|log r|)                1 is perfect; NeMo-RL's alarm metric
     effective_sample_size = (sum r)^2 / (n sum r^2)         1 is perfect, 1/n is one token deciding everything
 
-Whether mismatch grows along a completion (error accumulating in an FP8 KV cache does) is answered three ways: k3_kl by
-position, k3_kl by completion length, and `late_over_early`, the ratio of k3_kl in the second half of each completion
-to that in the first.
+Error that accumulates in an FP8 KV cache grows along a completion: k3_kl is also given by position, by completion
+length, and as `late_over_early`, in the second half of each completion relative to the first.
 """
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
 from .tally import Tally
@@ -32,9 +30,7 @@ BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
 
 
-def mismatch_metrics(
-    trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, mask_BT: torch.Tensor
-) -> dict[str, float]:
+def mismatch_metrics(trainer_logps_BT: Tensor, rollout_logps_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
     """Mismatch of one batch on one rank, from the arguments of `log_ratio` with the mask before any rejection.
 
     Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
@@ -46,10 +42,22 @@ def mismatch_tally(ratio: LogRatio) -> Tally:
     """The sums behind `mismatch_metrics`, on the device."""
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
+    distance_BT = log_r_BT.abs()
     log_r_B = log_r_BT.sum(dim=-1)
     scored_B = ratio.scored_BT.any(dim=-1)
+    over_tokens = {
+        "tokens": ratio.mask_BT.sum(),
+        "scored": ratio.scored_BT.sum(),
+        "missing": ratio.missing_BT.sum(),
+        "broken": ratio.broken_BT.sum(),
+        "clamped": ratio.clamped_BT.sum(),
+        "log_r": log_r_BT.sum(),
+        "k3": k3_BT.sum(),
+        "distance": distance_BT.sum(),
+        "mult_error": torch.where(ratio.scored_BT, distance_BT.exp(), 0.0).sum(),
+    }
     return (
-        _token_tally(ratio, log_r_BT, k3_BT)
+        Tally.of(over_tokens, maxima={"distance_max": _highest(distance_BT, ratio.scored_BT)})
         | _ratio_tally("token", log_r_BT, ratio.scored_BT)
         | _ratio_tally("sequence", log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), scored_B)
         | _ratio_tally("geometric", log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1), scored_B)
@@ -57,25 +65,7 @@ def mismatch_tally(ratio: LogRatio) -> Tally:
     )
 
 
-def _token_tally(ratio: LogRatio, log_r_BT: torch.Tensor, k3_BT: torch.Tensor) -> Tally:
-    scored_BT, distance_BT = ratio.scored_BT, log_r_BT.abs()
-    return Tally.of(
-        {
-            "tokens": ratio.mask_BT.sum(),
-            "scored": scored_BT.sum(),
-            "missing": ratio.missing_BT.sum(),
-            "broken": ratio.broken_BT.sum(),
-            "clamped": ratio.clamped_BT.sum(),
-            "log_r": log_r_BT.sum(),
-            "k3": k3_BT.sum(),
-            "distance": distance_BT.sum(),
-            "mult_error": torch.where(scored_BT, distance_BT.exp(), 0.0).sum(),
-        },
-        maxima={"distance_max": _highest(distance_BT, scored_BT)},
-    )
-
-
-def _ratio_tally(level: str, log_r: torch.Tensor, scored: torch.Tensor) -> Tally:
+def _ratio_tally(level: str, log_r: Tensor, scored: Tensor) -> Tally:
     """Sums of the ratios at one level, over tokens [B, T] or sequences [B] that are scored."""
     r = log_r.exp()
     return Tally.of(
@@ -90,41 +80,32 @@ def _ratio_tally(level: str, log_r: torch.Tensor, scored: torch.Tensor) -> Tally
     )
 
 
-def _growth_tally(ratio: LogRatio, k3_BT: torch.Tensor) -> Tally:
+def _growth_tally(ratio: LogRatio, k3_BT: Tensor) -> Tally:
     """Sums of k3 and of scored tokens, by position, by completion length, and by half of the completion."""
     scored_BT, mask_BT = ratio.scored_BT.double(), ratio.mask_BT
     length_B1 = mask_BT.sum(dim=-1, keepdim=True)
     is_late_BT = 2 * (mask_BT.cumsum(dim=-1) - 1) >= length_B1  # tokens the policy wrote; tool output has no half
-    sums = {
-        "late.k3": (k3_BT * is_late_BT).sum(),
-        "late.scored": (scored_BT * is_late_BT).sum(),
-        "early.k3": (k3_BT * ~is_late_BT).sum(),
-        "early.scored": (scored_BT * ~is_late_BT).sum(),
-    }
+    parts = [("late", k3_BT, scored_BT, is_late_BT), ("early", k3_BT, scored_BT, ~is_late_BT)]
     position_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
     by_position = (position_T, k3_BT.sum(dim=0), scored_BT.sum(dim=0))
     by_length = (length_B1.squeeze(-1), k3_BT.sum(dim=-1), scored_BT.sum(dim=-1))
     for axis, (where, k3, scored) in (("position", by_position), ("length", by_length)):
-        for name, low, high in zip(BIN_NAMES, BIN_EDGES, (*BIN_EDGES[1:], None), strict=True):
-            inside = where >= low if high is None else (where >= low) & (where < high)
-            sums[f"{axis}.{name}.k3"] = (k3 * inside).sum()
-            sums[f"{axis}.{name}.scored"] = (scored * inside).sum()
-    return Tally.of(sums)
+        for name, low, high in zip(BIN_NAMES, BIN_EDGES, (*BIN_EDGES[1:], math.inf), strict=True):
+            parts.append((f"{axis}.{name}", k3, scored, (where >= low) & (where < high)))
+    sums = {f"{name}.k3": (k3 * inside).sum() for name, k3, _, inside in parts}
+    return Tally.of(sums | {f"{name}.scored": (scored * inside).sum() for name, _, scored, inside in parts})
 
 
-def _lowest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _lowest(values: Tensor, where: Tensor) -> Tensor:
     return torch.nn.functional.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
 
 
-def _highest(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def _highest(values: Tensor, where: Tensor) -> Tensor:
     return -_lowest(-values, where)
 
 
 def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from `Tally.read()` of a tally that contains a `mismatch_tally`.
-
-    A mean over nothing is NaN; a bin without tokens is left out.
-    """
+    """Metrics from `Tally.read()` of a tally that contains a `mismatch_tally`. A mean over nothing is NaN."""
 
     def mean(name: str, count: str = "scored") -> float:
         return _quotient(sums[name], sums[count])
@@ -137,14 +118,20 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
         "mismatch/ppl_ratio": mean("geometric.r_inverse", "geometric.count"),
         "mismatch/token_mult_prob_error": mean("mult_error"),
         "mismatch/logp_difference_mean": mean("distance"),
-        "mismatch/logp_difference_max": sums["distance_max"] if sums["scored"] else float("nan"),
+        "mismatch/logp_difference_max": sums["distance_max"] if sums["scored"] else math.nan,
         "mismatch/late_over_early": _quotient(mean("late.k3", "late.scored"), mean("early.k3", "early.scored")),
         "mismatch/fraction_missing": mean("missing", "tokens"),
         "mismatch/fraction_broken": mean("broken", "tokens"),
         "mismatch/fraction_clamped": mean("clamped"),
     }
     for level, prefix in (("token", ""), ("sequence", "sequence_"), ("geometric", "geometric_")):
-        metrics |= _ratio_metrics(prefix, level, sums)
+        count, total, squared = (sums[f"{level}.{name}"] for name in ("count", "r", "r_squared"))
+        metrics |= {
+            f"correction/{prefix}ratio_min": sums[f"{level}.r_min"] if count else math.nan,
+            f"correction/{prefix}ratio_mean": _quotient(total, count),
+            f"correction/{prefix}ratio_max": sums[f"{level}.r_max"] if count else math.nan,
+            f"correction/{prefix}effective_sample_size": _quotient(total**2, count * squared),
+        }
     for axis in ("position", "length"):
         for name in BIN_NAMES:
             if sums[f"{axis}.{name}.scored"]:
@@ -152,15 +139,5 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def _ratio_metrics(prefix: str, level: str, sums: Mapping[str, float]) -> dict[str, float]:
-    count, total, squared = (sums[f"{level}.{name}"] for name in ("count", "r", "r_squared"))
-    return {
-        f"correction/{prefix}ratio_min": sums[f"{level}.r_min"] if count else float("nan"),
-        f"correction/{prefix}ratio_mean": _quotient(total, count),
-        f"correction/{prefix}ratio_max": sums[f"{level}.r_max"] if count else float("nan"),
-        f"correction/{prefix}effective_sample_size": _quotient(total**2, count * squared),
-    }
-
-
 def _quotient(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else float("nan")
+    return numerator / denominator if denominator else math.nan

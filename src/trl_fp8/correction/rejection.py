@@ -1,7 +1,6 @@
 """Rejection: which tokens or whole sequences are too far from the policy to learn from at all.
 
-Weighting repairs a sample; rejection refuses it. The two are kept apart (`importance.py` weights, this file only says
-keep or drop), so that each can be used without the other and a dropped sequence is always visible as dropped.
+Weighting (`importance.py`) repairs a sample, rejection refuses it; a dropped sequence is always visible as dropped.
 
 With log r_t = log pi_trainer - log pi_rollout, two divergences are estimated per token from the sample itself:
 
@@ -14,48 +13,22 @@ was not scored is never evidence against itself or its sequence.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from .log_ratio import LogRatio
 
 
-Statistic = Literal[
-    "token_ratio",
-    "token_k2",
-    "token_k3",
-    "token_veto",
-    "sequence_ratio",
-    "geometric_ratio",
-    "sequence_mean_k2",
-    "sequence_mean_k3",
-    "sequence_max_k2",
-    "sequence_max_k3",
-]
-
-# What a rule looks at, and over what it decides: each token for itself, a sum or mean over the sequence, or every
-# token of the sequence (one outside drops all; the maximum of a k is the same question)
-_RULES: dict[Statistic, tuple[str, str]] = {
-    "token_ratio": ("log_ratio", "token"),
-    "token_k2": ("k2", "token"),
-    "token_k3": ("k3", "token"),
-    "token_veto": ("log_ratio", "every"),
-    "sequence_ratio": ("log_ratio", "sum"),
-    "geometric_ratio": ("log_ratio", "mean"),
-    "sequence_mean_k2": ("k2", "mean"),
-    "sequence_mean_k3": ("k3", "mean"),
-    "sequence_max_k2": ("k2", "every"),
-    "sequence_max_k3": ("k3", "every"),
-}
-
-_QUANTITIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "log_ratio": lambda log_r: log_r,
-    "k2": lambda log_r: 0.5 * log_r.square(),
-    "k3": lambda log_r: torch.expm1(log_r) - log_r,
-}
+# What a rule decides over: each token for itself, every token of a sequence (one outside drops all; the maximum of a k
+# is the same question), the sum or the mean over a sequence. The end of its name says of what: k2, k3, or log r.
+_Each = Literal["token_ratio", "token_k2", "token_k3"]
+_Every = Literal["token_veto", "sequence_max_k2", "sequence_max_k3"]
+_Sum = Literal["sequence_ratio"]
+_Mean = Literal["geometric_ratio", "sequence_mean_k2", "sequence_mean_k3"]
+Statistic = Literal[_Each, _Every, _Sum, _Mean]
 
 
 @dataclass(frozen=True)
@@ -71,9 +44,8 @@ class Rejection:
         minimum, maximum (`float`, *optional*):
             Bounds of a ratio (around 1), or the upper bound of a k.
         centre (`str`, *optional*, defaults to `"one"`):
-            For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. Since
-            E[log r] = -KL(rollout || trainer), a band around 1 rejects typical sequences as soon as the KL of the
-            rollout's precision is comparable to the band's width.
+            For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. E[log r] is -KL,
+            so a band around 1 rejects typical sequences once the KL of FP8 is comparable to the band's width.
     """
 
     statistic: Statistic
@@ -87,18 +59,23 @@ class Rejection:
             raise ValueError(f"{self!r} is not a rejection rule: " + "; ".join(problems) + ".")
 
     def _problems(self) -> Iterator[str]:
-        if self.statistic not in _RULES:
-            yield f"statistic must be one of {', '.join(_RULES)}"
+        if self.statistic not in get_args(Statistic):
+            yield f"statistic must be one of {', '.join(get_args(Statistic))}"
             return
         if self.centre not in ("one", "measured"):
             yield "centre must be 'one' or 'measured'"
         if self.centre == "measured" and self.statistic != "geometric_ratio":
             yield "centre='measured' needs statistic='geometric_ratio', the only one whose expectation is exp(-KL)"
-        yield from bound_problems(self.minimum, self.maximum, ratio=_RULES[self.statistic][0] == "log_ratio")
+        yield from bound_problems(self.minimum, self.maximum, ratio=self.is_ratio)
         if self.minimum is None and self.maximum is None:
             yield "it has no bound; set maximum (and, for a ratio, minimum)"
         if self.statistic == "token_veto" and self.minimum is None:
             yield "a veto needs minimum, the ratio below which a token is catastrophic (1e-4 is usual)"
+
+    @property
+    def is_ratio(self) -> bool:
+        """Of r, with a band around 1; else of a divergence, with an upper bound."""
+        return not self.statistic.endswith(("k2", "k3"))
 
     @classmethod
     def parse(cls, text: str) -> Rejection:
@@ -121,8 +98,7 @@ def bound_problems(
 ) -> Iterator[str]:
     """Yield what is wrong with the band [minimum, maximum] of a ratio (which must contain 1) or of a k (>= 0)."""
     low, high = f"{names[0]}={minimum!r}", f"{names[1]}={maximum!r}"
-    wrong = [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]
-    if wrong:
+    if wrong := [text for text, value in ((low, minimum), (high, maximum)) if not _is_bound(value)]:
         yield f"{' and '.join(wrong)} must be a finite number, or None for no bound"
     elif not ratio:
         if minimum is not None:
@@ -144,43 +120,34 @@ def _is_bound(value: object) -> bool:
 
 
 def typical_log_ratio(ratio: LogRatio) -> tuple[torch.Tensor, torch.Tensor]:
-    """Median over sequences of the mean log-ratio, an estimate of -KL, and the number of sequences behind it.
-
-    A mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others.
-    """
-    has_evidence_B = ratio.has_evidence_B1.squeeze(-1)
-    mean_B = _mean_over_sequence(ratio.values_BT.double(), ratio).squeeze(-1)
-    candidates = torch.where(has_evidence_B, mean_B, torch.nan)
+    """Median over sequences of the mean log-ratio, an estimate of -KL, and the number of sequences behind it."""
+    # a mean would let one broken sequence (log r = -20 throughout) move the centre of the band away from all others
+    mean_B1 = ratio.mean_over_sequence_B1(ratio.values_BT.double())
+    candidates_B = torch.where(ratio.has_evidence_B1, mean_B1, torch.nan).flatten()
     # the appended NaN is ignored; it only keeps an empty batch from being an empty reduction
-    median = torch.nanquantile(torch.nn.functional.pad(candidates, (0, 1), value=torch.nan), 0.5)
-    return torch.nan_to_num(median, nan=0.0), has_evidence_B.sum()
+    median = torch.nanquantile(torch.nn.functional.pad(candidates_B, (0, 1), value=torch.nan), 0.5)
+    return torch.nan_to_num(median, nan=0.0), ratio.has_evidence_B1.sum()
 
 
 def keep_by_rule(rule: Rejection, ratio: LogRatio, log_centre: torch.Tensor | float) -> torch.Tensor:
     """Tokens that `rule` accepts, bool [B, T]. `log_centre` is the band's, for rules with `centre="measured"`."""
-    quantity, scope = _RULES[rule.statistic]
-    quantity_BT = _QUANTITIES[quantity](ratio.values_BT.double())
-    if scope == "token":
-        keep = _inside(quantity_BT, rule)
-    elif scope == "every":
-        keep = _inside(quantity_BT, rule).all(dim=-1, keepdim=True)
-    elif scope == "sum":
-        keep = _inside(quantity_BT.sum(dim=-1, keepdim=True), rule)
-    else:
-        mean_B1 = _mean_over_sequence(quantity_BT, ratio)
-        keep = _inside(mean_B1 - log_centre if rule.centre == "measured" else mean_B1, rule)
-    return (keep | ~ratio.has_evidence_B1) & ratio.mask_BT
-
-
-def _mean_over_sequence(quantity_BT: torch.Tensor, ratio: LogRatio) -> torch.Tensor:
-    return quantity_BT.sum(dim=-1, keepdim=True) / ratio.scored_per_sequence_B1.clamp(min=1)
-
-
-def _inside(quantity: torch.Tensor, rule: Rejection) -> torch.Tensor:
-    as_log = _RULES[rule.statistic][0] == "log_ratio"
-    inside = torch.ones_like(quantity, dtype=torch.bool)
+    values = ratio.values_BT.double()
+    if rule.statistic.endswith("k2"):
+        values = 0.5 * values.square()
+    elif rule.statistic.endswith("k3"):
+        values = torch.expm1(values) - values
+    if rule.statistic in get_args(_Sum):
+        values = values.sum(dim=-1, keepdim=True)
+    elif rule.statistic in get_args(_Mean):
+        values = ratio.mean_over_sequence_B1(values)
+    if rule.centre == "measured":
+        values = values - log_centre
+    bound = math.log if rule.is_ratio else float
+    keep = torch.ones_like(values, dtype=torch.bool)
     if rule.minimum:  # a ratio is never below 0
-        inside &= quantity >= (math.log(rule.minimum) if as_log else rule.minimum)
+        keep &= values >= bound(rule.minimum)
     if rule.maximum is not None:
-        inside &= quantity <= (math.log(rule.maximum) if as_log else rule.maximum)
-    return inside
+        keep &= values <= bound(rule.maximum)
+    if rule.statistic in get_args(_Every):
+        keep = keep.all(dim=-1, keepdim=True)
+    return (keep | ~ratio.has_evidence_B1) & ratio.mask_BT

@@ -12,23 +12,14 @@ from .tally import Tally
 
 
 def correction_tally(
-    mask_BT: torch.Tensor,
-    weights_BT: torch.Tensor,
-    keep_BT: torch.Tensor,
-    keep_by: Mapping[str, torch.Tensor],
-    counts: Mapping[str, torch.Tensor],
-    constants: Mapping[str, torch.Tensor],
+    mask_BT: torch.Tensor,  # tokens that are trained on, before rejection
+    weights_BT: torch.Tensor,  # after bound and normalization
+    keep_BT: torch.Tensor,  # tokens that all rejection rules accept
+    keep_by: Mapping[str, torch.Tensor],  # tokens that each rule accepts
+    counts: Mapping[str, torch.Tensor],  # units that a ratio was taken over, and those of them outside the bounds
+    constants: Mapping[str, torch.Tensor],  # mean weight and log of the centre that were used, the same on every rank
 ) -> Tally:
-    """Sums of one batch.
-
-    Args:
-        mask_BT: Tokens that are trained on, before rejection.
-        weights_BT: Weights after bound and normalization.
-        keep_BT: Tokens that all rejection rules accept.
-        keep_by: For each rule, the tokens it accepts.
-        counts: Which units a ratio was taken over, and which of those are outside the bounds.
-        constants: Mean weight and log of the centre that were used, the same on every rank.
-    """
+    """Sums of one batch."""
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
     contributes_BT = used_BT > 0
     sums = {
@@ -47,10 +38,7 @@ def correction_tally(
 
 
 def correction_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics from `Tally.read()` of a tally that contains `CorrectedRollout.report`.
-
-    Fractions are of the tokens and sequences before rejection. A fraction of nothing is NaN.
-    """
+    """Metrics from `Tally.read()` of a tally that contains `CorrectedRollout.report`. A fraction of nothing is NaN."""
     own = {name.removeprefix("correction."): value for name, value in sums.items() if name.startswith("correction.")}
 
     def fraction(part: str, whole: str = "tokens") -> float:
@@ -68,9 +56,6 @@ def correction_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         "correction/effective_sample_size_used": used,
         "correction/batch_norm_factor": own["batch_norm_factor"],
     }
-    rejected = [name for name in own if name.startswith("rejected_tokens.")]
-    for name in rejected:
-        metrics[f"correction/fraction_rejected/{name.removeprefix('rejected_tokens.')}"] = fraction(name)
-    if rejected:
-        metrics["correction/log_centre"] = own["log_centre"]
-    return metrics
+    rejected = {name.partition(".")[2]: fraction(name) for name in own if name.startswith("rejected_tokens.")}
+    metrics |= {f"correction/fraction_rejected/{statistic}": share for statistic, share in rejected.items()}
+    return metrics | ({"correction/log_centre": own["log_centre"]} if rejected else {})

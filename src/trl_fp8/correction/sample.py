@@ -1,7 +1,4 @@
-"""A picture's worth of one batch's log-probs: a histogram of the log-ratio and a few pairs, in one small tensor.
-
-Shapes: B sequences, T completion tokens.
-"""
+"""A picture's worth of one batch's log-probs: a histogram of the log-ratio and a few pairs, in one small tensor."""
 
 from dataclasses import dataclass
 
@@ -21,17 +18,13 @@ class RolloutSample:
     packed: torch.Tensor
 
     def read(self) -> dict[str, list]:
-        """`log_ratio_counts` (BINS inside +-`log_ratio_limit`, an open one on either side) and `log_probs` (pairs of
-        trainer and rollout). Waits for the device.
-        """
-        values = self.packed.tolist()
-        counts, rest = values[: BINS + 2], values[BINS + 2 :]
-        third = len(rest) // 3
-        columns = zip(rest[:third], rest[third : 2 * third], rest[2 * third :], strict=True)
-        pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, scored in columns if scored]
+        """The histogram and pairs (trainer, rollout), as a run's file keeps them. Waits for the device."""
+        counts, rest = self.packed.cpu().tensor_split([BINS + 2])
+        tokens = rest.view(3, len(rest) // 3).T.tolist()
+        pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, scored in tokens if scored]
         return {
             "log_ratio_limit": LIMIT,
-            "log_ratio_counts": [int(count) for count in counts],
+            "log_ratio_counts": counts.long().tolist(),
             "log_probs": pairs[:: -(-len(pairs) // PAIRS) or 1],
         }
 

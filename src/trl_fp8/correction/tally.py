@@ -1,22 +1,23 @@
 """Named sums, minima and maxima of a batch in one small device tensor.
 
 A metric averaged per rank and then over ranks is wrong as soon as ranks hold different numbers of tokens, and a
-`.item()` per metric costs a synchronization each. A `Tally` avoids both: every rank and micro-batch contributes raw
-sums, they are merged exactly, and only the merged vector travels to the host, once.
+`.item()` per metric costs a synchronization each. With a `Tally`, every rank and micro-batch contributes raw sums and
+extremes, they are merged exactly, and only the merged vector travels to the host, once.
 
     tally = mismatch_tally(...) | corrected.report      # still on the device
     sums = tally.gathered(accelerator.gather).read()    # one collective, one synchronization -> dict[str, float]
-
-Summation alone would need only an all-reduce; extremes ride along because the vectors are gathered and merged by row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
+
+
+Named = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,7 @@ class Tally:
     values: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        sums: Mapping[str, torch.Tensor],
-        minima: Mapping[str, torch.Tensor] | None = None,
-        maxima: Mapping[str, torch.Tensor] | None = None,
-    ) -> Tally:
+    def of(cls, sums: Named, minima: Named | None = None, maxima: Named | None = None) -> Tally:
         """Build a tally from 0-d tensors of any dtype."""
         groups = (sums, minima or {}, maxima or {})
         values = torch.stack([value.double() for group in groups for value in group.values()])
@@ -54,9 +50,8 @@ class Tally:
         return Tally(self.names, torch.cat([sums.sum(dim=0), minima.amin(dim=0), maxima.amax(dim=0)]))
 
     @staticmethod
-    def merged(tallies: Iterable[Tally]) -> Tally:
+    def merged(tallies: Sequence[Tally]) -> Tally:
         """One tally of several disjoint batches, e.g. micro-batches (no synchronization)."""
-        tallies = list(tallies)
         assert len({tally.names for tally in tallies}) == 1, "tallies of different quantities cannot be merged"
         return tallies[0]._merge_rows(torch.stack([tally.values for tally in tallies]))
 

@@ -23,30 +23,23 @@ def verify_export(folder: str | Path) -> int:
             message names them. Or the folder is no export.
     """
     folder = Path(folder)
+    at = f"folder={str(folder)!r}"
     if not (folder / CHECKSUMS).exists():
-        raise ValueError(
-            f"folder={str(folder)!r} has no {CHECKSUMS}: it was not written by export_fp8, or not completely."
-        )
+        raise ValueError(f"{at} has no {CHECKSUMS}: it was not written by export_fp8, or not completely.")
     expected = json.loads((folder / CHECKSUMS).read_text())
     if outside := [name for name in expected if not (folder / name).resolve().is_relative_to(folder.resolve())]:
-        raise ValueError(
-            f"folder={str(folder)!r}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}."
-        )
+        raise ValueError(f"{at}: {CHECKSUMS} names files outside of the folder: {', '.join(outside)}.")
     # a loader would take weights or code that lie beside the export; what a Hub client leaves behind is hidden
     there = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
     visible = {str(path) for path in there if not any(part.startswith(".") for part in path.parts)}
     if added := sorted(visible - expected.keys() - {CHECKSUMS}):
         raise ValueError(
-            f"folder={str(folder)!r} holds files that were not exported: {', '.join(added)}. A loader may take them "
-            "for the model's. Remove them, or export again."
+            f"{at} holds files that were not exported: {', '.join(added)}. A loader may take them for the model's. "
+            "Remove them, or export again."
         )
-    broken = [
-        name for name, digest in expected.items() if not (folder / name).exists() or _sha256(folder / name) != digest
-    ]
-    if broken:
-        raise ValueError(
-            f"folder={str(folder)!r}: {', '.join(broken)} are not what was exported. Fetch or export them again."
-        )
+    found = {name: _sha256(folder / name) for name in expected if (folder / name).exists()}
+    if broken := [name for name, digest in expected.items() if name not in found or found[name] != digest]:
+        raise ValueError(f"{at}: {', '.join(broken)} are not what was exported. Fetch or export them again.")
     return len(expected)
 
 

@@ -1,18 +1,15 @@
 """FP8 checkpoints: what the engine was sent, as files that vLLM and transformers load.
 
     folder/
-      model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too),
-                                         the rest in BF16
+      model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too), others BF16
       model.safetensors.index.json       name -> file
       config.json                        with `quantization_config`: the format, exact names of what is not FP8
       checksums.json                     file -> SHA-256, see `checksums.py`
       generation_config.json, tokenizer files, README.md
 
-Tensors are quantized one after another and written shard by shard, so that at most one shard is in memory. Everything
-goes to a temporary folder beside the target, which is renamed at the end: a folder that exists is complete.
-
-Saved here because transformers cannot do it: a model loaded from an FP8 checkpoint on CPU is saved by
-`save_pretrained` with embeddings and output head quantized too, and without `quantization_config` (transformers 5.17).
+Tensors are quantized one by one and written shard by shard, so that one shard is in memory, into a temporary folder
+that is renamed at the end: a folder that exists is complete. transformers cannot do it: on CPU its `save_pretrained`
+quantizes embeddings and output head of an FP8 checkpoint, too, and drops `quantization_config` (transformers 5.17).
 """
 
 import json
@@ -20,12 +17,11 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_fp8.planning.plan import plan_for_model
 from trl_fp8.quantization.kv_scales import KVScales
@@ -39,23 +35,19 @@ from .checksums import write_checksums
 from .model_card import export_card
 
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 INDEX = "model.safetensors.index.json"
-SHARD_BYTES = 5 * 10**9
 
 
 def export_fp8(
-    model: "PreTrainedModel",
-    tokenizer: "PreTrainedTokenizerBase",
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     kv_scales: KVScales | None = None,
     *,
     recipe: FP8Recipe | None = None,
     parameters: Iterable[Named] | None = None,
     card: str = "",
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write `model` as an FP8 checkpoint and return `folder`.
 
@@ -91,13 +83,17 @@ def export_fp8(
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    plan = plan_for_model(model, recipe)
     try:
-        (unfinished / "README.md").write_text(
-            export_card(card, plan.table(), recipe.format, kv_scales is not None, _hub_id(model))
-        )
+        name = model.config.name_or_path
+        base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
+        plan = plan_for_model(model, recipe).table()
+        text = export_card(card, plan, recipe.format, kv_scales is not None, base_model)
+        (unfinished / "README.md").write_text(text)
         stream = WeightStream(parameters, recipe, kv_scales, buffers=persistent_buffers(model))
-        _write(unfinished, model, tokenizer, stream, recipe, shard_bytes)
+        _write_tensors(unfinished, _shards(stream, recipe.format.scale_suffix, shard_bytes))
+        _write_configs(unfinished, model, recipe)
+        tokenizer.save_pretrained(unfinished)
+        write_checksums(unfinished)
         unfinished.chmod(0o755)  # temporary folders are private
         unfinished.replace(folder)
     except BaseException:
@@ -106,44 +102,33 @@ def export_fp8(
     return folder
 
 
-def _write(
-    folder: Path,
-    model: nn.Module,
-    tokenizer: "PreTrainedTokenizerBase",
-    stream: Iterable[Named],
-    recipe: FP8Recipe,
-    shard_bytes: int,
-) -> None:
-    shards, total = [], 0
-    for shard in _shards(stream, recipe.format.scale_suffix, shard_bytes):
-        path = folder / f"{len(shards)}.safetensors"
+def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> None:
+    written, total = [], 0
+    for shard in shards:
+        path = folder / f"{len(written)}.safetensors"
         try:
             save_file(shard, path, metadata={"format": "pt"})
         except SafetensorError as error:  # no OSError, although it is one of the disk
             raise OSError(f"{path} could not be written: {error}") from error
-        shards.append((path, list(shard)))
+        written.append((path, list(shard)))
         total += sum(tensor.nbytes for tensor in shard.values())
         del shard  # the generator's reference ends with its next step
     weight_map = {}
-    for number, (path, names) in enumerate(shards, start=1):
-        final = f"model-{number:05}-of-{len(shards):05}.safetensors"
+    for number, (path, names) in enumerate(written, start=1):
+        final = f"model-{number:05}-of-{len(written):05}.safetensors"
         path.rename(folder / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    write_checksums(folder)
-
-
-def _hub_id(model: nn.Module) -> str | None:
-    name = model.config.name_or_path
-    return name if name and not Path(name).exists() else None
 
 
 def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -160,11 +145,11 @@ def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Ite
 
 
 def _published(stream: Iterable[Named], scale_suffix: str) -> Iterator[Named]:
-    """The stream as published checkpoints name it, and whatever reads them: with the experts one by one."""
+    """The stream under the names of published checkpoints, which have the experts one by one."""
     for name, tensor in stream:
-        if not (parts := published_names(name, scale_suffix)):
+        if parts := published_names(name, scale_suffix):
+            for expert, own in enumerate(tensor):
+                for part, rows in zip(parts, own.chunk(len(parts)), strict=True):
+                    yield part.format(expert), rows
+        else:
             yield name, tensor
-            continue
-        for expert, own in enumerate(tensor):
-            for part, rows in zip(parts, own.chunk(len(parts)), strict=True):
-                yield part.format(expert), rows

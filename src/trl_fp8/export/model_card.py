@@ -25,19 +25,18 @@ LAST = 10  # logged steps
 def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], audit_failures: int) -> str:
     """Markdown for the card of a policy that was trained with FP8 rollouts.
 
-    Args:
-        facts: `run_facts` of the run.
-        log_history: `trainer.state.log_history`. The mismatch is averaged over the last rows that have it.
-        audit_failures: Number of syncs that were not delivered.
+    `facts` are `run_facts` of the run; what `log_history` has measured is averaged over the last rows that have it.
     """
     flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts["correction"] or {}
+    last = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
+    measured = {f"{label}, last {len(of)} logged steps": f"{fmean(of):.3g}" for label, of in last.items() if of}
     rows = {
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
         "engine kernels": ", ".join(f"{name} ({count})" for name, count in kernels) or "high precision",
         "trainer": ", ".join(f"{name}={flags[name]}" for name in ("fp8_forward", "simulate_kv_cache")),
         "correction of the mismatch": ", ".join(f"{k}={v}" for k, v in correction.items() if v) or "none",
-        **_measured(log_history),
+        **measured,
         "syncs that failed their audit": audit_failures,
         "hardware": f"{facts['processes']} x {facts['hardware']}",
         "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
@@ -50,21 +49,12 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
 
 
 def export_card(card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, base_model: str | None = None) -> str:
-    """A card for an FP8 checkpoint.
-
-    Args:
-        card: Card of the policy, with header and plan; empty for a model that was not trained here.
-        plan: Table of what is FP8.
-        spec: Format of the weights.
-        has_kv_scales: The checkpoint brings scales of an FP8 KV cache.
-        base_model: Id of the model, for the header if `card` is empty.
-    """
+    """A card for an FP8 checkpoint: that of the policy and a section; a whole one for a model not trained here."""
     options = ', kv_cache_dtype="fp8"' if has_kv_scales else ""
+    kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
     section = (
-        f"## FP8 checkpoint\n\nWeights are {spec.description} with `weight{spec.scale_suffix}`; "
-        + ("KV cache scales are included. " if has_kv_scales else "there are no KV cache scales. ")
-        + f"{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = "
-        f'LLM("THIS_REPOSITORY"{options})\n```\n\n'
+        f"## FP8 checkpoint\n\nWeights are {spec.description} with `weight{spec.scale_suffix}`; {kv_scales}. "
+        f'{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = LLM("THIS_REPOSITORY"{options})\n```\n\n'
         "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
     )
     if not card:
@@ -76,10 +66,8 @@ def export_card(card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, bas
 
 def _plan(table: str) -> str:
     """The plan behind a click, without its title, which may hold a path of the machine."""
-    return (
-        "<details><summary>What is FP8</summary>\n\n"
-        f"```\n{table.partition(chr(10))[2].strip(chr(10))}\n```\n\n</details>\n"
-    )
+    rows = table.partition("\n")[2].strip("\n")
+    return f"<details><summary>What is FP8</summary>\n\n```\n{rows}\n```\n\n</details>\n"
 
 
 def _weights(facts: Mapping[str, Any]) -> str:
@@ -95,12 +83,5 @@ def _weights(facts: Mapping[str, Any]) -> str:
 def _kv_cache(facts: Mapping[str, Any]) -> str:
     if facts["kv_cache_dtype"] == "auto":
         return "high precision"
-    skipped = facts["kv_cache_skip_layers"]
-    kept = f"; layers {skipped} in high precision" if skipped else ""
+    kept = f"; layers {skipped} in high precision" if (skipped := facts["kv_cache_skip_layers"]) else ""
     return f"e4m3, scales of q, k, v calibrated at every sync{kept}"
-
-
-def _measured(log_history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Each metric over the last rows that have it; what was not measured is left out."""
-    rows = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
-    return {f"{label}, last {len(last)} logged steps": f"{fmean(last):.3g}" for label, last in rows.items() if last}

@@ -1,5 +1,6 @@
 """What an optional part of a step is to the trainer: an object with these hooks. Each of them does nothing by itself.
 
+    engine_started(numerics)         the engine can say how it computes
     before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
     before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
     after_generation(rollouts)       all turns are through
@@ -23,14 +24,16 @@ from trl import GRPOTrainer
 
 from trl_fp8.correction.apply import batch_log_ratio
 from trl_fp8.correction.log_ratio import LogRatio
+from trl_fp8.engine.protocol import EngineNumerics
 
 
-@dataclass(frozen=True)
+@dataclass
 class Rollouts:
     """Token ids of one generation, a list for each rollout."""
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
+    metrics: dict[str, float] = field(default_factory=dict)  # measured by features; the trainer logs all of them
 
     @cached_property
     def sequences(self) -> list[list[int]]:
@@ -41,17 +44,11 @@ class Rollouts:
 
 @dataclass
 class Batch:
-    """One generation batch on its way from TRL's scoring to its loss.
+    """One generation batch on its way from TRL's scoring to its loss."""
 
-    Attributes:
-        tensors: TRL's dictionary, whose keys its loss reads.
-        metrics: What features measured of it; the trainer logs all of them.
-        record: What the run's log keeps of it besides (`run/file.py`).
-    """
-
-    tensors: dict[str, torch.Tensor]
-    metrics: dict[str, float] = field(default_factory=dict)
-    record: dict = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor]  # TRL's, whose keys its loss reads
+    metrics: dict[str, float] = field(default_factory=dict)  # measured by features; the trainer logs all of them
+    record: dict = field(default_factory=dict)  # what the run's log keeps of it besides
 
     @cached_property
     def ratio(self) -> LogRatio | None:
@@ -60,22 +57,18 @@ class Batch:
 
 
 class Feature(TrainerCallback):
-    """Base of all features.
-
-    Args:
-        trainer: The trainer whose step the feature takes part in.
-    """
+    """Base of all features; `trainer` is the one whose step they take part in."""
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
+
+    def engine_started(self, numerics: EngineNumerics) -> None: ...
 
     def before_generation(self, prompts: list) -> None: ...
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None: ...
 
-    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
-        """Return metrics to log."""
-        return {}
+    def after_generation(self, rollouts: Rollouts) -> None: ...
 
     def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
         return nullcontext()

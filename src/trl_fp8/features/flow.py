@@ -1,54 +1,43 @@
 """The policy in the engine's precision (`fp8_forward`), told when its weights change; a warning where it fails."""
 
-from collections.abc import Mapping
-
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torchao.quantization import Float8Tensor
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
-from trl_fp8.policy.attention.tap import AttentionTap
 from trl_fp8.policy.flow.check import flow_warning
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.sync.weight_stream import Share
 
 from .feature import Batch, Feature, Rollouts
+from .kv_cache import KVCache
 
 
 logger = get_logger(__name__)
 
 
 class Flow(Feature):
-    """Makes the policy compute what the engine's kernels were found to compute.
+    """Makes the policy compute what the engine computes. `RuntimeError` if that has no FP8 kernel."""
 
-    Args:
-        trainer: The trainer, with its recipe.
-        numerics: How its engine computes.
-        tap: The policy's attention tap, if the KV cache is FP8.
-
-    Attributes:
-        flow: Installed on the policy.
-
-    Raises:
-        RuntimeError: The engine has no FP8 kernel that could be followed.
-    """
-
-    def __init__(self, trainer: GRPOTrainer, numerics: EngineNumerics, tap: AttentionTap | None):
+    def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
-        recipe, experts = trainer.recipe, None
+        self.flow: PrecisionFlow | None = None  # until the engine says what it computes
+        self._warned = False
+
+    def engine_started(self, numerics: EngineNumerics) -> None:
+        recipe, experts = self.trainer.recipe, None
         if numerics.linears is None and numerics.experts is None:
             raise RuntimeError(
-                f"fp8_forward={trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those "
+                f"fp8_forward={self.trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those "
                 f"of {len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found "
                 "is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or "
                 "set fp8_forward='off'."
             )
         if numerics.experts is not None:
             experts = self._flow(numerics.experts, fused_activation=numerics.fused_experts)
-        linears = self._flow(numerics.linears or numerics.experts)
-        self.flow = PrecisionFlow(trainer.model, recipe, linears, tap, experts)
-        self._warned = False
+        linears, kv_cache = self._flow(numerics.linears or numerics.experts), self.trainer.feature(KVCache)
+        self.flow = PrecisionFlow(self.trainer.model, recipe, linears, kv_cache and kv_cache.tap, experts)
 
     def _flow(self, scaling: ActivationScaling, **options) -> FP8Flow:
         trainer = self.trainer
@@ -61,10 +50,10 @@ class Flow(Feature):
             **options,
         )
 
-    @property
-    def share(self) -> Share | None:
-        """Where a sync leaves the weights that it quantized; None if the flow makes its own each time."""
-        return self.flow.keep_weight if self.flow.keeps_weights else None
+    def keep_weight(self, name: str, codes: Float8Tensor) -> None:
+        """Compute with an FP8 weight that a sync has just quantized, unless the flow makes its own each time."""
+        if self.flow.keeps_weights:
+            self.flow.keep_weight(name, codes)
 
     def __str__(self) -> str:
         return str(self.flow.flow)
@@ -72,10 +61,9 @@ class Flow(Feature):
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.flow.weights_changed()
 
-    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+    def after_generation(self, rollouts: Rollouts) -> None:
         if is_peft_model(self.trainer.model):
             self.flow.weights_changed()  # the sync merged and unmerged adapters
-        return {}
 
     def extend_batch(self, batch: Batch) -> None:
         mismatch, trainer = batch.metrics.get("mismatch/logp_difference_mean"), self.trainer

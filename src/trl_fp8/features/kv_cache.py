@@ -28,13 +28,7 @@ FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks fo
 
 
 class KVCache(Feature):
-    """Installed before the engine starts, which needs the layers whose cache stays in BF16.
-
-    Attributes:
-        tap: The policy's attention tap.
-        calibrator: What makes the scales.
-        recipe: The run's recipe, with kv_cache_skip_layers='auto' resolved.
-    """
+    """Installed before the engine starts; its `recipe` is the run's, with kv_cache_skip_layers='auto' resolved."""
 
     def __init__(self, trainer: GRPOTrainer, recipe: FP8Recipe):
         super().__init__(trainer)
@@ -50,7 +44,9 @@ class KVCache(Feature):
         self.recipe = recipe
         self.calibrator = KVCalibrator(
             self.tap,
-            **args.calibration,
+            mode=args.kv_calibration,
+            margin=args.kv_scale_margin,
+            max_tokens=args.kv_calibration_tokens,
             pad_token_id=trainer._tokenizer.pad_token_id,
             fused_lm_head=True,
             reduce_max=reduce_max,
@@ -58,10 +54,9 @@ class KVCache(Feature):
         self._logged: KVScales | None = None
 
     def calibrate(self) -> KVScales:
-        """Scales for the policy as it is now."""
         return self.calibrator.next_scales(self.trainer.model_wrapped)
 
-    def follow(self, numerics: EngineNumerics) -> None:
+    def engine_started(self, numerics: EngineNumerics) -> None:
         """Let simulated attention round what the engine's attention rounds."""
         rounds_weights = self.trainer.args.simulate_attention_weights
         if rounds_weights and numerics.attention_weight_offset is None:
@@ -79,14 +74,14 @@ class KVCache(Feature):
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
         self.calibrator.expect(prompt_ids)
 
-    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+    def after_generation(self, rollouts: Rollouts) -> None:
         sync = self.trainer.vllm_generation.last_sync
         self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales)
         self._simulate(self._scales_in_force)
         if sync.kv_scales is self._logged:
-            return {}
+            return
         self._logged = sync.kv_scales
-        return {
+        rollouts.metrics |= {
             "fp8/calibration_seconds": sync.calibration_seconds,
             "fp8/kv_scale_min": sync.kv_scales.values.min().item(),
             "fp8/kv_scale_max": sync.kv_scales.values.max().item(),

@@ -16,7 +16,7 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fp8.policy.router.replay import RouterReplay, RouteTally
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 
 from .feature import Batch, Feature, Rollouts
 
@@ -30,10 +30,9 @@ class Routes(Feature):
         self.replay = RouterReplay(trainer.model, f"router_replay={mode!r}")
         self.routes = RolloutRoutes(self.replay, mode)
 
-    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+    def after_generation(self, rollouts: Rollouts) -> None:
         chosen = self.trainer.vllm_generation.llm.routes.of(rollouts.sequences)
         self.routes.arrived(chosen, [len(prompt) for prompt in rollouts.prompt_ids])
-        return {}
 
     def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
         return self.routes.old_log_probs(shape, logits_to_keep, self.trainer.accelerator.device)

@@ -1,11 +1,11 @@
 """What the engine is told before it generates, which prompts it takes, and what its syncs came to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from trl_fp8.listing import listed
+from trl_fp8.recipe.names import listed
 from trl_fp8.sync.delivery import SyncReport
 
 from .feature import Feature, Rollouts
@@ -33,10 +33,10 @@ class Syncs(Feature):
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
         require_prompts(prompt_ids, self.trainer.args.vllm_max_model_length)
 
-    def after_generation(self, rollouts: Rollouts) -> Mapping[str, float]:
+    def after_generation(self, rollouts: Rollouts) -> None:
         sync = self.trainer.vllm_generation.last_sync
         if sync is self._logged:
-            return {}
+            return
         self._logged = sync
         if new := [name for name in sync.dead_blocks if name not in self._dead]:
             self._dead.update(new)
@@ -45,15 +45,14 @@ class Syncs(Feature):
                 f"{len(new)} weights ({self.trainer.recipe.format.description}) have blocks that the engine holds as "
                 f"good as zero: {dead}. Usual causes: experts that get no tokens, pruned weights."
             )
-        metrics = {
+        rollouts.metrics |= {
             "fp8/sync_seconds": sync.seconds,
             "fp8/quantize_seconds": sync.quantize_seconds,
             "fp8/audited_tensors": float(sync.audited_tensors),
         }
         if self.trainer.recipe.fp8_weights:
-            metrics["fp8/weight_relative_error"] = sync.weight_relative_error
-            metrics["fp8/dead_blocks"] = float(sum(sync.dead_blocks.values()))
-        return metrics
+            rollouts.metrics["fp8/weight_relative_error"] = sync.weight_relative_error
+            rollouts.metrics["fp8/dead_blocks"] = float(sum(sync.dead_blocks.values()))
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:

@@ -7,7 +7,7 @@ from trl import GRPOConfig
 from trl_fp8.correction.importance import RolloutCorrection
 from trl_fp8.correction.presets import correction_from
 
-from .flag import flag
+from . import flag
 
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -37,7 +37,6 @@ class CorrectionFlags:
     )
 
     def resolve_correction(self, any_fp8: bool) -> None:
-        """Fill in the defaults that depend on whether anything is FP8."""
         self._mode_set_by_user = self.vllm_importance_sampling_mode is not None
         if not self._mode_set_by_user:
             self.vllm_importance_sampling_mode = (
@@ -67,7 +66,6 @@ class CorrectionFlags:
         return "mask_truncated_completions=True" if self.mask_truncated_completions else None
 
     def check_correction(self, any_fp8: bool) -> None:
-        """Raise `ValueError` naming flag, value, reason and remedy."""
         if any_fp8 and self.vllm_importance_sampling_mode not in TRL_MODES:
             raise ValueError(
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not a correction mode. Use "
@@ -97,9 +95,9 @@ class CorrectionFlags:
         given = {name: getattr(self, name) for name in neutral_fields} | (self.generation_kwargs or {})
         changing = {name: value for name, value in given.items() if name in neutral and value not in neutral[name]}
         if changing:
-            listed = ", ".join(f"{name}={value!r}" for name, value in changing.items())
+            given = ", ".join(f"{name}={value!r}" for name, value in changing.items())
             raise ValueError(
-                f"{listed} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
+                f"{given} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
                 "distribution (renormalized over the tokens that survive), the trainer's are not, so every importance "
                 "ratio would be off. Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, "
                 "repetition_penalty=1.0, no other restriction), or set vllm_importance_sampling_correction=False and "

@@ -6,7 +6,7 @@ from typing import Any
 
 from trl import GRPOConfig
 
-from .flag import flag
+from . import flag
 
 
 # What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
@@ -59,17 +59,11 @@ class EngineFlags:
     )
 
     def resolve_engine(self, any_fp8: bool) -> None:
-        """Fill in the default that depends on whether anything is FP8."""
         if self.use_vllm is None:
             self.use_vllm = True if any_fp8 else GRPOConfig.use_vllm
 
     def check_engine(self, fp8: str | None, own_engine: bool) -> None:
-        """Raise `ValueError` naming flag, value, reason and remedy.
-
-        Args:
-            fp8: The flags that make anything FP8, with their values; None if nothing is.
-            own_engine: Rollouts need this project's engine.
-        """
+        """Raise `ValueError` for what cannot be; `fp8` are the flags that make anything FP8, with their values."""
         if fp8:
             self._check_rollouts(fp8)
         if own_engine:
@@ -99,8 +93,7 @@ class EngineFlags:
                 "vllm_model_impl='transformers' wraps the model's class for the whole process, and the trainer's own "
                 "model of that class then fails in a colocated engine. Set vllm_model_impl='vllm'."
             )
-        reserved = sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS))
-        if reserved:
+        if reserved := sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS)):
             raise ValueError(
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
                 "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
@@ -113,11 +106,9 @@ class EngineFlags:
 
 
 def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> None:
-    """Raise `ValueError` for what vLLM's `SamplingParams` does not have, or the trainer sets; it says what to do.
+    """Raise `ValueError` for what vLLM's `SamplingParams` does not have, or the trainer sets.
 
-    Args:
-        given: The flag.
-        temperature: The config's, by which the trainer's log-probs are divided.
+    The trainer divides its log-probs by the config's `temperature`.
     """
     if taken := [name for name in given if name in _THE_TRAINERS]:
         reasons = "; ".join(f"{name}: {_THE_TRAINERS[name]}" for name in taken)
@@ -128,8 +119,7 @@ def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> Non
             "rollouts and the trainer's log-probs would be of two distributions. Set "
             f"temperature={given['temperature']} in the config instead."
         )
-    unknown = [name for name in given if name not in VLLM_NAMES]
-    if unknown:
+    if unknown := [name for name in given if name not in VLLM_NAMES]:
         use = [f"{_INSTEAD[name]} for {name}" for name in unknown if name in _INSTEAD]
         raise ValueError(
             f"generation_kwargs sets {unknown}, but rollouts come from vLLM, whose SamplingParams has no such names "

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .flag import flag
+from . import flag
 
 
 FP8_FORWARDS = ("off", "weights", "full")
@@ -44,7 +44,7 @@ class ForwardFlags:
         return {"forward": self.fp8_forward, "backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
 
     def check_forward(self, fp8_weights: bool, fp16: bool) -> None:
-        """Raise `ValueError` naming flag, value, reason and remedy. What `FP8Flow` checks itself is left to it."""
+        """Raise `ValueError` for what cannot be, as far as `FP8Flow` does not check it itself."""
         if self.fp8_forward not in FP8_FORWARDS:
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} is not a precision flow. Use one of {list(FP8_FORWARDS)}."

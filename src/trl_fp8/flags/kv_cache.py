@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .flag import flag
+from . import flag
 
 
 KV_CACHE_DTYPES = ("fp8", "auto")
@@ -66,18 +66,8 @@ class KVCacheFlags:
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
 
-    @property
-    def calibration(self) -> dict:
-        """What the flags say of a `KVCalibrator`."""
-        return {
-            "mode": self.kv_calibration,
-            "margin": self.kv_scale_margin,
-            "max_tokens": self.kv_calibration_tokens,
-        }
-
     def resolve_kv_cache(self, blind_pass: str | None, alone: bool) -> None:
-        """Bring the flags into one form and fill in defaults. Raises `ValueError` naming flag, value, reason and
-        remedy.
+        """Bring the flags into one form, fill in defaults, and raise `ValueError` for what cannot be.
 
         Args:
             blind_pass: The other flag, with its value, for which rollouts cannot be observed in the old-log-prob pass.
@@ -112,7 +102,8 @@ class KVCacheFlags:
                 "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
             )
         self._check_skip_layers()
-        self._check_needs_fp8()
+        if self.kv_cache_dtype == "auto":
+            self._check_needs_nothing()
         if self.simulate_kv_cache is None:
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
         if self.kv_calibration is None:
@@ -125,26 +116,18 @@ class KVCacheFlags:
             )
 
     def _check_skip_layers(self) -> None:
-        given = self.kv_cache_skip_layers
-        if given is None:
+        if (given := self.kv_cache_skip_layers) is None:
             return
-        items = [given] if isinstance(given, str | int) else given
-        self.kv_cache_skip_layers = [str(item) for item in items]
+        self.kv_cache_skip_layers = [str(item) for item in ([given] if isinstance(given, str | int) else given)]
         if self.kv_cache_skip_layers != ["auto"] and not all(item.isdigit() for item in self.kv_cache_skip_layers):
             raise ValueError(
                 f"kv_cache_skip_layers={given!r} is neither 'auto' nor a list of layer numbers, for example "
                 "kv_cache_skip_layers=[0, 27]."
             )
 
-    def _check_needs_fp8(self) -> None:
-        if self.kv_cache_dtype != "auto":
-            return
-        needs = {
-            name: getattr(self, name)
-            for name in ("simulate_kv_cache", "simulate_attention_weights", "kv_cache_skip_layers")
-        }
-        given = [f"{flag}={value!r}" for flag, value in needs.items() if value]
-        if given:
+    def _check_needs_nothing(self) -> None:
+        needing = ("simulate_kv_cache", "simulate_attention_weights", "kv_cache_skip_layers")
+        if given := [f"{name}={value!r}" for name in needing if (value := getattr(self, name))]:
             raise ValueError(
                 f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
                 "kv_cache_dtype='fp8', or remove it."

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .flag import flag
+from . import flag
 
 
 ROUTER_REPLAYS = ("off", "monitor", "rollout", "policy")

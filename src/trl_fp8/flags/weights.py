@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from trl_fp8.quantization.e4m3 import check_scale_format
 from trl_fp8.quantization.formats import FORMATS, format_named
 
-from .flag import flag
+from . import flag
 
 
 @dataclass

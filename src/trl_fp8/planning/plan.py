@@ -1,7 +1,7 @@
 """The plan: what a recipe means for one model in modules, parameters and bytes, printed before training starts.
 
-Rows group the layers that are alike (the layer number becomes `*`), so that a model of 400 linear layers is ten lines
-and the one layer that is kept in high precision stands out.
+Layers that are alike share a row, with `*` for their number: 400 linear layers are ten lines, and the one that is kept
+in high precision stands out.
 """
 
 import re
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats.spec import FormatSpec
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -21,15 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Modules that share name pattern, shape, precision and reason. Bytes are of all of them together."""
+    """Tensors that share name pattern, shape, precision and reason; parameters and bytes are of all of them."""
 
     pattern: str
     count: int
     shape: tuple[int, ...]
-    precision: str
-    reason: str
+    precision: str  # "fp8" or "bf16"
+    reason: str  # why it is not FP8; empty where it is or never could be
     parameters: int
-    bytes_before: int
     bytes_after: int
 
 
@@ -45,7 +43,7 @@ class Plan:
 
     @property
     def bytes_before(self) -> int:
-        return sum(row.bytes_before for row in self.rows)
+        return 2 * self.parameters
 
     @property
     def bytes_after(self) -> int:
@@ -61,52 +59,46 @@ class Plan:
 
     @property
     def fp8_share(self) -> float:
-        """Fraction of all parameters that are FP8."""
         return self.fp8_parameters / self.parameters
 
     def table(self) -> str:
         """The plan as plain text, at most 119 columns for ordinary names."""
-        recipe = self.recipe
-        header = ("modules", "count", "shape", "parameters", "BF16", "engine", "precision")
-        body = [
+        lines = [("modules", "count", "shape", "parameters", "BF16", "engine", "precision")]
+        lines += [
             (
                 row.pattern,
                 str(row.count),
                 " x ".join(map(str, row.shape)),
                 f"{row.parameters:,}",
-                format_bytes(row.bytes_before),
+                format_bytes(2 * row.parameters),
                 format_bytes(row.bytes_after),
-                row.precision if not row.reason else f"{row.precision} ({row.reason})",
+                f"{row.precision} ({row.reason})" if row.reason else row.precision,
             )
             for row in self.rows
         ]
         total = ("total", "", "", f"{self.parameters:,}", format_bytes(self.bytes_before))
-        body.append((*total, format_bytes(self.bytes_after), f"{self.fp8_share:.1%} of parameters fp8"))
-        widths = [max(len(line[column]) for line in [header, *body]) for column in range(len(header))]
-        align = [str.ljust, str.rjust, str.ljust, str.rjust, str.rjust, str.rjust, str.ljust]
-        lines = [
-            "  ".join(pad(cell, width) for pad, cell, width in zip(align, line, widths, strict=True)).rstrip()
-            for line in [header, tuple("-" * width for width in widths), *body]
-        ]
+        lines.append((*total, format_bytes(self.bytes_after), f"{self.fp8_share:.1%} of parameters fp8"))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in widths))
+        columns = [f"{{:{side}{width}}}" for side, width in zip("<><>>><", widths, strict=True)]
+        text = "\n".join("  ".join(columns).format(*line).rstrip() for line in lines)
+        recipe = self.recipe
         weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
-        title = (
-            f"FP8 plan for {self.model_name} (tensor parallel size {recipe.tensor_parallel_size}, weights {weights})"
-        )
-        return "\n".join([title, "", *lines, "", self._kv_line()])
+        setup = f"tensor parallel size {recipe.tensor_parallel_size}, weights {weights}"
+        return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {self._kv_cache()}"
 
-    def _kv_line(self) -> str:
+    def _kv_cache(self) -> str:
         before, after = self.kv_bytes_per_token_before, self.kv_bytes_per_token_after
         if not self.recipe.fp8_kv_cache:
-            return f"KV cache: the model's dtype, {format_bytes(before)} per token"
-        return (
-            f"KV cache: e4m3, q/k/v scales recalibrated at every sync, {format_bytes(before)} -> "
-            f"{format_bytes(after)} per token ({before / after:.1f}x the tokens)"
-            + (f"; layers {list(skipped)} stay in BF16" if (skipped := self.recipe.kv_cache_skip_layers) else "")
-        )
+            return f"the model's dtype, {format_bytes(before)} per token"
+        skipped = list(self.recipe.kv_cache_skip_layers)
+        size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
+        kept = f"; layers {skipped} stay in BF16" if skipped else ""
+        return f"e4m3, q/k/v scales recalibrated at every sync, {size}{kept}"
 
 
 def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:
-    """`plan_for` a model; the meta device is fine."""
+    """`plan_for` a transformers or PEFT causal LM, also one on the meta device."""
     from trl_fp8.recipe.from_model import outline_of  # torch comes with it, which a plan from a config does without
 
     return plan_for(outline_of(model), recipe)
@@ -118,24 +110,22 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
     for name, shape in outline.parameters.items():
         fp8 = name in recipe.fp8_tensors
         reason = recipe.kept_modules.get(name.rpartition(".")[0], "")
-        label = name.removesuffix(".weight")
-        groups[(re.sub(r"\.\d+(?=\.|$)", ".*", label), shape, "fp8" if fp8 else "bf16", reason)] += 1
+        pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name.removesuffix(".weight"))
+        groups[pattern, shape, "fp8" if fp8 else "bf16", reason] += 1
+    rows = []
+    for (pattern, shape, precision, reason), count in groups.items():
+        parameters = prod(shape) * count
+        after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
+        rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after))
     per_layer = 2 * outline.kv_heads * outline.head_dim  # elements of a token
     fp8_layers = outline.layers - len(recipe.kv_cache_skip_layers) if recipe.fp8_kv_cache else 0
     return Plan(
         model_name=outline.name,
         recipe=recipe,
-        rows=tuple(_row(key, count, recipe.format) for key, count in groups.items()),
+        rows=tuple(rows),
         kv_bytes_per_token_before=2 * per_layer * outline.layers,
         kv_bytes_per_token_after=per_layer * (2 * outline.layers - fp8_layers),
     )
-
-
-def _row(key: tuple[str, tuple[int, ...], str, str], count: int, spec: FormatSpec) -> PlanRow:
-    pattern, shape, precision, reason = key
-    numel = prod(shape) * count
-    after = count * spec.weight_bytes(shape) if precision == "fp8" else 2 * numel
-    return PlanRow(pattern, count, shape, precision, reason, numel, 2 * numel, after)
 
 
 def format_bytes(count: int) -> str:

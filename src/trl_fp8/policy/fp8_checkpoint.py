@@ -8,8 +8,8 @@ and output head included, and drops `quantization_config`, so that the saved mod
 from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.recipe.names import listed
 
 from .model import transformers_model
 

@@ -11,8 +11,6 @@ from math import log
 
 import torch
 
-from trl_fp8.listing import listed
-
 from .e4m3 import E4M3_MAX, ceil_pow2
 
 
@@ -52,10 +50,11 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
     bad = ~(torch.isfinite(amax) & (amax > 0))
     if bad.any():
         offenders = [f"layer {layer} {QKV[column]} (amax {amax[layer, column]:g})" for layer, column in bad.nonzero()]
+        more = f", and {len(offenders) - 6} more" if len(offenders) > 6 else ""
         raise ValueError(
-            f"KV cache scales cannot be calibrated: {listed(offenders)}. A NaN or infinite value means that the "
-            "policy's forward diverged (check loss and grad_norm of the last steps); zero means that the layer was "
-            "never run on a real token. kv_cache_dtype='auto' trains without an FP8 KV cache."
+            f"KV cache scales cannot be calibrated: {', '.join(offenders[:6])}{more}. A NaN or infinite value means "
+            "that the policy's forward diverged (check loss and grad_norm of the last steps); zero means that the "
+            "layer was never run on a real token. kv_cache_dtype='auto' trains without an FP8 KV cache."
         )
     return KVScales(ceil_pow2(amax * margin / E4M3_MAX))
 

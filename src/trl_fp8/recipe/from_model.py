@@ -1,14 +1,13 @@
 """The outline of a transformers or PEFT model; meta and sharded parameters are fine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from .experts import expert_modules
-from .names import TRANSFORMERS, checkpoint_name, full_shape
+from .names import TRANSFORMERS, checkpoint_name, expert_modules, full_shape
 from .outline import Outline
 
 
@@ -17,8 +16,7 @@ def outline_of(model: nn.Module) -> Outline:
     text = model.config.get_text_config()
     class_name = type(model.get_base_model() if is_peft_model(model) else model).__name__
     kv_heads, head_dim = _heads(text)
-    of_adapter = _adapter_names(model)
-    named = {checkpoint_name(name): parameter for name, parameter in model.named_parameters() if not of_adapter(name)}
+    named = {checkpoint_name(name): p for name, p in model.named_parameters() if not _is_of_adapter(name, model)}
     named |= persistent_buffers(model)
     return Outline(
         name=model.config.name_or_path or class_name,
@@ -36,9 +34,8 @@ def outline_of(model: nn.Module) -> Outline:
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
-    of_adapter = _adapter_names(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not of_adapter(name):
+        if isinstance(module, nn.Linear) and not _is_of_adapter(name, model):
             yield checkpoint_name(name), module
 
 
@@ -47,13 +44,13 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
     They are updated like parameters, though by no gradient, and keep their dtype in an engine.
     """
-    of_adapter = _adapter_names(model)
     for prefix, module in model.named_modules():
         if type(module).__module__.startswith("peft."):  # VeRA's projections
             continue
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and not of_adapter(f"{prefix}.{name}"):
-                yield checkpoint_name(f"{prefix}.{name}"), buffer
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
+            if persistent and not _is_of_adapter(name, model):
+                yield checkpoint_name(name), buffer
 
 
 def _heads(text: Any) -> tuple[int, int]:
@@ -66,16 +63,12 @@ def _heads(text: Any) -> tuple[int, int]:
         return 0, 0
 
 
-def _adapter_names(model: nn.Module) -> Callable[[str], bool]:
-    """Tells what TRL's sync leaves out: names with the prefix of a PEFT method, and copies of whole modules that are
-    not active (PEFT's original, and TRL's reference).
-    """
-    prefix = getattr(model, "prefix", "lora_")
-
-    def of_adapter(name: str) -> bool:
-        return f".{prefix}" in f".{name}" or "original_module" in name or ".modules_to_save." in checkpoint_name(name)
-
-    return of_adapter
+def _is_of_adapter(name: str, model: nn.Module) -> bool:
+    """True for what TRL's sync leaves out, too."""
+    prefix = getattr(model, "prefix", "lora_")  # of the PEFT method
+    # copies of whole modules: PEFT's original, and TRL's reference
+    copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
+    return copied or f".{prefix}" in f".{name}"
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:

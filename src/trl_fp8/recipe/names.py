@@ -5,9 +5,11 @@
     held by vLLM's module  `sent_expert_name`  ...experts.routed_experts.w13_weight
     published              `published_names`   ...experts.0.gate_proj.weight, ...experts.0.up_proj.weight, [I, K] each
 
-All but experts have one name everywhere, and vLLM fuses some of them. Shapes as in `experts.py`.
+E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, K, I]. All but experts have one name
+everywhere, and vLLM fuses some of them.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,22 +26,17 @@ ROW_PARALLEL = ("o_proj", "down_proj")
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family of models names the experts of a layer.
+    """How a family of models names the experts of a layer."""
 
-    Attributes:
-        block: Module that holds router and experts.
-        fused: Tensors of all experts, [E, 2I, K] and [E, K, I], where they are stored as such.
-        published: The parts of each along its rows, where every expert is stored for itself.
-    """
-
-    block: str
-    fused: tuple[str, str]
-    published: tuple[tuple[str, ...], tuple[str, ...]]
+    block: str  # module that holds router and experts
+    fused: tuple[str, str]  # tensors of all experts, [E, 2I, K] and [E, K, I]
+    published: tuple[tuple[str, ...], tuple[str, ...]]  # the parts of each along its rows, stored expert by expert
 
 
 TRANSFORMERS = ExpertNames("mlp", ("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
 MIXTRAL = ExpertNames("block_sparse_moe", ("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
+NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 _FAMILIES = {"mixtral": MIXTRAL}  # model types that transformers renames while loading, and vLLM does not
 
 
@@ -60,20 +57,13 @@ def engine_name(name: str, model_type: str) -> str:
 
 
 def sent_expert_name(held: str, gate: str) -> str:
-    """The name under which vLLM loads what its module of experts holds as `held` ("w13" or "w2").
-
-    Args:
-        held: One of `HELD`.
-        gate: What the module expects the gate projection of an expert to be called (`ckpt_gate_proj_name`).
-    """
+    """What vLLM loads as `held`, one of `HELD`, into a module whose `ckpt_gate_proj_name` is `gate`."""
     family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
     return family.fused[HELD.index(held)]
 
 
 def published_names(sent: str, scale_suffix: str) -> tuple[str, ...]:
-    """What published checkpoints hold in place of a tensor of all experts, or of its scales: a name for each part
-    along its rows, with {} for the expert's number. Empty for any other tensor.
-    """
+    """Names of the parts, {} for the expert's number, of a tensor of all experts or its scales; of others none."""
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
@@ -86,3 +76,29 @@ def published_names(sent: str, scale_suffix: str) -> tuple[str, ...]:
 def full_shape(parameter: "nn.Parameter") -> tuple[int, ...]:
     """Shape of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
+    """Modules that hold all experts of a layer in 3-D parameters, by checkpoint name."""
+    for name, module in model.named_modules():
+        name = checkpoint_name(name)
+        fused = any(len(full_shape(parameter)) == 3 for parameter in module.parameters(recurse=False))
+        if fused and name.rpartition(".")[2] == "experts":
+            yield name, module
+
+
+def router_name(experts: str) -> str:
+    """Checkpoint name of the router in front of the experts `...mlp.experts`."""
+    return f"{experts.rpartition('.')[0]}.gate"
+
+
+def is_router(module: "nn.Module") -> bool:
+    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
+    return type(module).__name__.endswith("TopKRouter")
+
+
+def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
+    """For a message: the first `most` of what may be hundreds, and how many more there are."""
+    names = list(names)
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return between.join([*names[:most], *more])

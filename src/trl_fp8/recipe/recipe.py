@@ -1,14 +1,12 @@
 """Which tensors of a model are FP8, and how: the one answer that every other part asks.
 
-The idea is that the decision is made once, by exact module name, before the engine starts. vLLM's own ignore list
-matches exact names only and drops what does not match without a word, so nothing here is a pattern: each linear layer
-is either in `fp8_modules` or in `kept_modules` with the reason why.
+It is given once, before the engine starts, by exact module names, because vLLM's ignore list drops a pattern or an
+unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_modules` with the reason why.
 
-A linear layer is FP8 if it is one of a decoder layer's projections (or of its shared expert's) and each of its shards
-at the engine's tensor parallel size fits the format (fills whole 128x128 blocks, for one). Projections that vLLM fuses
-(q, k, v and gate, up) stand or fall together. The experts of a layer are FP8 under the same condition, all together,
-where the engine has kernels for them. Output head, embeddings, norms, routers and gates of shared experts stay in high
-precision.
+A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
+engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
+and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
+embeddings, norms, routers and gates of shared experts stay in high precision.
 """
 
 import re
@@ -16,13 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .experts import router_name, why_not_fp8
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name
+from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name, listed, router_name
 from .outline import Outline
 
 
@@ -30,41 +26,25 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_PROJECTION = re.compile(
-    r"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>"
-    + "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
-    + r")$"
-)
+_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 
 @dataclass(frozen=True)
 class FP8Recipe:
-    """What is FP8 in the engine. Made by `recipe_for_model`; every field is final once the engine has started.
+    """What is FP8 in the engine, by exact checkpoint names in model order; final once the engine has started."""
 
-    Attributes:
-        fp8_modules: Exact checkpoint names of the linear layers whose weights are FP8, in model order.
-        fp8_experts: Exact checkpoint names of the expert modules whose weights are FP8, in model order.
-        kept_modules: Name -> reason, for every linear layer, expert module and router that stays in high precision.
-        kv_cache_dtype: `"fp8"` (e4m3, calibrated per-tensor scales) or `"auto"` (the model's dtype).
-        kv_cache_skip_layers: Decoder layers whose KV cache stays in the model's dtype.
-        format: Format of the weights.
-        scale_format: Format of the weights' scales, see `trl_fp8.quantization.e4m3`.
-        kv_scale_margin: Factor on the calibrated amax of q, k and v before it becomes a scale.
-        tensor_parallel_size: Number of ranks that share one engine.
-        model_type: Model type of the config. A few model types have other names in the engine.
-    """
-
-    fp8_modules: tuple[str, ...]
-    kept_modules: dict[str, str] = field(default_factory=dict)
-    kv_cache_dtype: str = "fp8"
-    kv_cache_skip_layers: tuple[int, ...] = ()
-    format: FormatSpec = BLOCKS
-    scale_format: ScaleFormat = "pow2"
-    kv_scale_margin: float = 1.05
-    tensor_parallel_size: int = 1
-    fp8_experts: tuple[str, ...] = ()
-    model_type: str = ""
+    fp8_modules: tuple[str, ...]  # linear layers whose weights are FP8
+    kept_modules: dict[str, str] = field(default_factory=dict)  # what else could have been, and routers -> reason
+    kv_cache_dtype: str = "fp8"  # "fp8" (e4m3, calibrated per-tensor scales) or "auto" (the model's dtype)
+    kv_cache_skip_layers: tuple[int, ...] = ()  # decoder layers whose KV cache stays in the model's dtype
+    format: FormatSpec = BLOCKS  # of the weights
+    scale_format: ScaleFormat = "pow2"  # of the weights' scales, see `trl_fp8.quantization.e4m3`
+    kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
+    tensor_parallel_size: int = 1  # ranks that share one engine
+    fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8
+    model_type: str = ""  # of the config; a few have other names in the engine
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
@@ -100,19 +80,16 @@ class FP8Recipe:
 
     @property
     def quantization_config(self) -> dict | None:
-        """The checkpoint's `quantization_config` as vLLM's `Fp8Config` reads it; None if nothing is FP8.
-
-        With FP8 KV cache but no FP8 weights it names every linear layer as not converted: only this config gives
-        vLLM's attention layers loadable q, k and v scales.
-        """
+        """The checkpoint's `quantization_config` as vLLM's `Fp8Config` reads it; None if nothing is FP8."""
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
+        # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
         kept = [self.engine_name(name) for name in self.kept_modules]
         return self.format.quantization_config | {"modules_to_not_convert": kept}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
-    """`recipe_for` a transformers or PEFT causal LM; the meta device is fine."""
+    """`recipe_for` a transformers or PEFT causal LM, also one on the meta device; flags and errors are the same."""
     from .from_model import outline_of  # torch comes with it, which a plan from a config does without
 
     return recipe_for(outline_of(model), **flags)
@@ -135,10 +112,9 @@ def recipe_for(
 
     Args:
         outline: Outline of the policy.
-        fp8_weights, kv_cache_dtype, kv_cache_skip_layers, weight_format, scale_format, kv_scale_margin,
-            tensor_parallel_size: See the flags of `FP8GRPOConfig`.
         ignored_modules: Linear layers and expert modules to keep, by exact name.
         expert_kernels: The engine has kernels for FP8 experts. vLLM has them on CUDA, not on CPU.
+        fp8_weights and others: See the flags of `FP8GRPOConfig`.
 
     Raises:
         ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
@@ -146,15 +122,13 @@ def recipe_for(
     """
     linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
     modules = [*linears, *experts]
-    _check_ignored(ignored_modules, modules)
-    _check_skipped(kv_cache_skip_layers, outline.layers)
+    _check_named(ignored_modules, modules, kv_cache_skip_layers, outline.layers)
     reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
     reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
-    for name in linears:
+    for name in modules:
         reasons[name] = reasons.get(name) or _why_kept(outline, name, spec, tensor_parallel_size)
-    for name in experts:
-        blocked = None if expert_kernels else "vLLM has no kernel for FP8 experts on CPU"
-        reasons[name] = reasons.get(name) or why_not_fp8(outline, name, spec, tensor_parallel_size) or blocked
+        if name in experts and not expert_kernels:
+            reasons[name] = reasons[name] or "vLLM has no kernel for FP8 experts on CPU"
     for name in linears:  # what vLLM fuses is either all FP8 or all kept
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
@@ -162,12 +136,12 @@ def recipe_for(
     kept = {name: reasons[name] for name in modules if reasons[name]}
     if fp8_weights and len(kept) == len(modules):
         offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
+        smaller = f"a tensor parallel size below {tensor_parallel_size} or " if tensor_parallel_size > 1 else ""
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
-            f"Weights as {spec.description} need shards that {spec.requirement}. Use "
-            f"{_smaller(tensor_parallel_size)}another model, or set fp8_weights=False "
-            "(kv_cache_dtype='fp8' works without it)."
+            f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}another model, or set "
+            "fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
@@ -184,35 +158,35 @@ def recipe_for(
 
 
 def is_vision(name: str) -> bool:
-    """Whether a module or parameter belongs to a vision tower."""
+    """True for modules and parameters of a vision tower."""
     return _VISION.search(name) is not None
 
 
 def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> str | None:
+    """Why an engine cannot hold a linear layer, or a module of experts, in a format; None if it can."""
+    at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
+    if name in outline.experts:
+        if spec.why_no_experts:
+            return spec.why_no_experts
+        if not outline.experts[name]:
+            return "experts of another layout than gate_up_proj [E, 2I, K] and down_proj [E, K, I]"
+        _, hidden, intermediate = outline.parameters[f"{name}.down_proj"]
+        if spec.fits(intermediate / tp_size, hidden):
+            return None
+        return f"experts of {intermediate / tp_size:g} x {hidden}{at}, not multiples of {spec.alignment}"
     match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
     if match is None or is_vision(name):
         return "not named as a projection of Llama's decoder layers"
-    rows, columns = _shard_shape(match["kind"], outline.linears[name], outline.kv_heads, tp_size)
-    if not spec.fits(rows, columns):
-        at = f" per rank at tensor parallel size {tp_size}" if tp_size > 1 else ""
-        return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
-    return None
-
-
-def _shard_shape(kind: str, shape: tuple[int, int], kv_heads: int, tp_size: int) -> tuple[float, float]:
-    """(N, K) of one rank's part of a projection; not integral where `tp_size` does not divide it."""
-    rows, columns = shape
-    if kind in ROW_PARALLEL:
-        return rows, columns / tp_size
-    if kind in ("k_proj", "v_proj"):  # with fewer KV heads than ranks, heads are replicated
-        return rows / min(tp_size, kv_heads), columns
-    return rows / tp_size, columns
-
-
-def _smaller(tp_size: int) -> str:
-    return f"a tensor parallel size below {tp_size} or " if tp_size > 1 else ""
+    rows, columns = outline.linears[name]  # of one rank's shard from here on; fractions where tp_size does not divide
+    if match["kind"] in ROW_PARALLEL:
+        columns /= tp_size
+    else:  # with fewer KV heads than ranks, heads are replicated
+        rows /= min(tp_size, outline.kv_heads) if match["kind"] in ("k_proj", "v_proj") else tp_size
+    if spec.fits(rows, columns):
+        return None
+    return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
 
 
 def _fused_with(name: str) -> list[str]:
@@ -221,18 +195,14 @@ def _fused_with(name: str) -> list[str]:
     return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
 
 
-def _check_ignored(ignored: tuple[str, ...], known: list[str]) -> None:
-    unknown = [name for name in ignored if name not in known]
-    if unknown:
+def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], layers: int) -> None:
+    """Refuse names of modules and numbers of layers that the model does not have, and skipping all layers."""
+    if unknown := [name for name in ignored if name not in modules]:
         raise ValueError(
             f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
-            f"the model has for example {known[:3]}."
+            f"the model has for example {modules[:3]}."
         )
-
-
-def _check_skipped(skipped: tuple[int, ...], layers: int) -> None:
-    unknown = [layer for layer in skipped if not 0 <= layer < layers]
-    if unknown:
+    if unknown := [layer for layer in skipped if not 0 <= layer < layers]:
         raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
     if len(set(skipped)) == layers:
         raise ValueError(

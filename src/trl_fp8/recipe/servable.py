@@ -1,10 +1,9 @@
-"""Whether an engine can serve a model at all, told from names before one is started.
+"""Models that no engine can serve, told from names before one is started.
 
-Three things have to hold: vLLM loads the model into a class of its own, that class takes the tensors that the policy
-sends under the policy's names, and what it made of them can be read back. What of vLLM 0.31 breaks one of them is
-listed here by what gives it away: a part of a parameter's name, or the model type where no name does. Other model
-types go on; once the engine is built its names are compared with the policy's (`sync.policy_checks`).
-tests/engine/test_servable.py holds the lists to what vLLM's classes do.
+vLLM has to load the model into a class of its own, which takes the policy's tensors under the policy's names and lets
+them be read back. What breaks this in vLLM 0.31 is listed by what gives it away: a part of a parameter's name, or the
+model type where no name does (tests/engine/test_servable.py holds the lists to vLLM's classes). Other models go on:
+the names of the engine, once built, are compared with the policy's (`sync.policy_checks`).
 """
 
 import re
@@ -20,55 +19,46 @@ TRANSFORMERS_BACKED = (
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
-    re.compile(r"\.language_model\."): "of a vision-language model vLLM holds the language model under another name",
-    re.compile(r"\.(?:conv1d|conv\.conv)\.|\.A_log$"): (
+    r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
+    r"\.(?:conv1d|conv\.conv)\.|\.A_log$": (
         "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
         "rearranges, so that they cannot be read back"
     ),
-    re.compile(r"\.kv_(?:a_proj_with_mqa|b_proj)\."): (
+    r"\.kv_(?:a_proj_with_mqa|b_proj)\.": (
         "its attention is latent (MLA), and vLLM derives further weights from kv_b_proj, which cannot be read back"
     ),
-    re.compile(r"\.(?:qkv_proj|query_key_value|c_attn|Wqkv)\.weight$"): (
-        "its checkpoint has q, k, v as one tensor, where the layout of the engine knows three"
+    r"\.(?:qkv_proj|query_key_value|c_attn|Wqkv)\.weight$": (
+        "its checkpoint has q, k, v as one tensor, where the engine's layout knows three"
     ),
-    re.compile(r"\.gate_up_proj\.weight$"): (
-        "its checkpoint has gate and up as one tensor, where the layout of the engine knows two"
-    ),
+    r"\.gate_up_proj\.weight$": "its checkpoint has gate and up as one tensor, where the engine's layout knows two",
 }
 _OTHER_NAMES = "vLLM holds its {} under another name"
-_UNNAMED_PARTS = "vLLM's class does not say which projections it fuses (no packed_modules_mapping)"
 _MODEL_TYPES = {
-    "afmoe": _OTHER_NAMES.format("routers"),
+    **dict.fromkeys(("afmoe", "granitemoe", "granitemoe_swa", "granitemoeshared"), _OTHER_NAMES.format("routers")),
+    **dict.fromkeys(
+        ("hrm_text", "stablelm"),
+        "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
+    ),
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
     "ernie4_5_moe": _OTHER_NAMES.format("routers' correction bias"),
     "gemma3n_text": _OTHER_NAMES.format("embeddings and AltUp projections"),
     "gpt_oss": _OTHER_NAMES.format("embeddings, attention and sinks"),
-    "granitemoe": _OTHER_NAMES.format("routers"),
-    "granitemoe_swa": _OTHER_NAMES.format("routers"),
     "granitemoehybrid": _OTHER_NAMES.format("routers and shared projections"),
-    "granitemoeshared": _OTHER_NAMES.format("routers"),
-    "hrm_text": _UNNAMED_PARTS,
     "hy_v3": _OTHER_NAMES.format("shared experts and routers' correction bias"),
     "laguna": _OTHER_NAMES.format("shared experts"),
     "llama4_text": "vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back",
-    "stablelm": _UNNAMED_PARTS,
 }
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
 REMEDY = f"Choose another model, or train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS} (TRL alone)"
 
+# `upstream.vllm.engine_class`: architectures -> class of vLLM, or None. Not given where vLLM is absent or too slow.
 Resolve = Callable[[tuple[str, ...]], str | None]
 
 
 def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
-    """Raise `ValueError` for a model that no engine can serve; the message names its model type, reason and remedy.
-
-    Args:
-        outline: Outline of the policy.
-        resolve: `upstream.vllm.engine_class`: architectures -> class of vLLM, None where it has none. Without it vLLM
-            is not asked, because it is not installed or would take too long.
-    """
+    """Raise `ValueError` for a model that no engine can serve; the message names its model type, reason and remedy."""
     if (reason := why_not_servable(outline, resolve)) is not None:
         raise ValueError(unservable(outline.model_type, reason))
 
@@ -91,7 +81,7 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
     if found is None:
         return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"
     for part, reason in _GIVEN_AWAY.items():
-        if (name := next(filter(part.search, outline.parameters), None)) is not None:
+        if (name := next(filter(re.compile(part).search, outline.parameters), None)) is not None:
             return f"{reason} ({name})"
     if outline.model_type in _MODEL_TYPES:
         return _MODEL_TYPES[outline.model_type]

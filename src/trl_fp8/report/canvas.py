@@ -15,11 +15,9 @@ SERIES = ("#08519c", "#d94801", "#31844a", "#7b3f98", "#a07800", "#555555")
 
 
 def new_figure(width: float, height: float, title: str | None = None) -> Figure:
-    """An empty figure of `width` x `height` inches with a canvas of its own: no global backend, no open figure of the
-    caller's is touched.
-    """
+    """An empty figure of `width` x `height` inches."""
     figure = Figure(figsize=(width, height), dpi=125, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # a canvas of its own: no global backend, no open figure of the caller's is touched
     if title:
         figure.suptitle(title, fontsize=14, fontweight="bold")
     return figure
@@ -33,14 +31,14 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def tidy(axes: Axes, title: str | None = None, x: str | None = None, y: str | None = None) -> None:
-    """Labels, a light grid, and no frame above and on the right."""
-    if title:
-        axes.set_title(title, fontsize=11, loc="left")
-    if x:
-        axes.set_xlabel(x, fontsize=9)
-    if y:
-        axes.set_ylabel(y, fontsize=9)
+def tidy(axes: Axes, title: str, x: str, y: str = "", legend: str | None = None) -> Figure:
+    """The figure of `axes`, with labels, a legend at that place, a light grid, no frame above and on the right."""
+    axes.set_title(title, fontsize=11, loc="left")
+    axes.set_xlabel(x, fontsize=9)
+    axes.set_ylabel(y, fontsize=9)
     axes.tick_params(labelsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+    if legend:
+        axes.legend(frameon=False, fontsize=9, loc=legend)
+    return axes.figure

@@ -11,16 +11,13 @@ from .canvas import RAW, TREND, Axes, Figure, new_figure, tidy
 
 @dataclass(frozen=True)
 class Panel:
-    """One curve over the steps. `unit` is the axis label; logged values are multiplied by `factor` to be in it.
-    `steady` values are expected to stay put: they get their median, which one slow step does not move, instead of a
-    moving mean.
-    """
+    """One curve over the steps."""
 
     key: str
     title: str
-    unit: str
-    factor: float = 1.0
-    steady: bool = False
+    unit: str  # label of the axis
+    factor: float = 1.0  # from what was logged to `unit`
+    steady: bool = False  # expected to stay put: a median, which one slow step does not move, not a moving mean
 
 
 TRAINING_PANELS = (
@@ -36,13 +33,9 @@ TRAINING_PANELS = (
 def curves_figure(
     log_history: Iterable[Mapping[str, Any]], panels: Sequence[Panel], title: str | None = None
 ) -> tuple[Figure, dict[str, Axes]]:
-    """A figure with those of `panels` that were logged, and its axes by key.
-
-    Raises:
-        ValueError: None of them was.
-    """
+    """A figure with those of `panels` that were logged, and its axes by key. `ValueError` if none was."""
     rows = list(log_history)
-    found = [(panel, steps, values) for panel in panels for steps, values in [series(rows, panel)] if steps]
+    found = [(panel, *series(rows, panel.key, panel.factor)) for panel in panels if series(rows, panel.key)[0]]
     if not found:
         raise ValueError(
             f"log_history with {len(rows)} entries: none has a finite value of {', '.join(p.key for p in panels)}; "
@@ -64,12 +57,12 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
-def series(rows: Sequence[Mapping[str, Any]], panel: Panel) -> tuple[list[int], list[float]]:
-    """Steps in order and their values, without NaN and Inf. A step logged twice, by a resumed run, counts once: the
-    last time.
-    """
-    logged = {row["step"]: row[panel.key] for row in rows if "step" in row and panel.key in row}
-    points = [(step, panel.factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
+def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
+    """Steps in order and their values, without NaN and Inf."""
+    logged = {
+        row["step"]: row[key] for row in rows if "step" in row and key in row
+    }  # of a step logged twice, the last
+    points = [(step, factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -80,13 +73,10 @@ def _draw(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float
         axes.axhline(middle, color=TREND, linewidth=1.5, label=f"median {middle:.3g}")
     elif len(values) > window:
         axes.plot(steps, moving_mean(values, window), color=TREND, linewidth=2, label=f"moving mean of {window}")
-    unit = panel.unit
-    if min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
-        unit += ", log scale"
+    if is_log := min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
         axes.set_yscale("log", subs=(2, 5))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
-    tidy(axes, panel.title, "step", unit)
-    axes.legend(frameon=False, fontsize=9, loc="best")
+    tidy(axes, panel.title, "step", f"{panel.unit}, log scale" if is_log else panel.unit, legend="best")

@@ -11,7 +11,7 @@ from trl_fp8.run.file import Run
 from .canvas import Figure, save
 from .checks import checks
 from .comparison import ladder_figure, rewards_figure
-from .curves import TRAINING_PANELS, Panel, curves_figure
+from .curves import TRAINING_PANELS, Panel, curves_figure, series
 from .rollouts import log_prob_figure, position_figure, ratio_figure
 from .scales import saturation_figure, scales_figure
 
@@ -88,9 +88,7 @@ def _run(run: Run, folder: Path, prefix: str) -> str:
 
 
 def _panels(run: Run, panels: Sequence[Panel]) -> Figure | None:
-    if not any(panel.key in row for panel in panels for row in run.logs):
-        return None
-    return curves_figure(run.logs, panels)[0]
+    return curves_figure(run.logs, panels)[0] if any(series(run.logs, panel.key)[0] for panel in panels) else None
 
 
 def _pictures(pictures: Mapping[str, Callable[[], Figure | None]], folder: Path, prefix: str) -> Iterator[str]:

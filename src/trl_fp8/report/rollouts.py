@@ -21,8 +21,7 @@ def ratio_figure(run: Run) -> Figure | None:
     late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
     width = 2 * limit / (len(counts) - 2)
     ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]  # the outer two: beyond the limit
-    figure = new_figure(6.4, 4)
-    axes = figure.subplots()
+    axes = new_figure(6.4, 4).subplots()
     axes.step(ratios, counts, where="mid", color=TREND, linewidth=1, label=f"all {sum(counts):,} tokens")
     axes.fill_between(ratios, counts, step="mid", color=RAW, alpha=0.6)
     axes.step(ratios, late, where="mid", color=MARK, linewidth=1.2, label="last quarter of the run")
@@ -37,9 +36,8 @@ def ratio_figure(run: Run) -> Figure | None:
     ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()
-    tidy(axes, "Importance ratio of the sampled tokens", "p(trainer) / p(rollout)", "tokens")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    return figure
+    title = "Importance ratio of the sampled tokens"
+    return tidy(axes, title, "p(trainer) / p(rollout)", "tokens", legend="upper left")
 
 
 def log_prob_figure(run: Run) -> Figure | None:
@@ -51,15 +49,12 @@ def log_prob_figure(run: Run) -> Figure | None:
             break
     if not pairs:
         return None
-    figure = new_figure(4.6, 4)
-    axes = figure.subplots()
+    axes = new_figure(4.6, 4).subplots()
     trainer, rollout = zip(*pairs[:POINTS], strict=True)
     lowest = min(*trainer, *rollout)
     axes.plot([lowest, 0], [lowest, 0], color=MARK, linewidth=1, label="no mismatch")
     axes.scatter(rollout, trainer, s=6, alpha=0.35, color=TREND, linewidths=0, label=f"{len(trainer):,} tokens")
-    tidy(axes, "Log-probs of the sampled tokens", "engine, nats", "trainer, nats")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-    return figure
+    return tidy(axes, "Log-probs of the sampled tokens", "engine, nats", "trainer, nats", legend="upper left")
 
 
 def position_figure(run: Run) -> Figure | None:
@@ -70,14 +65,11 @@ def position_figure(run: Run) -> Figure | None:
         return None
     bins = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
     bins = sorted(bins, key=lambda name: int(name.rstrip("+").partition("-")[0]))
-    figure = new_figure(5.2, 4)
-    axes = figure.subplots()
+    axes = new_figure(5.2, 4).subplots()
     halves = {"first half of the run": rows[: len(rows) // 2], "second half": rows[len(rows) // 2 :]}
     for shift, color, (label, part) in zip((-0.2, 0.2), (RAW, TREND), halves.items(), strict=True):
         found = [[row[prefix + name] for row in part if prefix + name in row] for name in bins]
         means = {index: fmean(values) for index, values in enumerate(found) if values}
         axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
     axes.set_xticks(range(len(bins)), bins)
-    tidy(axes, "Mismatch by position in the completion", "tokens", "KL(rollout, trainer), k3")
-    axes.legend(frameon=False, fontsize=9, loc="best")
-    return figure
+    return tidy(axes, "Mismatch by position in the completion", "tokens", "KL(rollout, trainer), k3", legend="best")

@@ -29,11 +29,7 @@ def marker(checkpoint: str | Path) -> Path:
 
 
 def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> str | bool | None:
-    """What `resume_from_checkpoint=asked` means: True becomes the last whole checkpoint.
-
-    Raises:
-        ValueError: The checkpoint that was asked for was not written to its end.
-    """
+    """What `resume_from_checkpoint=asked` means: True becomes the last checkpoint that was written to its end."""
     if not asked:
         return asked
     found = sorted(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step)
@@ -58,11 +54,7 @@ def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batch
 
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, list[dict]] | None:
-    """What `save_rollouts` wrote, on the rank's device, or None if the checkpoint does not fall into a generation.
-
-    Raises:
-        ValueError: It does, with another number of ranks.
-    """
+    """What `save_rollouts` wrote, on the rank's device; None if the checkpoint does not fall into a generation."""
     files = sorted(Path(folder).glob("rollouts_*.pt"))
     if not files:
         return None

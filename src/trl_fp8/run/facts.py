@@ -65,12 +65,8 @@ def _own_flags(args: "GRPOConfig") -> dict:
     from trl import GRPOConfig  # takes seconds, which `versions` and `hardware` do without
 
     inherited = {item.name for item in fields(GRPOConfig)}
-    resolved = (
-        "vllm_importance_sampling_mode",
-        "vllm_importance_sampling_clip_min",
-        "vllm_importance_sampling_clip_max",
-    )
-    names = [item.name for item in fields(args) if item.name not in inherited or item.name in resolved]
+    resolved = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
+    names = [item.name for item in fields(args) if item.name not in inherited - resolved]
     return {name: getattr(args, name) for name in names}
 
 

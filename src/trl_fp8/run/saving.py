@@ -97,16 +97,11 @@ class Saving:
         if self.recipe is None or not self.is_world_process_zero():
             return
         card = Path(self.args.output_dir, "README.md")
-        failures = self.vllm_generation.audit_failures
-        section = fp8_section(run_facts(self), self.state.log_history, failures)
+        section = fp8_section(run_facts(self), self.state.log_history, self.vllm_generation.audit_failures)
         card.write_text(f"{card.read_text().rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """TRL's; `resume_from_checkpoint=True` means the last checkpoint that was written to its end.
-
-        Raises:
-            ValueError: The checkpoint that was asked for was not.
-        """
+        """TRL's; `resume_from_checkpoint=True` means the last checkpoint that was written to its end."""
         whole = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
         return super().train(whole, *args, **kwargs)
 
@@ -138,6 +133,5 @@ class Saving:
 
 def _require_success(what: str, failure: Exception | None) -> None:
     """Raise on every rank if there was a `failure` on the main process."""
-    reason = broadcast_object_list([failure and str(failure)])[0]
-    if reason:
+    if reason := broadcast_object_list([failure and str(failure)])[0]:
         raise RuntimeError(f"{what}: {reason}") from failure

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.names import listed
 
 from .pieces import Layout
 from .weight_stream import Named

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from trl_fp8.listing import listed
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.recipe.names import checkpoint_name, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.vllm import engine_class
 

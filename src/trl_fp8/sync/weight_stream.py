@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.blockwise import dequantize_weight, first_rows
 from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.servable import REMEDY
 
 

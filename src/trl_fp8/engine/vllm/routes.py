@@ -18,7 +18,7 @@ import torch
 from vllm import LLM, RequestOutput
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
-from trl_fp8.recipe.experts import NOWHERE
+from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.upstream import vllm as upstream
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
+from trl_fp8.recipe.names import listed
 
 from .observation import QKVObservation
 from .tap import AttentionTap

@@ -22,8 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.recipe.experts import is_router
-from trl_fp8.recipe.names import full_shape
+from trl_fp8.recipe.names import full_shape, is_router
 
 from .experts import FP8Experts
 from .linear import FP8Linear

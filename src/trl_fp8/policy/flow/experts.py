@@ -18,10 +18,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.listing import listed
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX
-from trl_fp8.recipe.experts import expert_modules
+from trl_fp8.recipe.names import expert_modules, listed
 
 from .flow import FP8Flow
 from .matmul import compute_dtype

@@ -20,8 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.recipe.experts import NOWHERE, expert_modules, is_router, router_name
-from trl_fp8.recipe.names import full_shape
+from trl_fp8.recipe.names import NOWHERE, expert_modules, full_shape, is_router, router_name
 
 
 class RouteTally:
