@@ -18,8 +18,8 @@ from trl_fp8.engine.vllm.kv_scales import (
 )
 from trl_fp8.policy.attention import hook as attention_hook
 from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.quantization.e4m3 import cache_codes
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.quantization.round_trip import cache_codes
 from trl_fp8.upstream.vllm import engine_model
 
 

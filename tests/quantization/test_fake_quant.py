@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.round_trip import cache_codes, cache_round_trip
+from trl_fp8.quantization.e4m3 import E4M3, cache_codes, cache_round_trip
 
 
 POW2_SCALES = [2.0**-14, 2.0**-3, 1.0, 2.0**5]

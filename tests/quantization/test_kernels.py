@@ -16,12 +16,20 @@ from torchao.quantization import Float8Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from trl_fp8.quantization import blockwise_kernel
+from trl_fp8.quantization import kernels
 from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
-from trl_fp8.quantization.blockwise_kernel import ROWS, _dequantize, _quantize, dequantize_blocks
 from trl_fp8.quantization.digest import _P, _add_words_by_torch, digest
-from trl_fp8.quantization.digest_kernel import HEIGHT, WIDTH, _add_words, add_words
 from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.kernels import (
+    HEIGHT,
+    ROWS,
+    WIDTH,
+    _add_words,
+    _dequantize,
+    _quantize,
+    add_words,
+    dequantize_blocks,
+)
 
 
 SHAPES = {
@@ -101,9 +109,9 @@ def interpreted():
     Its casts do not round to nearest even, so the kernels store what they would cast;
     a cast itself is one instruction, see below.
     """
-    blockwise_kernel.E4M3 = torch.float32
+    kernels.E4M3 = torch.float32
     return {
-        "quantize": differences(blockwise_kernel.quantize_blocks),
+        "quantize": differences(kernels.quantize_blocks),
         "dequantize": dequantize_differences([torch.float32]),
         "digest": digest_differences(),
     }
@@ -128,7 +136,7 @@ def test_results_are_those_of_torch():
 
 @pytest.mark.gpu
 def test_results_on_a_gpu_are_those_on_cpu():
-    assert differences(lambda values, *case: blockwise_kernel.quantize_blocks(values.cuda(), *case)) == []
+    assert differences(lambda values, *case: kernels.quantize_blocks(values.cuda(), *case)) == []
     assert dequantize_differences([torch.float32, torch.bfloat16, torch.float16], lambda tensor: tensor.cuda()) == []
     assert digest_differences("cuda") == []
     weight = torch.randn(3000, 4000)

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from trl_fp8.quantization.e4m3 import E4M3, E4M3_MAX
+from trl_fp8.quantization.e4m3 import E4M3, E4M3_MAX, cache_round_trip
 from trl_fp8.quantization.kv_scales import (
     E4M3_RELATIVE_ERROR,
     LOGIT_ERROR_LIMIT,
@@ -16,7 +16,6 @@ from trl_fp8.quantization.kv_scales import (
     logit_error,
     outlier_layers,
 )
-from trl_fp8.quantization.round_trip import cache_round_trip
 
 
 @pytest.mark.parametrize("margin", [1.0, 1.05, 2.0])

@@ -73,7 +73,7 @@ def test_a_loader_that_rounds_gets_the_policys_own_tensors(model):
     assert len(kept) == 11 and all(sent[name].data_ptr() == parameters[name].data_ptr() for name in kept)
     rounded = WeightStream(parameters.items(), recipe)
     list(rounded)
-    assert stream.report.bytes_sent == rounded.report.bytes_sent  # of the engine's dtype
+    assert stream.bytes_sent == rounded.bytes_sent  # of the engine's dtype
 
 
 def test_a_module_that_vanished_is_named(model):
@@ -223,6 +223,6 @@ def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
     assert values.isfinite().all() and (scale > 1e-15).all()  # as the kernels need
     assert (values[:2] == 0).all()
     assert torch.allclose(values[2], torch.tensor(1e-9), rtol=1 / 16)
-    error, dead = stream.report.read()
+    error, dead = stream.error_and_dead_blocks()
     assert dead == {name: 4}  # two experts of two blocks each
     assert 0.02 < error < 0.03

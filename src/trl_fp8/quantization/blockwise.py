@@ -4,11 +4,9 @@ One scale per block keeps an outlier's damage inside its block, and 128x128 bloc
 linears, DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, section 3.3). The result is torchao's
 `Float8Tensor`: `qdata` holds the codes and `scale` is what checkpoints call `weight_scale_inv`.
 
-Why torchao's own `Float8Tensor.from_hp` is not called: it takes the scale in the input's dtype (a BF16 weight gets
-BF16-rounded scales), turns an all-zero block into NaN, refuses ragged shapes, has no power-of-two scales, and needs
-8.5 times the weight in temporary memory. On aligned weights with fp32 scales the bytes here equal
-`Float8Tensor.from_hp(w.float(), granularity=PerBlock([128, 128]), hp_value_lb=1e-12)`:
-tests/quantization/test_blockwise.py.
+torchao's own `Float8Tensor.from_hp` takes the scale in the input's dtype, turns an all-zero block into NaN, refuses
+ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in temporary memory. On aligned weights with
+fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tests/quantization/test_blockwise.py.
 
 Shape letters: N out-features, K in-features, `...` any leading dims (experts), n x k blocks.
 """
@@ -34,19 +32,17 @@ def quantize_weight(
     """Quantize a weight in blocks.
 
     Args:
-        weight: `[..., N, K]` in BF16, FP16 or FP32. A last block that N or K does not fill is quantized as if padded
-            with zeros.
+        weight: `[..., N, K]` in BF16, FP16 or FP32; blocks that N or K do not fill count as padded with zeros.
         scale_format: `"pow2"` or `"fp32"`; see `trl_fp8.quantization.e4m3`.
         block: Rows and columns that share a scale.
         amax_floor: Smallest amax that a block is given.
         amax: Largest magnitude of every block, 0-d. None: of each block, what it holds.
         name: What to call the weight in an error.
-        check_finite: Raise if the weight holds NaN or infinities. On CUDA this waits for the device; callers that
-            quantize many weights check them together first.
+        check_finite: Raise if the weight holds NaN or infinities. On CUDA this waits for the device.
 
     Returns:
-        A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., n, k]`. Both are new storage. On CPU at
-        most one fp32 copy of the (padded) weight is alive besides, on a GPU with 128x128 blocks nothing.
+        A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., n, k]`, both new storage. On CPU one fp32
+        copy of the (padded) weight is alive besides, on a GPU with 128x128 blocks nothing.
 
     Raises:
         ValueError: `weight` has fewer than two dims or is not floating point, `scale_format` is unknown, or the
@@ -54,9 +50,14 @@ def quantize_weight(
     """
     if weight.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
-    tensor = _quantize(weight, block, name, scale_format, amax_floor, **({} if amax is None else {"amax": amax}))
-    if check_finite:
-        _require_finite_scales(tensor.scale, block, name)
+    tensor = _quantize(weight, block, name, scale_format, amax_floor, amax)
+    if check_finite and (bad := ~torch.isfinite(tensor.scale)).any():
+        first = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name} holds NaN or infinite values ({int(bad.sum())} of {bad.numel()} blocks, the first at block "
+            f"index {first} of {block[0]}x{block[1]} blocks): it cannot be quantized. Look at the last optimizer "
+            "step: a lower learning rate, gradient clipping (max_grad_norm) or another dtype are the usual remedies."
+        )
     return tensor
 
 
@@ -71,15 +72,14 @@ def quantize_activation(
     """Quantize activations in groups along the last dim, as vLLM does before an FP8 linear.
 
     Args:
-        activation: `[..., K]`, floating point; a last group that K does not fill is quantized as if padded with zeros.
+        activation: `[..., K]`, floating point; a group that K does not fill counts as padded with zeros.
         scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `formats.spec.ActivationScaling`.
         group: Elements that share a scale.
 
     Returns:
         A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., k]`. NaN stays NaN in its group.
     """
-    options = {"reciprocal": True} if reciprocal else {}
-    return _quantize(activation, (group,), "activation", scale_format, amax_floor, **options)
+    return _quantize(activation, (group,), "activation", scale_format, amax_floor, reciprocal=reciprocal)
 
 
 def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -89,7 +89,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
     """
     blocks = tuple(size for size in tensor.block_size if size > 1)
     if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
-        from .blockwise_kernel import dequantize_blocks  # Triton compiles for GPUs only
+        from .kernels import dequantize_blocks  # Triton compiles for GPUs only
 
         return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
     values, view, _ = _padded_blocks(tensor.qdata, blocks)
@@ -104,35 +104,24 @@ def first_rows(codes: Float8Tensor, count: int) -> Float8Tensor:
     return Float8Tensor(*parts, block_size=[*lead, min(rows, count), columns], dtype=codes.dtype)
 
 
-def smallest_scale(scale_format: ScaleFormat, amax_floor: float) -> float:
-    """The scale of a block of zeros."""
-    return scale_from_amax(torch.tensor(amax_floor, device="cpu"), scale_format).item()  # no device is waited for
-
-
-def _require_finite_scales(scale: torch.Tensor, block: tuple[int, int], name: str) -> None:
-    """Raise `ValueError` naming the first block whose scale is NaN or infinite, which is where the weight is."""
-    bad = ~torch.isfinite(scale)
-    if bad.any():
-        first = tuple(bad.nonzero()[0].tolist())
-        raise ValueError(
-            f"{name} holds NaN or infinite values ({int(bad.sum())} of {scale.numel()} blocks, the first at block "
-            f"index {first} of {block[0]}x{block[1]} blocks): it cannot be quantized. Look at the last optimizer "
-            "step: a lower learning rate, gradient clipping (max_grad_norm) or another dtype are the usual remedies."
-        )
-
-
 def _quantize(
-    values: torch.Tensor, blocks: tuple[int, ...], name: str, scale_format: ScaleFormat, amax_floor: float, **options
+    values: torch.Tensor,
+    blocks: tuple[int, ...],
+    name: str,
+    scale_format: ScaleFormat,
+    amax_floor: float,
+    amax: torch.Tensor | None = None,
+    reciprocal: bool = False,
 ) -> Float8Tensor:
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
-    if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and not options:
-        from .blockwise_kernel import quantize_blocks  # Triton compiles for GPUs only
+    if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and amax is None and not reciprocal:
+        from .kernels import quantize_blocks  # Triton compiles for GPUs only
 
         qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)
     else:
-        qdata, scale = _quantize_by_torch(values.detach(), blocks, scale_format, amax_floor, **options)
+        qdata, scale = _quantize_by_torch(values.detach(), blocks, scale_format, amax_floor, amax, reciprocal)
     block_size = [1] * (values.dim() - len(blocks)) + list(blocks)
     return Float8Tensor(qdata, scale, block_size=block_size, dtype=values.dtype)
 
@@ -145,7 +134,7 @@ def _quantize_by_torch(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales; what blockwise_kernel.py computes on a GPU."""
+    """Codes and scales; what kernels.py computes on a GPU."""
     scaled, view, reduced = _padded_blocks(values, blocks)
     if amax is None:
         amax = torch.maximum(view.amax(reduced), -view.amin(reduced))  # no |values| temporary; NaN passes through
@@ -162,20 +151,17 @@ def _padded_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
     """An fp32 copy of `values`, zero-padded to whole blocks; its view by blocks; the dims inside a block."""
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
-    counts = [-(-size // block) for size, block in zip(tail, blocks, strict=True)]
-    padded = [count * block for count, block in zip(counts, blocks, strict=True)]
+    padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
     allocate = torch.empty if padded == list(tail) else torch.zeros
     copy = allocate((*lead, *padded), dtype=torch.float32, device=values.device)
     _crop(copy, values.shape).copy_(values)
-    interleaved = [size for pair in zip(counts, blocks, strict=True) for size in pair]
+    interleaved = [part for size, block in zip(padded, blocks, strict=True) for part in (size // block, block)]
     return copy, copy.view(*lead, *interleaved), tuple(range(-2 * len(blocks) + 1, 0, 2))
 
 
 def _expandable(scale: torch.Tensor, block_dims: int) -> torch.Tensor:
     """`[..., n, k]` -> `[..., n, 1, k, 1]` (or `[..., k, 1]`), to broadcast against a view by blocks."""
-    for dim in range(block_dims):
-        scale = scale.unsqueeze(-1 - 2 * dim)
-    return scale
+    return scale[(..., *[slice(None), None] * block_dims)]
 
 
 def _crop(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:

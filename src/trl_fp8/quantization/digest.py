@@ -1,34 +1,29 @@
 """A checksum of a tensor's bytes that stays on the device, for comparing what was sent with what arrived.
 
 The tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1 and
-all products are summed modulo 2**64. Since the key of each position is odd, changing any one word always changes the
-sum; since keys differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of
-2**-32 or rarer. It is no protection against an adversary, only against mistakes.
-
-Keys factor into rows and columns, so the work is two integer sums over the bytes. Large tensors are taken in parts, so
-that a cast, and the copy in 64 bits that integer sums make on CPU, stay small.
+all products are summed modulo 2**64. Since each key is odd, changing any one word always changes the sum; since keys
+differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of 2**-32 or rarer.
+It protects against mistakes, not against an adversary. Keys factor into rows and columns: two integer sums over the
+bytes are all the work.
 """
 
 import torch
 
 
 _P = 0x1E3779B97F4A7C15  # any large odd number that fits into int64
-_PART = 2**22  # words
+_PART = 2**22  # words: a cast, and the copy in 64 bits that integer sums make on CPU, stay small
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """int64 0-d checksum on `tensor`'s device, of its bytes and their positions (not of its dtype or shape).
 
-    Args:
-        tensor: Any dtype, any shape, any strides. A trailing odd number of bytes is padded with zeros.
-        dtype: What `tensor` is cast to first; None: nothing.
+    Takes any strides, casts to `dtype` first if one is given, and pads the last word with zeros.
     """
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    row = 0
+    total, row = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
     for part in _parts(tensor.detach(), dtype or tensor.dtype):
         words = _words(part.to(dtype or tensor.dtype))
         if words.is_cuda:
-            from .digest_kernel import add_words  # Triton compiles for GPUs only
+            from .kernels import add_words  # Triton compiles for GPUs only
 
             add_words(total, words, row, _P)
         else:
@@ -38,7 +33,7 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
 
 
 def _add_words_by_torch(total: torch.Tensor, words: torch.Tensor, first_row: int) -> None:
-    """Add the products of `words` `[R, C]`, whose first row is `first_row`; what digest_kernel.py does on a GPU."""
+    """What kernels.py does on a GPU."""
     rows, columns = words.shape
     row_key = 2 * torch.arange(first_row, first_row + rows) + 1
     column_key = 2 * _P * torch.arange(columns)  # wraps modulo 2**64, as do the products
@@ -57,7 +52,7 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor` as int32 `[R, C]`; `C` spans the last dim if that is a whole number of words."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    row_bytes = tensor.shape[-1] * tensor.element_size() if tensor.dim() else tensor.element_size()
+    row_bytes = tensor.shape[-1:].numel() * tensor.element_size()  # of one element in 0-d
     if flat.numel() % 4:
         flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
     words = flat.view(torch.int32)

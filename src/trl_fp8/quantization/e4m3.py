@@ -1,4 +1,4 @@
-"""The e4m3 number format: its limits, a cast that saturates, and power-of-two scales.
+"""The e4m3 number format: its limits, a cast that saturates, power-of-two scales, and the round trip of a KV cache.
 
 e4m3 (`torch.float8_e4m3fn`) has 4 exponent and 3 mantissa bits, no infinity, and a largest value of 448. Two facts
 decide how it is used here:
@@ -8,6 +8,8 @@ decide how it is used here:
 - An e4m3 value times a power of two has 4 significant bits, so it is exact in BF16. With power-of-two scales the
   dequantized operands of an FP8 GEMM can therefore be fed to an ordinary BF16 GEMM without a second rounding.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +21,6 @@ E4M3_MAX = 448.0
 
 
 def check_scale_format(scale_format: str) -> None:
-    """Raise `ValueError` unless `scale_format` is one of `SCALE_FORMATS`."""
     if scale_format not in SCALE_FORMATS:
         raise ValueError(
             f"scale_format={scale_format!r} is not a scale format: expected 'pow2' (a power of two, exact in BF16) or "
@@ -33,31 +34,53 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 
 def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
-    """Cast `values` to e4m3, with finite overflow and infinities going to +-448 and NaN staying NaN.
-
-    Clamps `values` in place first: torch before 2.12 casts overflow to NaN, and an explicit clamp makes every version
-    agree.
-    """
+    """Cast `values` to e4m3: overflow and infinities go to +-448, NaN stays NaN. Clamps in place."""
+    # torch before 2.12 casts overflow to NaN
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
-    """Smallest power of two that is not below each element of `values` (fp32, positive; NaN and inf pass through).
-
-    Works on the exponent bits, so it is exact where `exp2(ceil(log2(x)))` depends on how log2 rounds.
-    """
+    """Smallest power of two that is not below each element of `values` (fp32, positive; NaN and inf pass through)."""
+    # Of exponent bits: `exp2(ceil(log2(x)))` depends on how log2 rounds
     mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
-    is_pow2 = mantissa == 0.5
-    power = torch.ldexp(torch.ones_like(values), exponent - is_pow2.to(exponent.dtype))
+    power = torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where(torch.isfinite(values), power, values)
 
 
 def scale_from_amax(amax: torch.Tensor, scale_format: ScaleFormat = "pow2", amax_floor: float = 1e-12) -> torch.Tensor:
-    """The multiplier that dequantizes (vLLM's `scale_inv`) for blocks whose largest magnitude is `amax`.
+    """The multiplier that dequantizes (vLLM's `scale_inv`) for blocks whose largest magnitude is `amax`, in fp32.
 
-    `"fp32"` gives amax / 448, `"pow2"` the next power of two, in fp32 either way. `amax_floor` is a lower bound of
-    `amax`, so that an all-zero block gets a scale that divides without NaN. What is not finite stays so.
+    `"fp32"` gives amax / 448, `"pow2"` the next power of two; what is not finite stays so. `amax_floor`, the smallest
+    amax, gives an all-zero block a scale that divides without NaN.
     """
     # By a tensor: on CUDA, torch turns a division by a number into a product with its rounded reciprocal
     scale = amax.to(torch.float32).clamp_min(amax_floor) / torch.full((), E4M3_MAX, device=amax.device)
     return ceil_pow2(scale) if scale_format == "pow2" else scale
+
+
+def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """The e4m3 codes under which an FP8 KV cache with one `scale` stores q, k or v, saturating at 448 * scale."""
+    # The engine computes k and v in BF16; in FP32 the same byte takes both roundings
+    return saturating_cast_(states.detach().to(torch.bfloat16).float().div_(scale))
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return rounding(values)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def straight_through(values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`rounding(values)`, of the same shape; the gradient passes unchanged."""
+    return _StraightThrough.apply(values, rounding)
+
+
+def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
+    """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged, of
+    saturated elements too (arXiv 2601.14243), which `fp8/kv_saturation_fraction` counts.
+    """
+    return straight_through(states, lambda s: cache_codes(s, scale).float().mul_(scale).to(s.dtype))

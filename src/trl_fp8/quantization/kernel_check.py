@@ -1,8 +1,5 @@
-"""Are the GPU kernels what they were tested to be? Asked on the user's device, Triton and driver before they
-are relied on.
-
-The audit compares checksums of both sides of a sync, made by the same kernel: one that gave the same number for
-everything would prove nothing, without a word.
+"""Are the GPU kernels what they were tested to be? Asked on the user's device, Triton and driver before an audit
+relies on them: a kernel that gave the same checksum for everything would prove nothing, without a word.
 """
 
 from importlib.metadata import version
@@ -15,11 +12,7 @@ from .formats.spec import SCALE_FORMATS
 
 
 def require_exact_kernels(device: torch.device) -> None:
-    """Raise `RuntimeError` unless `device` sums up a small tensor, and quantizes it, to the bytes that CPU gives.
-
-    On CPU there is nothing to ask. Compiles the kernels for the dtype of weights, which a first sync would
-    do otherwise.
-    """
+    """Raise `RuntimeError` unless `device` sums up a small tensor, and quantizes it, to the bytes that CPU gives."""
     if device.type == "cpu":
         return
     sample = torch.randn(160, 320, generator=torch.Generator().manual_seed(0)).bfloat16()

@@ -1,9 +1,9 @@
 """Per-tensor scales of an FP8 KV cache, from the largest magnitudes of q, k and v.
 
 A scale one step too small saturates K and destroys the attention (measured on a tiny Qwen3: mean log-prob difference
-0.06 -> 5.0), while one several steps too large costs next to nothing, because e4m3 is a floating point format: the
-relative error is the same anywhere in its normal range. Hence amax times a margin, rounded up to a power of two,
-which BF16 also represents exactly (vLLM reads a checkpoint's scales as BF16 at first load and as FP32 on reload).
+0.06 -> 5.0). One several steps too large costs next to nothing: e4m3's relative error is the same anywhere in its
+normal range. Hence amax times a margin, rounded up to a power of two, which is exact in BF16 too (vLLM reads a
+checkpoint's scales as BF16 at first load and as FP32 on reload).
 """
 
 from dataclasses import dataclass
@@ -26,35 +26,25 @@ LOGIT_ERROR_LIMIT = 0.15
 
 @dataclass(frozen=True)
 class KVScales:
-    """Scales of q, k and v per layer, on the host.
+    """Scales of q, k and v per layer: `x` is held as `e4m3(x / s) * s`."""
 
-    Attributes:
-        values: fp32 `[L, 3]` on CPU, columns in the order of `QKV`; positive powers of two. `x = e4m3(x / s) * s`.
-    """
-
-    values: torch.Tensor
+    values: torch.Tensor  # fp32 `[L, 3]` on CPU, columns as in QKV; positive powers of two
 
     def __len__(self) -> int:
         return self.values.shape[0]
 
     def scale(self, layer: int, which: str) -> float:
-        """The scale of `which` (`"q"`, `"k"` or `"v"`) in one layer."""
         return self.values[layer, QKV.index(which)].item()
 
 
 def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales:
-    """Scales that hold `margin * amax` without saturating.
+    """Scales that hold `margin * amax` without saturating: amax / 448 as in vLLM's checkpoints, rounded up.
 
     Args:
-        amax_L3: Largest magnitudes `[L, 3]` of q, k, v (after normalization and RoPE), any device. Under data
-            parallelism the maximum over ranks, so that every engine gets the same scales. One transfer to the host.
+        amax_L3: Largest magnitudes `[L, 3]` of q, k, v (after normalization and RoPE) over all ranks, on any device.
         margin: Headroom for tokens that were not observed, at least 1.
 
-    Source: amax / 448 as in vLLM's checkpoints; rounded up to a power of two for the reasons above.
-
-    Raises:
-        ValueError: An amax is NaN, infinite or zero; the message lists the layers. There is no default scale: 1.0
-            would silently underflow or saturate.
+    Raises `ValueError` naming layers whose amax is NaN, infinite or zero: 1.0 would silently underflow or saturate.
     """
     amax = amax_L3.detach().float().cpu()
     bad = ~(torch.isfinite(amax) & (amax > 0))
@@ -72,16 +62,14 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
 def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling: float) -> torch.Tensor:
     """Expected error of a layer's attention logits when k is rounded to e4m3, root mean square, of its worst head.
 
-    Each element of k is off by `E4M3_RELATIVE_ERROR` of itself, independently, and is multiplied by q's:
-    `scaling * E4M3_RELATIVE_ERROR * sqrt(sum_d E[q_d^2] E[k_d^2])`. The largest over the root mean square of k says
-    less: one outlier channel of D brings it to sqrt(D), however large the outlier is.
-
     `q_squares_HD` and `k_squares_GD` are mean squares per head and channel, over tokens; H is a multiple of G.
     """
+    # Each element of k is off by E4M3_RELATIVE_ERROR of itself, independently, and is multiplied by q's. The largest
+    # over the root mean square of k says less: one outlier channel of D brings it to sqrt(D), however large it is
     k_squares_HD = k_squares_GD.repeat_interleave(q_squares_HD.shape[0] // k_squares_GD.shape[0], 0)
     return scaling * E4M3_RELATIVE_ERROR * (q_squares_HD * k_squares_HD).sum(-1).sqrt().amax()
 
 
 def outlier_layers(logit_error_L: torch.Tensor) -> dict[int, float]:
-    """Layers whose k has outliers that e4m3 cannot serve: layer number -> `logit_error` beyond `LOGIT_ERROR_LIMIT`."""
+    """Layers whose k has outliers that e4m3 cannot serve -> their `logit_error`, beyond `LOGIT_ERROR_LIMIT`."""
     return {layer: error for layer, error in enumerate(logit_error_L.tolist()) if error > LOGIT_ERROR_LIMIT}

@@ -21,33 +21,25 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .ledger import Ledger, Seal
+from .ledger import Ledger, Replicas, Seal
 from .pieces import Layout
 from .policy_checks import require_finite
-from .replicas import Replicas
-from .weight_stream import Named, Share, StreamReport, WeightStream
+from .weight_stream import Named, Share, WeightStream
 
 
 logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What a delivery asks of an engine, in this order. `RuntimeError` if it cannot.
-
-    wake:               have memory for the weights, if asleep
-    load:               take a whole policy
-    abort:              after a `load` that raised, be ready for another one
-    verify_kv_scales:   the KV cache uses what was sent
-    reset_prefix_cache: forget what was computed with other weights
-    """
+    """What a delivery asks of an engine, in this order. `RuntimeError` if it cannot."""
 
     layout: Layout
 
-    def wake(self) -> None: ...
-    def load(self, tensors: Iterator[Named]) -> None: ...
-    def abort(self) -> None: ...
-    def verify_kv_scales(self, sent: KVScales) -> None: ...
-    def reset_prefix_cache(self) -> None: ...
+    def wake(self) -> None: ...  # have memory for the weights, if asleep
+    def load(self, tensors: Iterator[Named]) -> None: ...  # take a whole policy
+    def abort(self) -> None: ...  # after a `load` that raised, be ready for another one
+    def verify_kv_scales(self, sent: KVScales) -> None: ...  # the KV cache uses what was sent
+    def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
 
 
 @dataclass(frozen=True)
@@ -66,36 +58,23 @@ class SyncReport:
 
 
 class Delivery:
-    """One engine and the policy that it follows.
-
-    Args:
-        engine: Holds no policy yet.
-        model: The policy.
-        recipe: What is FP8.
-        tensors: Opens the policy's `(checkpoint name, full tensor)`.
-        copy: The policy's tensors change as soon as `tensors` goes on, which is before the engine has read them.
-        replicas: The ranks that have to hold the same; None on one process.
-
-    Attributes:
-        last: `SyncReport` of the latest delivery; None before.
-        failures: Number of deliveries that failed their audit, and of engines that were found changed (each raised).
-    """
+    """One engine, which holds no policy yet, and the policy `model` that it follows."""
 
     def __init__(
         self,
         engine: Engine,
         model: nn.Module,
         recipe: FP8Recipe,
-        tensors: Callable[[], AbstractContextManager[Iterator[Named]]],
+        tensors: Callable[[], AbstractContextManager[Iterator[Named]]],  # opens `(checkpoint name, full tensor)`
         *,
-        copy: bool = False,
-        replicas: Replicas | None = None,
+        copy: bool = False,  # the tensors change as soon as `tensors` goes on, before the engine has read them
+        replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
     ):
         self._engine, self._model, self._recipe, self._tensors = engine, model, recipe, tensors
         self._copy, self._replicas = copy, replicas
         self._seal: Seal | None = None  # of the policy that the engine holds; None unless it holds a whole one
-        self.last: SyncReport | None = None
-        self.failures = 0
+        self.last: SyncReport | None = None  # of the latest delivery that succeeded
+        self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
     def deliver(self, calibrate: Callable[[], KVScales] | None = None, share: Share | None = None) -> SyncReport:
         """Bring the engine to the policy's current weights and KV scales, and prove it. With replicas a collective.
@@ -105,9 +84,8 @@ class Delivery:
             share: Gets each weight that was quantized, so that the trainer need not do it again.
 
         Raises:
-            ValueError: The policy holds NaN or infinities, or cannot be calibrated. The engine was not touched.
-            RuntimeError: Loading failed (after one retry on a single process), or the audit found a difference. The
-                engine refuses to generate until a delivery succeeds.
+            ValueError: The policy holds NaN or infinities, or cannot be calibrated. The engine keeps the previous one.
+            RuntimeError: Loading (tried twice on one process) or the audit failed. The next success allows generation.
         """
         start = time.perf_counter()
         require_finite(self._model, self._replicas and self._replicas.reduce_max)
@@ -126,7 +104,7 @@ class Delivery:
         with self._audited(kv_scales):
             audited = ledger.audit(kv_scales)
         self._engine.reset_prefix_cache()
-        relative_error, dead_blocks = stream.read()
+        relative_error, dead_blocks = stream.error_and_dead_blocks()
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=stream.seconds,
@@ -150,14 +128,12 @@ class Delivery:
             )
 
     def verify(self) -> None:
-        """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered. Reads every
-        weight and waits for the device once.
-        """
+        """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered."""
         self.require_whole()
         with self._audited(self.last.kv_scales):
             self._seal.require_unbroken()
 
-    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, StreamReport]:
+    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, WeightStream]:
         ledger = Ledger(self._engine.layout, self._replicas)
         try:
             with self._tensors() as parameters:
@@ -167,7 +143,7 @@ class Delivery:
         except BaseException:
             self._engine.abort()
             raise
-        return ledger, stream.report
+        return ledger, stream
 
     @contextmanager
     def _audited(self, kv_scales: KVScales | None) -> Iterator[None]:

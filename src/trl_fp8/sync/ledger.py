@@ -2,17 +2,16 @@
 
     sender:  weight_stream -> Ledger.record -> engine     a checksum of each tensor's part on this rank, on the way
     engine:  the same checksum of the same piece of the parameter that it ended up in
-    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named,
-             and so is each that is not the same on every rank
+    verdict: one transfer of both lists to the host; each tensor that differs, is missing or was never sent is named
+    ranks:   so is each that differs over ranks, which would train on rollouts of different policies
+    seal:    the same checksums of the engine, taken again before anything is sampled
 
 Loading can go wrong without an error: vLLM finishes a layer that misses a shard with uninitialized memory, restores
 the old tensors of a layer that got nothing, and accepts tensors in any order under any name that exists. All of these
-leave a checksum that differs, or a name that is in only one of the two lists.
-
-What the engine held then is its `Seal`: before anything is sampled, the same checksums are taken again.
+leave a checksum that differs, or a name in only one of the lists.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +22,32 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.names import listed
 
 from .pieces import Layout
-from .replicas import Replicas
 from .weight_stream import Named
 
 
 # Kernels that keep an FP8 weight and its scales as they were loaded. Others repack or requantize them.
 AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks with the same place in their engine's tensor parallel group: they hold the same part of the policy."""
+
+    rank: int  # of this process
+    tensor_parallel_size: int  # number of consecutive ranks that share one engine
+    reduce_max: Callable[[torch.Tensor], None]  # replaces a tensor by its maximum over all ranks
+
+    def extremes(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest and smallest of each of the int64 `values` `[n]` over the replicas: `[2, n]`. A collective."""
+        slots = values.new_full((2, self.tensor_parallel_size, len(values)), torch.iinfo(torch.int64).min)
+        slot = self.rank % self.tensor_parallel_size
+        slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow
+        self.reduce_max(slots)
+        return torch.stack([slots[0, slot], ~slots[1, slot]])
+
+
+def all_reduce_max(tensor: torch.Tensor) -> None:
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
 
 
 @dataclass
@@ -55,11 +74,9 @@ class Ledger:
             yield name, tensor
 
     def audit(self, kv_scales: KVScales | None = None) -> int:
-        """Compare with the engine, and with the other ranks; returns the number of tensors proven.
+        """Number of tensors proven; `RuntimeError` names those that differ. Waits for the device once.
 
-        `RuntimeError` names the tensors that differ, the first dozen of each kind. Waits for the device once. With
-        `replicas` a collective, which compares the `kv_scales` that were sent, too (whether they arrived is for
-        `verify_kv_scales` to say).
+        With `replicas` a collective, which also compares the `kv_scales` that were sent.
         """
         missing = [name for name in self.layout.pieces if name not in self.digests]
         missing += [name for name in self.layout.unreadable if name not in self.unread]
@@ -89,21 +106,17 @@ class Ledger:
         if not names:
             self.seal = Seal(self.layout, ())
             return [], []
-        held = _held(self.layout)
+        held, unread = _held(self.layout), {}
         nothing = torch.zeros_like(held[0])
-        sent = torch.stack([self.digests.get(name, nothing) for name in names])
-        both = torch.cat([held, sent])
-        if self.replicas is None:
-            held_values, sent_values = both.view(2, -1).tolist()
-            ranks_differ = []
-        else:
+        if self.replicas:
             unread = {name: self.unread.get(name, nothing) for name in self.layout.unreadable}
             unread["KV cache scales"] = nothing if kv_scales is None else digest(kv_scales.values).to(nothing.device)
-            values = torch.cat([both, torch.stack(list(unread.values()))])
-            own, largest, smallest = torch.cat([values[None], self.replicas.extremes(values)]).tolist()
-            held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
-            labels = [*(f"{name} (in the engine)" for name in names), *names, *unread]
-            ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+        labels = [*(f"{name} (in the engine)" for name in names), *names, *unread]
+        values = torch.stack([*held, *(self.digests.get(name, nothing) for name in names), *unread.values()])
+        extremes = self.replicas.extremes(values) if self.replicas else (values, values)
+        own, largest, smallest = torch.stack([values, *extremes]).tolist()
+        ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+        held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
         self.seal = Seal(self.layout, tuple(held_values))
         pairs = zip(names, held_values, sent_values, strict=True)
         return [name for name, a, b in pairs if a != b and name in self.digests], ranks_differ
@@ -123,9 +136,8 @@ class Seal:
         if changed:
             raise RuntimeError(
                 f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
-                "Something other than the sync wrote to them (a callback, a "
-                "hook, memory that was handed out twice), so that the engine would sample from another policy. "
-                "Nothing was sampled; the next sync repairs it."
+                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
+                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
             )
 
 

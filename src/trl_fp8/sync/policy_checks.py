@@ -39,11 +39,8 @@ def require_servable(model: nn.Module) -> None:
 
 
 def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
-    """Raise `ValueError` if an engine holds tensors under other names than the policy's; the message has some of them.
-
-    Finds what `require_servable` does not know of. The audit of a sync would find the same names, but a sync later,
-    and cannot tell a model that vLLM holds differently from a tensor that got lost.
-    """
+    """Raise `ValueError` naming some of the tensors that an engine holds under other names than the policy's."""
+    # An audit would find them too, but could not tell a model that vLLM holds differently from a tensor that got lost
     sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     unknown = [name for name in sent if name not in layout.pieces and layout.unreadable_name(name) is None]
@@ -61,21 +58,14 @@ def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> N
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
     """Raise `ValueError` naming parameters and persistent buffers that are not finite in the engine's BF16.
 
-    Runs before the engine is touched, so that a diverged policy leaves it as it was. Reads every parameter (under
-    FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once.
-
-    Args:
-        model: The policy.
-        reduce_max: Replaces a tensor by its maximum over ranks. All of them raise, or none: a rank that went on alone
-            would wait for the others in the next gather.
+    Reads every parameter (under FSDP2 and ZeRO-3 this rank's shard) once and waits for the device once. `reduce_max`
+    replaces a tensor by its maximum over ranks: all of them raise, or none, as one that went on alone would hang.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
     named = [(name, _local(tensor)) for name, tensor in both if tensor.is_floating_point()]
-    held = [index for index, (_, tensor) in enumerate(named) if tensor.numel()]
-    bad = torch.zeros(len(named), device=named[0][1].device)
-    if held:  # a norm would need 15 times as long on CPU. FP32 reaches beyond the largest BF16
-        extremes = torch.stack([torch.stack(torch.aminmax(named[index][1])).bfloat16() for index in held])
-        bad[held] = (~torch.isfinite(extremes)).any(1).float()
+    # A norm would need 15 times as long on CPU. FP32 reaches beyond the largest BF16
+    extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for _, t in named]
+    bad = (~torch.isfinite(torch.stack([pair.bfloat16() for pair in extremes]))).any(1).float()
     if reduce_max is not None:
         reduce_max(bad)
     names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]

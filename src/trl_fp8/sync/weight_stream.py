@@ -2,20 +2,17 @@
 
     policy parameter ("...q_proj.weight", "...experts.gate_up_proj", fp32 or bf16)
         -> rounded to bf16                            what a BF16 engine would compute with
-        -> Q(W) of the recipe's format                "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
-                                                      (all experts of a layer in one call)
+        -> Q(W), all experts of a layer at once       "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
     any other parameter -> rounded to bf16, or as it is, for a loader that rounds on copying
     buffers of the checkpoint -> as they are
     last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 
-Nothing here loads, and nothing is kept: at most one parameter's copies exist besides what the consumer holds on to, or
-those of the two or three whose scale is one. Yielded tensors never alias the policy where it could change under the
-consumer (merged adapters are unmerged again).
+At most the copies of one parameter, or of the two or three that share a scale, exist besides what the consumer holds.
+With `copy` none aliases the policy, which could change under the consumer (merged adapters are unmerged again).
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torchao.quantization import Float8Tensor
@@ -28,85 +25,51 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 Named = tuple[str, torch.Tensor]
 Share = Callable[[str, Float8Tensor], None]
-SAMPLED_ROWS = 128
-
-
-@dataclass
-class StreamReport:
-    """What one pass of a `WeightStream` did. Complete when the stream is exhausted.
-
-    Attributes:
-        seconds: Time that it took to produce what the consumer asked for.
-        fp8_weights: Number of weights that went out in FP8.
-        bytes_sent: Bytes of all weights as the engine holds them, scales included (not the KV cache scales).
-        error_sums: Sums of squares `[2]` (error, weight) over the first rows of each FP8 weight (of each expert of
-            it), on the device: a sample for 1/N of the cost.
-        dead: Name of each FP8 weight -> number of its blocks that are as good as zero, on the device.
-    """
-
-    seconds: float = 0.0
-    fp8_weights: int = 0
-    bytes_sent: int = 0
-    error_sums: torch.Tensor | None = None
-    dead: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def read(self) -> tuple[float, dict[str, int]]:
-        """Root of the sampled squared quantization error over the squared weight, and the weights that have dead
-        blocks with their number. Waits for the device once.
-        """
-        if self.error_sums is None:
-            return 0.0, {}
-        error, weight, *dead = torch.stack([*self.error_sums, *self.dead.values()]).tolist()
-        counts = {name: int(count) for name, count in zip(self.dead, dead, strict=True) if count}
-        return (error / weight) ** 0.5 if weight else 0.0, counts
+SAMPLED_ROWS = 128  # of each weight, or expert, whose quantization error is measured: 1/N of the cost
 
 
 class WeightStream:
-    """Iterates over `(name, tensor)` of every checkpoint tensor of the engine, once.
-
-    Args:
-        parameters: The policy's `(checkpoint name, full tensor)`, in model order.
-        recipe: Which weights are FP8, and how.
-        kv_scales: Scales for every attention layer. None if the KV cache is not FP8.
-        buffers: `(checkpoint name, tensor)` of the policy's persistent buffers, which keep their dtype in the engine.
-        copy: Copy also what is in BF16 already, for parameters that change before the consumer has read them.
-        round_here: Cast unquantized tensors before yielding. False if the loader casts while copying: saves a second
-            embedding.
-        share: Called with the name of each FP8 weight and Q(W), for whoever computes with it too.
-
-    Attributes:
-        report: `StreamReport` of the pass.
-
-    Raises:
-        RuntimeError: In the iteration: modules of the recipe had no weight in `parameters`; the message lists them.
-    """
+    """Every checkpoint tensor of the engine as `(name, tensor)`, once; `RuntimeError` if FP8 weights are missing."""
 
     def __init__(
         self,
-        parameters: Iterable[Named],
+        parameters: Iterable[Named],  # the policy's checkpoint names and full tensors, in model order
         recipe: FP8Recipe,
-        kv_scales: KVScales | None = None,
+        kv_scales: KVScales | None = None,  # of every attention layer; None if the KV cache is not FP8
         *,
-        buffers: Iterable[Named] = (),
-        copy: bool = False,
-        round_here: bool = True,
-        share: Share | None = None,
+        buffers: Iterable[Named] = (),  # the policy's persistent ones, which keep their dtype in the engine
+        copy: bool = False,  # also what is in BF16 already, if parameters change before the consumer has read them
+        round_here: bool = True,  # cast unquantized tensors; False if the loader does: saves a second embedding
+        share: Share | None = None,  # called with the name of each FP8 weight and Q(W), to compute with it too
     ):
         self.parameters, self.recipe, self.kv_scales, self.buffers = parameters, recipe, kv_scales, buffers
         self.copy, self.round_here, self.share = copy, round_here, share
-        self.report = StreamReport()
+        # What was done, complete when the stream is exhausted
+        self.seconds = 0.0  # that `timed` took to produce what the consumer asked for
+        self.fp8_weights = 0
+        self.bytes_sent = 0  # of all weights as the engine holds them, scales included (not the KV cache scales)
+        self._error_sums: torch.Tensor | None = None  # of squares (error, weight), `[2]`, on the device
+        self._dead: dict[str, torch.Tensor] = {}  # FP8 weight -> number of its dead blocks, on the device
 
     def timed(self, items: Iterable[Named]) -> Iterator[Named]:
-        """Pass `items`, which are made from this stream, through, and note in the report how long they took."""
+        """Pass `items`, which are made from this stream, through, and note how long they took."""
         items, start = iter(items), time.perf_counter()
         for item in items:
-            self.report.seconds += time.perf_counter() - start
+            self.seconds += time.perf_counter() - start
             yield item
             start = time.perf_counter()
-        self.report.seconds += time.perf_counter() - start
+        self.seconds += time.perf_counter() - start
+
+    def error_and_dead_blocks(self) -> tuple[float, dict[str, int]]:
+        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once."""
+        if self._error_sums is None:
+            return 0.0, {}
+        error, weight, *dead = torch.stack([*self._error_sums, *self._dead.values()]).tolist()
+        counts = {name: int(count) for name, count in zip(self._dead, dead, strict=True) if count}
+        return (error / weight) ** 0.5 if weight else 0.0, counts
 
     def __iter__(self) -> Iterator[Named]:
-        recipe, report = self.recipe, self.report
+        recipe = self.recipe
         pending: dict[str, torch.Tensor] = {}  # whose scale is also that of a weight to come
         missing = set(recipe.fp8_tensors)
         for name, parameter in self.parameters:
@@ -117,7 +80,7 @@ class WeightStream:
                 if all(peer in pending for peer in group):
                     yield from self._quantized({peer: pending.pop(peer) for peer in group})
             else:
-                report.bytes_sent += parameter.numel() * torch.bfloat16.itemsize
+                self.bytes_sent += parameter.numel() * torch.bfloat16.itemsize
                 rounded = self.copy or self.round_here
                 tensor = parameter.detach()
                 yield recipe.engine_name(name), tensor.to(torch.bfloat16, copy=self.copy) if rounded else tensor
@@ -127,13 +90,16 @@ class WeightStream:
                 "Were modules renamed or replaced after the trainer was made?"
             )
         for name, buffer in self.buffers:
-            report.bytes_sent += buffer.nbytes
+            self.bytes_sent += buffer.nbytes
             yield recipe.engine_name(name), buffer.detach()
-        yield from self._kv_scales()
+        for layer, values in enumerate(self.kv_scales.values if self.kv_scales is not None else ()):
+            if layer not in recipe.kv_cache_skip_layers:
+                for which, value in zip(QKV, values, strict=True):
+                    yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
 
     def _quantized(self, weights: dict[str, torch.Tensor]) -> Iterator[Named]:
-        """FP8 weights with their scales; nothing here waits for the device."""
-        recipe, report = self.recipe, self.report
+        """FP8 weights with their scales; waits for no device."""
+        recipe = self.recipe
         quantized = recipe.format.quantize_weights(list(weights.values()), recipe.scale_format)
         for (name, weight), codes in zip(weights.items(), quantized, strict=True):
             if self.share is not None:
@@ -141,16 +107,9 @@ class WeightStream:
             rows = weight[..., :SAMPLED_ROWS, :].float()
             error = rows - dequantize_weight(first_rows(codes, SAMPLED_ROWS), torch.float32)
             sums = torch.stack([error.square().sum(), rows.square().sum()])
-            report.error_sums = sums if report.error_sums is None else report.error_sums + sums
-            report.dead[name] = recipe.format.dead_blocks(codes, recipe.scale_format).float()
-            report.fp8_weights += 1
-            report.bytes_sent += codes.qdata.nbytes + codes.scale.nbytes
+            self._error_sums = sums if self._error_sums is None else self._error_sums + sums
+            self._dead[name] = recipe.format.dead_blocks(codes, recipe.scale_format).float()
+            self.fp8_weights += 1
+            self.bytes_sent += codes.qdata.nbytes + codes.scale.nbytes
             yield recipe.engine_name(name), codes.qdata
             yield recipe.scale_name(name), recipe.format.sent_scale(codes)
-
-    def _kv_scales(self) -> Iterator[Named]:
-        """The KV cache scales under the names that vLLM maps onto its attention layers."""
-        for layer, values in enumerate(self.kv_scales.values if self.kv_scales is not None else ()):
-            if layer not in self.recipe.kv_cache_skip_layers:
-                for which, value in zip(QKV, values, strict=True):
-                    yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()

@@ -23,7 +23,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.quantization.round_trip import cache_round_trip
+from trl_fp8.quantization.e4m3 import cache_round_trip
 
 from .observation import QKVObservation
 from .rounded import rounded_attention

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from trl_fp8.quantization.e4m3 import saturating_cast_
-from trl_fp8.quantization.round_trip import straight_through
+from trl_fp8.quantization.e4m3 import saturating_cast_, straight_through
 
 
 def rounded_attention(

@@ -9,7 +9,6 @@ FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR)}
 
 
 def format_named(name: str) -> FormatSpec:
-    """Raise `ValueError` unless a format has this name."""
     if name not in FORMATS:
         raise ValueError(f"fp8_weight_format={name!r} is not a format of weights. Use one of {list(FORMATS)}.")
     return FORMATS[name]

@@ -21,7 +21,7 @@ class _TensorSpec(FormatSpec):
     def quantize_weights(self, weights: Sequence["Tensor"], scale_format: ScaleFormat) -> list["Float8Tensor"]:
         import torch
 
-        from trl_fp8.quantization.blockwise import quantize_weight
+        from ..blockwise import quantize_weight
 
         largest = torch.stack([torch.stack(torch.aminmax(weight)).abs().amax() for weight in weights]).amax()
         options = {"amax_floor": self.weight_amax_floor, "amax": largest, "check_finite": False}

@@ -22,8 +22,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.round_trip import cache_codes
+from trl_fp8.quantization.e4m3 import E4M3, cache_codes
 
 
 @contextmanager
