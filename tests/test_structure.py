@@ -62,14 +62,13 @@ FOREIGN = {  # packages that only some folders may import
 WRITTEN_FROM_OUTSIDE = {
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
+    ("features/*", "rollouts.metrics"): "the same",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
     ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
     ("policy/flow/*", "linear.*"): "layers become FP8 in place, so that names, hooks and optimizers keep them",
     ("policy/flow/*", "module.*"): "the same, for all other modules",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/router.py", "router.*"): "routers become replayed ones in place",
-    ("sync/weight_stream.py", "*report.*"): "the account of a stream, which is read when it has been consumed",
-    ("trainer.py", "generation.share"): "a flow needs an engine's numerics, and that engine the flow's cache",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes
