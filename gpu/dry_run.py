@@ -206,8 +206,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
     from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
-    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels
-    from trl_fp8.sync.ledger import require_auditable
+    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels, require_auditable
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name

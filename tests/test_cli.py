@@ -45,6 +45,7 @@ def test_a_plan_of_the_other_format(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "weights e4m3 per tensor, pow2 scales" in out and "fp8 tensor" not in out
     assert "bf16 (vLLM quantizes the input of per-tensor FP8 experts with one scale per batch)" in out
+    assert "--fp8_weight_format tensor" in out.splitlines()[-1]  # the flags of this plan, not of another one
 
 
 def test_what_deserves_a_look_is_named_with_its_flag(tmp_path, capsys):

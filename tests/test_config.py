@@ -43,6 +43,10 @@ def test_what_the_user_sets_wins():
             ["kv_cache_dtype='fp8_per_token_head'", "garbage", "'fp8', 'auto'"],
         ),
         ({"kv_cache_dtype": "int8"}, ["kv_cache_dtype='int8'", "Use one of"]),
+        (
+            {"fp8_weight_format": "tensor", "fp8_weights": False},
+            ["fp8_weight_format='tensor' with fp8_weights=False", "remove it"],
+        ),
         ({"fp8_weight_format": "rows"}, ["fp8_weight_format='rows'", "'tensor'"]),
         ({"fp8_scale_format": "ue8m0"}, ["fp8_scale_format='ue8m0'", "'pow2'"]),
         ({"kv_scale_margin": 0.9}, ["kv_scale_margin=0.9", "would not fit", "1.05"]),

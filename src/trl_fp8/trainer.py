@@ -33,7 +33,9 @@ from .policy.model import dequantizing_config, is_reference, save_in_high_precis
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_rows
 from .run.saving import Saving
+from .sync.policy_checks import require_servable
 from .upstream.patches import substituted
+from .upstream.vllm import engine_class
 
 
 if TYPE_CHECKING:
@@ -171,9 +173,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
             return VLLMGeneration(**kwargs)
         from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
-        from .sync.policy_checks import require_servable
 
-        require_servable(self.model)
+        require_servable(self.model, engine_class)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         recipe = args.recipe_for(self.model)
         kv_cache = self._add(KVCache(self, recipe)) if recipe.fp8_kv_cache else None

@@ -1,9 +1,10 @@
 """What the engine is told, on CPU and on each generation of GPU; no engine is started."""
 
 import pytest
+import torch
 
 from testing import tiny_models
-from trl_fp8.engine.vllm.platforms import Cpu, Cuda
+from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
@@ -89,3 +90,9 @@ def test_skipped_kv_layers_reach_vllm_by_number():
     whole = arguments(FP8Recipe(fp8_modules=("a",)), Cpu())
     assert "kv_cache_dtype_skip_layers" not in whole
     assert made["kv_cache_memory_bytes"] == 2 * whole["kv_cache_memory_bytes"]
+
+
+def test_other_devices_are_no_cpu():
+    assert platform_of(torch.device("cpu")).name == "cpu"
+    with pytest.raises(ValueError, match="the trainer runs on 'mps': FP8 rollouts run on NVIDIA GPUs"):
+        platform_of(torch.device("mps"))

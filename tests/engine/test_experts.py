@@ -131,7 +131,7 @@ def test_near_dead_experts_serve_finite_log_probs_and_are_reported(checkpoint, s
 
 
 def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint):
-    from trl_fp8.sync.ledger import require_auditable
+    from trl_fp8.engine.vllm.numerics import require_auditable
 
     with pytest.raises(RuntimeError, match="'moe_backend': 'triton'"):
         require_auditable({"Fp8MoeBackend.FLASHINFER_CUTLASS": 48})

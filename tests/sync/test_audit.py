@@ -6,7 +6,7 @@ import torch
 from testing import engines
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.kv_scales import attention_layers, verify_kv_scales
-from trl_fp8.sync.ledger import require_auditable
+from trl_fp8.engine.vllm.numerics import require_auditable
 from trl_fp8.upstream.vllm import engine_model
 
 

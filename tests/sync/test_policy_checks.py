@@ -4,11 +4,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from trl_fp8.sync.policy_checks import require_servable
+from trl_fp8.upstream.vllm import engine_class
 
 
 def test_a_policy_that_is_quantized_already_is_refused_with_what_to_do(checkpoint):
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
-    require_servable(model)
+    require_servable(model, engine_class)
     model.is_quantized = True  # as bitsandbytes' quantizer leaves it
     with pytest.raises(ValueError, match="QLoRA.*use LoRA without quantization_config"):
-        require_servable(model)
+        require_servable(model, engine_class)

@@ -10,8 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.runs import arguments, training
+from trl_fp8.cli import main
 from trl_fp8.export.export import export_fp8
 from trl_fp8.policy.model import dequantizing_config, save_in_high_precision
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 @pytest.fixture
@@ -53,6 +55,20 @@ def test_the_checkpoints_own_skip_list_is_kept_and_other_checkpoints_are_left_al
     config = dequantizing_config(fp8_checkpoint)
     assert config.dequantize and config.modules_to_not_convert == ["lm_head"]
     assert dequantizing_config(checkpoint("qwen3")) is None
+
+
+def test_scales_of_whole_weights_which_transformers_drops_are_refused(checkpoint, tmp_path, capsys):
+    folder = checkpoint("qwen3")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    recipe = recipe_for_model(model, kv_cache_dtype="auto", weight_format="tensor")
+    made = str(export_fp8(model, AutoTokenizer.from_pretrained(folder), tmp_path / "tensor", recipe=recipe))
+    read = AutoModelForCausalLM.from_pretrained(made, dtype=torch.bfloat16)
+    noise, weight = (one.model.layers[0].mlp.up_proj.weight.float() for one in (read, model))
+    assert (noise - weight).norm() > weight.norm()  # if this fails, transformers was repaired: do not refuse it
+    with pytest.raises(ValueError, match="one scale per weight .*Start from the high-precision checkpoint"):
+        dequantizing_config(made)
+    assert main(["export", made, str(tmp_path / "again")]) == 2
+    assert "one scale per weight" in capsys.readouterr().err and not (tmp_path / "again").exists()
 
 
 def test_a_model_in_fp8_is_refused_with_the_remedy(checkpoint):

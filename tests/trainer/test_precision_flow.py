@@ -14,6 +14,7 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.features.flow import Flow
 from trl_fp8.policy.flow.linear import FP8Linear
+from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
@@ -107,10 +108,24 @@ def test_attention_weights_that_the_engine_does_not_round_are_not_simulated(chec
     engines.shutdown(started.pop())
 
 
+def flow_trainer(recipe, sharded=False, **flags):
+    """What a flow asks of a trainer before there is an engine."""
+    flow = {"forward": "full", "backward": "bf16", "backend": "fake_quant"} | flags
+    args = SimpleNamespace(fp8_forward="full", flow=flow)
+    return SimpleNamespace(args=args, recipe=recipe, is_fsdp_enabled=sharded, is_deepspeed_enabled=False)
+
+
+def test_what_flags_alone_rule_out_is_refused_before_an_engine_starts():
+    recipe = FP8Recipe(("a",), format=TENSOR)
+    Flow(flow_trainer(recipe))
+    with pytest.raises(ValueError, match="fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'"):
+        Flow(flow_trainer(recipe, backend="scaled_mm"))
+    with pytest.raises(ValueError, match="fp8_weight_format='tensor' with fp8_forward='full' under FSDP2"):
+        Flow(flow_trainer(recipe, sharded=True))
+
+
 def test_an_engine_without_fp8_kernels_has_nothing_to_follow():
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(fp8_forward="full"), recipe=FP8Recipe(("a", "b"), fp8_experts=("c",))
-    )
+    trainer = flow_trainer(FP8Recipe(("a", "b"), fp8_experts=("c",)))
     expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
         Flow(trainer).engine_started(EngineNumerics(kernels={}))

@@ -19,9 +19,11 @@ def export(given: Namespace) -> str:
 
     from trl_fp8.export.export import export_fp8
     from trl_fp8.planning.plan import plan_for_model
+    from trl_fp8.policy.model import dequantizing_config
     from trl_fp8.recipe.recipe import recipe_for_model
 
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16)
+    stored = dequantizing_config(given.model)
+    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16, quantization_config=stored)
     formats = {"weight_format": given.weight_format, "scale_format": given.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
     folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), given.folder, recipe=recipe)

@@ -162,7 +162,10 @@ def correct_rollout(
 
 
 def correct(
-    ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None, measured_kl: Tensor | float | None
+    ratio: LogRatio,
+    correction: RolloutCorrection,
+    all_reduce: AllReduce | None = None,
+    measured_kl: Tensor | float | None = None,
 ) -> CorrectedRollout:
     """`correct_rollout` where the log-ratios are known."""
     raw, is_unit = _raw_ratio(ratio, correction.level)

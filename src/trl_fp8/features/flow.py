@@ -21,6 +21,8 @@ class Flow(Feature):
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
+        recipe = trainer.recipe  # what can be refused before an engine is started
+        self._flow(ActivationScaling(recipe.scale_format, scope=recipe.format.activation_scope))
         self.flow: PrecisionFlow | None = None  # until the engine says what it computes
         self._warned = False
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from trl_fp8.quantization.e4m3 import check_scale_format
 from trl_fp8.quantization.formats import FORMATS, format_named
+from trl_fp8.quantization.formats.blocks import BLOCKS
 
 from . import flag
 
@@ -34,7 +35,11 @@ class WeightFlags:
 
     def check_weights(self) -> None:
         """Raise `ValueError` for an unknown format."""
-        format_named(self.fp8_weight_format)
+        if format_named(self.fp8_weight_format) is not BLOCKS and not self.fp8_weights:
+            raise ValueError(
+                f"fp8_weight_format={self.fp8_weight_format!r} with fp8_weights=False: there are no FP8 weights that "
+                "it would concern. Set fp8_weights=True, or remove it."
+            )
         try:
             check_scale_format(self.fp8_scale_format)
         except ValueError as error:

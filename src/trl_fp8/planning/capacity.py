@@ -71,6 +71,7 @@ def recommended_flags(capacity: Capacity, outline: Outline) -> dict[str, str | i
     flags: dict[str, str | int | float] = {"vllm_gpu_memory_utilization": capacity.utilization}
     flags |= {"vllm_tensor_parallel_size": ranks} if (ranks := recipe.tensor_parallel_size) > 1 else {}
     flags |= {} if recipe.fp8_kv_cache else {"kv_cache_dtype": recipe.kv_cache_dtype}
+    flags |= {"fp8_weight_format": recipe.format.name} if recipe.format.name != "blocks" else {}
     for risk in risks(capacity.plan, outline):
         flags |= risk.flags
     return flags
@@ -86,6 +87,7 @@ def as_json(capacity: Capacity, outline: Outline) -> dict:
         "kv_tokens": capacity.kv_tokens,
         "linears": {"fp8": len(recipe.fp8_modules), "high_precision": sum(not n.endswith(".experts") for n in kept)},
         "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
+        "weight_format": recipe.format.name,
         "fp8_share_of_parameters": plan.fp8_share,
         "risks": [risk.text for risk in risks(plan, outline)],
         "flags": recommended_flags(capacity, outline),

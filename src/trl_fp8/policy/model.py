@@ -35,11 +35,20 @@ def is_reference(model: nn.Module) -> bool:
 def dequantizing_config(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> FineGrainedFP8Config | None:
-    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is not in block FP8."""
+    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is not in FP8.
+
+    `ValueError` if its weights have one scale each: transformers 5.17 would drop those scales without an error.
+    """
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     stored = getattr(config, "quantization_config", None)
     if not isinstance(stored, dict) or stored.get("quant_method") != "fp8":
         return None
+    if stored.get("weight_block_size") is None:
+        raise ValueError(
+            f"model={model!r} is an FP8 checkpoint with one scale per weight (no weight_block_size in its config), "
+            "which transformers reads without its scales. Start from the high-precision checkpoint, or from an FP8 "
+            "one in 128x128 blocks."
+        )
     return FineGrainedFP8Config.from_dict(stored | {"dequantize": True})
 
 

@@ -5,6 +5,7 @@ import platform
 from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -54,9 +55,9 @@ def hardware() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     cpu, isa = platform.processor() or platform.machine(), torch.backends.cpu.get_cpu_capability()
-    if os.path.exists("/proc/cpuinfo"):
-        names = [line.partition(":")[2] for line in open("/proc/cpuinfo") if line.startswith("model name")]
-        cpu = names[0].strip() if names else cpu
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
     return f"{cpu}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"
 
 

@@ -17,16 +17,11 @@ from dataclasses import dataclass, field
 import torch
 
 from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.names import listed
 
 from .pieces import Layout
 from .weight_stream import Named
-
-
-# Kernels that keep an FP8 weight and its scales as they were loaded. Others repack or requantize them.
-AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class Ledger:
             elif (key := self.layout.unreadable_name(name)) is not None:
                 before = self.unread.get(key, 0)
                 self.unread[key] = 31 * before + digest(tensor) if self.replicas else before  # modulo 2**64
-            elif not name.endswith(("q_scale", "k_scale", "v_scale")):  # those are read back by kv_cache
+            elif not name.endswith(("q_scale", "k_scale", "v_scale")):  # an engine reads those back itself
                 self.unknown.append(name)
             yield name, tensor
 
@@ -144,15 +139,3 @@ class Seal:
 def _held(layout: Layout) -> torch.Tensor:
     """Checksum `[n]`, on the device, of each piece as the engine holds it."""
     return torch.stack([digest(piece.of_engine()) for piece in layout.pieces.values()])
-
-
-def require_auditable(kernels: dict[str, int]) -> None:
-    """Raise `RuntimeError` if one of `EngineNumerics.kernels` changes weights after loading: no audit is possible."""
-    refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
-    if refused:
-        raise RuntimeError(
-            f"vLLM chose FP8 kernels that repack or requantize weights: {refused}. What they hold cannot be "
-            f"compared with what was sent. Auditable kernels: {list(AUDITABLE_KERNELS)}; choose one with "
-            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for "
-            "experts {'moe_backend': 'triton'}."
-        )

@@ -9,14 +9,13 @@ from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, listed
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.upstream.vllm import engine_class
 
 from .pieces import Layout
 
 
-def require_servable(model: nn.Module) -> None:
+def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
     """Raise `ValueError` for a policy that no engine can follow: found out without starting one."""
-    servable.require_servable(outline_of(model), engine_class)
+    servable.require_servable(outline_of(model), resolve)
     if not model.name_or_path:
         raise ValueError(
             "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "

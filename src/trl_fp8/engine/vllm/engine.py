@@ -9,13 +9,12 @@ from vllm import LLM
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.ledger import require_auditable
 from trl_fp8.sync.policy_checks import require_same_names
 from trl_fp8.upstream import vllm as upstream
 
 from .kv_scales import fp8_attention_layers, verify_kv_scales
 from .layout import engine_layout
-from .numerics import engine_numerics, fp8_experts
+from .numerics import engine_numerics, fp8_experts, fp8_kernels, require_auditable
 from .platforms import Platform
 
 
@@ -29,8 +28,7 @@ class ColocatedEngine:
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], None]):
         self.llm, self.wake, self._skip_layers = llm, wake, recipe.kv_cache_skip_layers
         self.model = upstream.engine_model(llm)
-        self.numerics = engine_numerics(self.model)
-        require_auditable(self.numerics.kernels)
+        require_auditable(fp8_kernels(self.model))
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, buffers)
         require_same_names(policy, recipe, self.layout)
@@ -38,6 +36,7 @@ class ColocatedEngine:
             fp8_attention_layers(self.model, self._skip_layers)
         if unreadable := self.layout.unreadable:
             platform.accept_unreadable(len(unreadable), "; ".join(sorted(set(unreadable.values()))))
+        self.numerics = engine_numerics(self.model)
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         upstream.reload_weights(self.llm, tensors, fp8_experts(self.model))

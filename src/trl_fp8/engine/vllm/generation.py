@@ -62,7 +62,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
-        require_servable(self.model)
+        require_servable(self.model, upstream.engine_class)
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
         wanted = {"return_routes": self.return_routes, "match_rounding": self.match_rounding}

@@ -9,9 +9,14 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 from .kv_scales import attention_weight_offset, quantizes_query
+
+
+# Kernels that keep an FP8 weight and its scales as they were loaded. Others repack or requantize them.
+AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
@@ -31,6 +36,18 @@ def fp8_kernels(model: nn.Module) -> Counter[str]:
     """`EngineNumerics.kernels`."""
     backends = [str(layer.quant_method.fp8_backend) for layer in fp8_experts(model)]
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
+
+
+def require_auditable(kernels: dict[str, int]) -> None:
+    """Raise `RuntimeError` if one of `kernels` changes weights after loading: no audit is possible."""
+    refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
+    if refused:
+        raise RuntimeError(
+            f"vLLM chose FP8 kernels that repack or requantize weights: {refused}. What they hold cannot be "
+            f"compared with what was sent. Auditable kernels: {list(AUDITABLE_KERNELS)}; choose one with "
+            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for "
+            "experts {'moe_backend': 'triton'}."
+        )
 
 
 def fp8_experts(model: nn.Module) -> list[RoutedExperts]:

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.vllm import forget_rotary_embeddings
 
 from .cpu.attention import reference_attention
@@ -191,9 +192,14 @@ class Cuda(Platform):
 
 
 def platform_of(device: torch.device | None = None) -> Platform:
-    """The platform of `device`; None: CUDA if there is a GPU."""
-    on_gpu = torch.cuda.is_available() if device is None else device.type == "cuda"
-    return Cuda(torch.cuda.get_device_capability()) if on_gpu else Cpu()
+    """The platform of `device`; None: CUDA if there is a GPU. `ValueError` for other kinds of device."""
+    kind = device.type if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in (Cpu.name, Cuda.name):
+        raise ValueError(
+            f"the trainer runs on {kind!r}: FP8 rollouts run on NVIDIA GPUs, and on CPU (use_cpu=True) to try them. "
+            f"Elsewhere train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS}."
+        )
+    return Cuda(torch.cuda.get_device_capability()) if kind == Cuda.name else Cpu()
 
 
 def _merged(ours: dict, users: dict) -> dict:

@@ -1,7 +1,7 @@
 """`FP8Flow`: what a linear layer of the trained model computes in FP8, decided once for all layers.
 
     forward    "weights"  y = x @ Q(W).T             a rollout whose kernel quantizes weights only (W8A16)
-               "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's block-FP8 linears compute; on a GPU but for the
+               "full"     y = Q(x) @ Q(W).T          W8A8, what vLLM's FP8 linears compute; on a GPU but for the
                                                      order in which they add, which FP64 hides on CPU
     backward   "bf16"     dX = dY @ W, dW = dY.T @ X                      straight through, unquantized operands
                "fp8"      dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(Q(X).T).T   all in FP8: Jet-RL, arXiv 2601.14243
@@ -107,7 +107,7 @@ class FP8Flow:
             )
         if self.backend == "torchao" and self.backward != "fp8":
             raise ValueError(
-                f"{flag} with fp8_backward={self.backward!r}: torchao's block-FP8 GEMM brings its own FP8 backward. "
+                f"{flag} with fp8_backward={self.backward!r}: torchao's FP8 GEMM brings its own FP8 backward. "
                 "Set fp8_backward='fp8', or another backend."
             )
         formats = self.scale_format, self.activation.scale_format
