@@ -213,7 +213,7 @@ def test_private_names_of_other_libraries_are_listed_with_who_uses_them():
 
 
 def mentioned(tree):
-    """Attributes, imported names, members of classes and whole strings of a module, but not those in its PRIVATE_NAMES."""
+    """Attributes, imported names, members of classes and whole strings of a module, but for its PRIVATE_NAMES."""
     statements = [node for node in tree.body if "PRIVATE_NAMES" not in bound_in([node])]
     for node in (part for statement in statements for part in ast.walk(statement)):
         if isinstance(node, ast.Attribute):
