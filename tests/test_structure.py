@@ -108,10 +108,17 @@ def test_the_arrows_in_contributing_are_these():
     assert "\n```\n" + "\n".join(reversed(lines)) + "\n```\n" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
-def module_file(name):
-    """File of a module of ours, by its dotted name; a folder that has no `__init__.py`; None if there is neither."""
-    base = (ROOT / "src" if name.startswith("trl_fp8") else ROOT).joinpath(*name.split("."))
-    return next((path for path in (base / "__init__.py", base.with_suffix(".py"), base) if path.exists()), None)
+def module_file(name, beside):
+    """File of a module by its dotted name, or its folder if that has no `__init__.py`; None if it is none of ours.
+
+    A script's folder, `beside`, counts, too.
+    """
+    base = name.replace(".", "/")
+    for root in (ROOT / "src", ROOT, beside):
+        for path in (root / base / "__init__.py", root / f"{base}.py", root / base):
+            if path.is_file() or any(path.glob("*.py")):
+                return path
+    return None
 
 
 def bound_in(body):
@@ -131,32 +138,29 @@ def bound_in(body):
                 yield from bound_in(handler.body)
 
 
+def names_imported(path):
+    """(module, name or None) of each import of a file, relative ones resolved."""
+    parts = path.relative_to(ROOT / "src" if path.is_relative_to(PACKAGE) else ROOT).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parts[: len(parts) - node.level] if node.level else ()
+            module = ".".join([*base, node.module] if node.module else base)
+            yield from ((module, alias.name) for alias in node.names)
+
+
 def test_what_is_imported_exists():
     """Also inside functions that no test calls without a GPU. By reading: importing everything would take a minute."""
-    ours, names, missing = {"trl_fp8", "testing", "benchmarks", "examples"}, {}, []
-    for folder in ("src", "testing", "tests", "benchmarks", "gpu", "examples"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / "src" if folder == "src" else ROOT).with_suffix("").parts
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.Import):
-                    wanted = [(alias.name, None) for alias in node.names]
-                elif isinstance(node, ast.ImportFrom):
-                    base = [*parts[: len(parts) - node.level]] if node.level else []
-                    module = ".".join(base + ([node.module] if node.module else []))
-                    wanted = [(module, alias.name) for alias in node.names]
-                else:
-                    continue
-                for module, name in wanted:
-                    if module.partition(".")[0] not in ours | {"tests"}:
-                        continue
-                    if (file := module_file(module)) is None:
-                        missing.append(f"{path.relative_to(ROOT)}: there is no module {module}")
-                        continue
-                    if name is None or module_file(f"{module}.{name}"):
-                        continue
-                    if file not in names:
-                        names[file] = set(bound_in(ast.parse(file.read_text()).body)) if file.is_file() else set()
-                    if name not in names[file]:
+    ours, missing = {"trl_fp8", "testing", "tests", "benchmarks", "gpu", "examples"}, []
+    for folder in ours - {"trl_fp8"} | {"src"}:
+        for path in (ROOT / folder).rglob("*.py"):
+            for module, name in names_imported(path):
+                file = module_file(module, path.parent)
+                if file is None and module.partition(".")[0] in ours:
+                    missing.append(f"{path.relative_to(ROOT)}: there is no module {module}")
+                elif file and name and not module_file(f"{module}.{name}", path.parent):
+                    if not file.is_file() or name not in bound_in(ast.parse(file.read_text()).body):
                         missing.append(f"{path.relative_to(ROOT)}: {module} has no {name}")
     assert missing == []
 
