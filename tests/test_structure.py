@@ -29,9 +29,9 @@ ALLOWED = {
     "policy": {"quantization", "recipe"},
     "flags": {"correction", "quantization"},
     "config": {"correction", "flags", "recipe"},
-    "report": {"correction", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
     "run": {"export", "flags", "policy", "sync"},
+    "report": {"correction", "run"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "recipe", "run", "sync", "upstream"),
