@@ -240,7 +240,7 @@ def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedM
 
     layout = engine_layout(engine)
     sent = {recipe.engine_name(name) for name, _ in policy.named_parameters()}
-    sent |= {recipe.engine_name(f"{name}_scale_inv") for name in recipe.fp8_tensors}
+    sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     found.held = len(layout.pieces)
     found.not_held = sorted(name for name in sent - set(layout.pieces) if not layout.unreadable_name(name))
     found.never_sent = sorted(set(layout.pieces) - sent)
@@ -279,7 +279,7 @@ def _call_own_kernels() -> None:
 
     from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
     from trl_fp8.quantization.digest import digest
-    from trl_fp8.quantization.formats import SCALE_FORMATS
+    from trl_fp8.quantization.formats.spec import SCALE_FORMATS
 
     tensor = torch.empty(160, 320, dtype=torch.bfloat16)
     digest(tensor)

@@ -17,31 +17,29 @@ from trl_fp8.upstream.patches import PATCHES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trl_fp8"
-# What a folder may import of ours, beside itself; read from the bottom up
+# What a folder imports of ours, beside itself, by any import; read from the bottom up
 ALLOWED = {
     "upstream": set(),
     "quantization": set(),
     "correction": set(),
     "recipe": {"quantization"},
-    "planning": {"quantization", "recipe"},
-    "sync": {"quantization", "recipe", "upstream"},
+    "planning": {"recipe"},
+    "sync": {"quantization", "recipe"},
     "engine": {"quantization", "recipe", "sync", "upstream"},
     "policy": {"quantization", "recipe"},
-    "flags": {"correction", "quantization", "recipe"},
+    "flags": {"correction", "quantization"},
     "config": {"correction", "flags", "recipe"},
-    "report": {"correction", "planning", "run"},
     "export": {"planning", "quantization", "recipe", "sync"},
-    "run": {"correction", "engine", "export", "flags", "policy", "quantization", "recipe", "sync"},
+    "run": {"export", "flags", "policy", "sync"},
+    "report": {"correction", "run"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync"},
     "trainer": {
-        *("config", "correction", "engine", "features", "planning", "policy", "quantization", "recipe", "run", "sync"),
-        "upstream",
+        *("config", "correction", "engine", "features", "planning", "policy", "recipe", "run", "sync", "upstream"),
     },
     "hub": {"export"},
     "numerics": {"correction", "quantization"},
     "commands": {
-        *("config", "engine", "export", "flags", "planning", "quantization", "recipe", "report", "run", "trainer"),
-        "upstream",
+        *("config", "export", "flags", "planning", "quantization", "recipe", "report", "run", "trainer", "upstream"),
     },
     "cli": {"commands"},
     "__init__": {"config", "correction", "recipe", "trainer"},
@@ -92,13 +90,79 @@ def imports():
 
 
 def test_imports_go_one_way():
-    wrong = [
-        f"{path.relative_to(ROOT)} imports {package}.{target}"
-        for path, layer, package, target in imports()
-        if (package == "trl_fp8" and target != layer and target not in ALLOWED[layer])
-        or (package in FOREIGN and layer not in FOREIGN[package])
-    ]
-    assert wrong == []
+    """Exactly the arrows of ALLOWED and FOREIGN: one that nothing uses any more would let it come back unseen."""
+    ours = {(layer, target) for _, layer, package, target in imports() if package == "trl_fp8" and target != layer}
+    foreign = {(layer, package) for _, layer, package, _ in imports() if package in FOREIGN}
+    arrows = {(layer, target) for layer, targets in ALLOWED.items() for target in targets}
+    may = {(layer, package) for package, layers in FOREIGN.items() for layer in layers}
+    assert (ours | foreign) - (arrows | may) == set(), "imported, but not in ALLOWED or FOREIGN"
+    assert (arrows | may) - (ours | foreign) == set(), "in ALLOWED or FOREIGN, but nothing imports it"
+    read = set()
+    for layer, targets in ALLOWED.items():
+        assert targets <= read, f"{layer} imports what stands above it in ALLOWED"
+        read.add(layer)
+
+
+def test_the_arrows_in_contributing_are_these():
+    lines = [f"{layer:12} -> {', '.join(sorted(targets))}" for layer, targets in ALLOWED.items() if targets]
+    assert "\n```\n" + "\n".join(reversed(lines)) + "\n```\n" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def module_file(name, beside):
+    """File of a module by its dotted name, or its folder if that has no `__init__.py`; None if it is none of ours.
+
+    A script's folder, `beside`, counts, too.
+    """
+    base = name.replace(".", "/")
+    for root in (ROOT / "src", ROOT, beside):
+        for path in (root / base / "__init__.py", root / f"{base}.py", root / base):
+            if path.is_file() or any(path.glob("*.py")):
+                return path
+    return None
+
+
+def bound_in(body):
+    """Names that statements bind, at the top of a module or in its branches."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        else:
+            for part in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign | ast.For | ast.With) else ():
+                if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                    yield part.id
+            for block in ("body", "orelse", "finalbody"):
+                yield from bound_in(getattr(node, block, []))
+            for handler in getattr(node, "handlers", []):
+                yield from bound_in(handler.body)
+
+
+def names_imported(path):
+    """(module, name or None) of each import of a file, relative ones resolved."""
+    parts = path.relative_to(ROOT / "src" if path.is_relative_to(PACKAGE) else ROOT).parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parts[: len(parts) - node.level] if node.level else ()
+            module = ".".join([*base, node.module] if node.module else base)
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def test_what_is_imported_exists():
+    """Also inside functions that no test calls without a GPU. By reading: importing everything would take a minute."""
+    ours, missing = {"trl_fp8", "testing", "tests", "benchmarks", "gpu", "examples"}, []
+    for folder in ours - {"trl_fp8"} | {"src"}:
+        for path in (ROOT / folder).rglob("*.py"):
+            for module, name in names_imported(path):
+                file = module_file(module, path.parent)
+                if file is None and module.partition(".")[0] in ours:
+                    missing.append(f"{path.relative_to(ROOT)}: there is no module {module}")
+                elif file and name and not module_file(f"{module}.{name}", path.parent):
+                    if not file.is_file() or name not in bound_in(ast.parse(file.read_text()).body):
+                        missing.append(f"{path.relative_to(ROOT)}: {module} has no {name}")
+    assert missing == []
 
 
 def sources():
@@ -143,11 +207,29 @@ def test_private_names_of_other_libraries_are_listed_with_who_uses_them():
         missing = [name for name in attributes - own if private(name) and layer_of(path) not in listed.get(name, ())]
         missing = [name for name in missing if name not in defined(tree)]
         assert not missing, f"{path} uses {sorted(missing)}: list them in upstream/trl.py or upstream/vllm.py"
+    used = {layer: set() for layer in ALLOWED}
+    for path, tree in sources():
+        used[layer_of(path)] |= set(mentioned(tree))
     for name, layers in listed.items():
         for layer in layers:
-            texts = [(PACKAGE / path).read_text() for path, _ in sources() if layer_of(path) == layer]
             built = "_{which}" + name[2:]  # by an f-string: scales of q, k and v
-            assert any(name in text or built in text for text in texts), f"{layer} does not use {name} any more"
+            assert {name, built} & used[layer], f"{layer} does not use {name} any more"
+
+
+def mentioned(tree):
+    """Attributes, imported names, members of classes and whole strings of a module, but for its PRIVATE_NAMES."""
+    statements = [node for node in tree.body if "PRIVATE_NAMES" not in bound_in([node])]
+    for node in (part for statement in statements for part in ast.walk(statement)):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ClassDef):
+            yield from bound_in(node.body)  # overrides
+        elif isinstance(node, ast.ImportFrom):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield ast.unparse(node)[2:-1]
 
 
 def test_every_patch_is_in_the_list_and_every_entry_is_made():
