@@ -123,8 +123,7 @@ def kernels_of(model: nn.Module, part: str) -> dict:
     Raises:
         RuntimeError: They are not those of `part`: vLLM falls back to others where one does not take a layer.
     """
-    from trl_fp8.engine.vllm.numerics import fp8_kernels
-    from trl_fp8.sync.ledger import AUDITABLE_KERNELS
+    from trl_fp8.engine.vllm.numerics import AUDITABLE_KERNELS, fp8_kernels
 
     found, expected = dict(fp8_kernels(model)), KERNELS.get(precision_and_variant(part)[1])
     if expected is not None and set(found) != {expected}:

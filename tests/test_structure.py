@@ -39,7 +39,8 @@ ALLOWED = {
     "hub": {"export"},
     "numerics": {"correction", "quantization"},
     "commands": {
-        *("config", "export", "flags", "planning", "quantization", "recipe", "report", "run", "trainer", "upstream"),
+        *("config", "export", "flags", "planning", "policy", "quantization", "recipe", "report", "run", "trainer"),
+        "upstream",
     },
     "cli": {"commands"},
     "__init__": {"config", "correction", "recipe", "trainer"},
