@@ -20,7 +20,7 @@ PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-
 
 def run_facts(trainer: "GRPOTrainer") -> dict:
     """Everything that is known before the first step. None for what the run does without."""
-    args, recipe, engine = trainer.args, trainer.recipe, getattr(trainer, "vllm_generation", None)
+    args, recipe = trainer.args, trainer.recipe
     return {
         "model": trainer.model.config.name_or_path,
         "plan": trainer.plan and trainer.plan.table(),
@@ -31,7 +31,7 @@ def run_facts(trainer: "GRPOTrainer") -> dict:
         "scale_format": recipe.scale_format if recipe and recipe.fp8_weights else None,
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
-        "kernels": dict(engine.numerics.kernels) if hasattr(engine, "numerics") else {},
+        "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
         "correction": trainer.correction and asdict(trainer.correction),
         "fp8_flags": _own_flags(args),
         "flags": _changed_flags(args),
