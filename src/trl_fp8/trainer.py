@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 AnyDataset = Dataset | IterableDataset
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
-# The run log keeps log-probs that a correction may replace; the flow looks at the mismatch that a correction measured
+# The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured
 ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow)
 
 

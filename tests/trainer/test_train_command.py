@@ -64,6 +64,8 @@ def test_a_run_from_a_file_with_tensorboard_and_a_report(checkpoint, tmp_path, m
     run = read_run(tmp_path / "run")
     assert run.facts["fp8_linears"] == 14 and run.facts["fp8_flags"]["kv_scale_margin"] == 1.25
     assert [row["step"] for row in run.rollouts] == [0, 1] and sum(run.rollouts[0]["log_ratio_counts"]) > 0
+    shapes = [(len(row["kv_scales"]), len(row["kv_scales"][0]), len(row["kv_saturation"])) for row in run.rollouts]
+    assert shapes == [(2, 3, 2)] * 2  # what the KV cache recorded of a batch comes before the run log writes
     (events,) = (tmp_path / "run" / "runs").glob("**/events*")
     metrics = EventAccumulator(str(events)).Reload()
     for name in ("mismatch/k3_kl", "fp8/sync_seconds", "correction/effective_sample_size", "reward"):

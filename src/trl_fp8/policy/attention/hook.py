@@ -78,7 +78,8 @@ class AttentionHook:
         self._in_fp64 = True
 
     def simulate(self, scales_L3: Tensor | None) -> None:
-        """Attention sees k and v as under these scales an FP8 cache holds them, from now on; None: as they are."""
+        """From now on attention sees k and v as an FP8 cache under these scales holds them; None: as they are."""
+        # in force until the backward is through: gradient checkpointing runs the forward again in it
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
