@@ -22,7 +22,7 @@ from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
-from trl_fp8.sync.weight_stream import WeightStream
+from trl_fp8.sync.weight_stream import weight_stream
 
 
 # Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
@@ -85,8 +85,8 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = generation.recipe.quantization_config
     (folder / "config.json").write_text(json.dumps(config))
-    both = dict(parameters=generation.model.named_parameters(), buffers=persistent_buffers(generation.model))
-    stream = WeightStream(recipe=generation.recipe, kv_scales=kv_scales, **both)
+    model = generation.model
+    stream = weight_stream(model.named_parameters(), generation.recipe, kv_scales, persistent_buffers(model))
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 

@@ -42,9 +42,8 @@ def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> N
     # An audit would find them too, but could not tell a model that vLLM holds differently from a tensor that got lost
     sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
-    unknown = [name for name in sent if name not in layout.pieces and layout.unreadable_name(name) is None]
-    filled = {layout.unreadable_name(name) or name for name in sent}
-    empty = [name for name in (*layout.pieces, *layout.unreadable) if name not in filled]
+    unknown = [name for name in sent if name not in layout.pieces]
+    empty = [name for name in layout.names if name not in sent]
     if unknown or empty:
         reason = (
             f"vLLM's class has {len(empty)} tensors under names that the policy does not have "
@@ -69,11 +68,16 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
         reduce_max(bad)
     names = [checkpoint_name(named[index][0]) for index in bad.nonzero().flatten().tolist()]
     if names:
-        raise ValueError(
-            f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {len(named)} parameters: "
-            f"{listed(names, 8)}. Nothing was sent; the engine still serves the previous weights. Look at the last "
-            "optimizer step (learning_rate, max_grad_norm, loss), and resume from the last good checkpoint."
-        )
+        raise ValueError(not_finite(names, len(named), "Nothing was written."))
+
+
+def not_finite(names: list[str], among: int, consequence: str) -> str:
+    """The message for tensors of a policy that hold NaN or infinities."""
+    return (
+        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {among} parameters: {listed(names, 8)}. "
+        f"{consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and resume from the "
+        "last good checkpoint."
+    )
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
