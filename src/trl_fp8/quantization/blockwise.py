@@ -152,7 +152,7 @@ def _quantize_batch(
     codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
     torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
     torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
-    return torch.stack([digests(codes.unbind()), digests(scale.unbind())], 1)
+    return torch.stack([digests(codes), digests(scale)], 1)
 
 
 def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:

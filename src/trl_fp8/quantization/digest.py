@@ -31,9 +31,9 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: in
     return total
 
 
-def digests(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64 `[n]`: `digest` of each of `tensors`, of one device."""
-    return Table(tensors).sums()
+def digests(stacked: torch.Tensor) -> torch.Tensor:
+    """int64 `[G]`: `digest` of each of `[G, ...]`, of a few MiB in all."""
+    return _sums(_words(stacked), 0)
 
 
 class Table:
