@@ -158,7 +158,9 @@ class Writer:
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
         """Sums of squares of the error and of the weight, fp32 `[2]`."""
-        weight, codes, scale, _ = destination
-        rows = weight[..., :SAMPLED_ROWS, :].detach().to(torch.bfloat16).float()
-        error = rows - dequantize_weight(first_rows(self._codes(codes, scale), SAMPLED_ROWS), torch.float32)
+        codes = first_rows(self._codes(destination.codes, destination.scale), SAMPLED_ROWS)
+        weight = destination.weight.detach()
+        rows = (weight.flatten(1, 2) if weight.dim() == 4 else weight)[..., : codes.shape[-2], :]
+        rows = rows.to(torch.bfloat16).float()
+        error = rows - dequantize_weight(codes, torch.float32)
         return torch.stack([error.square().sum(), rows.square().sum()])
