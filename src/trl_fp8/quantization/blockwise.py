@@ -97,6 +97,7 @@ class Destination(NamedTuple):
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides
     scale: torch.Tensor  # fp32 `[..., n, k]`, any strides
     amax: torch.Tensor | None = None  # as in `quantize_weight`
+    rows_before: tuple[int, int] = (0, 0)  # of a larger weight's codes and scales, leading dims counted: see `digest`
 
 
 def quantize_into(
@@ -117,13 +118,13 @@ def quantize_into(
         from .kernels import quantize_blocks  # Triton compiles for GPUs only
 
         sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
-        for (weight, codes, scale, _), row in zip(destinations, sums, strict=True):
+        for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
             options = {"round_to_bf16": weight.dtype != torch.bfloat16, "into": (codes, scale), "sums": row}
-            quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
+            quantize_blocks(weight.detach(), True, scale_format, amax_floor, first_rows=rows, **options)
         return sums
     alike: dict[tuple, list[int]] = {}
-    for index, (weight, _, _, amax) in enumerate(destinations):
-        alike.setdefault((weight.shape, weight.dtype, amax is not None and index), []).append(index)
+    for index, (weight, _, _, amax, rows) in enumerate(destinations):
+        alike.setdefault((weight.shape, weight.dtype, rows, amax is not None and index), []).append(index)
     order, sums = [], []
     for (shape, *_), members in alike.items():
         together = max(1, _TOGETHER // shape.numel())
@@ -139,20 +140,21 @@ def _quantize_batch(
 ) -> torch.Tensor:
     """Checksums `[G, 2]` of weights of one shape; a single one in parts of about `_TOGETHER` elements."""
     first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
+    rows_before, scales_before = first.rows_before
     if len(batch) == 1 and first.weight.numel() > _TOGETHER:
         scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
         for where, scales_where, row in _row_parts(first.weight.shape, block):
             part = first.weight[where].detach().to(torch.bfloat16)
             codes, scale[scales_where] = _quantize_by_torch(part, block or tuple(part.shape[-2:]), *options)
             first.codes[where].copy_(codes)
-            sums = sums + digest(codes, first_row=row)
+            sums = sums + digest(codes, first_row=rows_before + row)
         first.scale.copy_(scale)
-        return torch.stack([sums, digest(scale)])[None]
+        return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
     stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
     codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
     torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
     torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
-    return torch.stack([digests(codes), digests(scale)], 1)
+    return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
 
 
 def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:

@@ -31,9 +31,9 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: in
     return total
 
 
-def digests(stacked: torch.Tensor) -> torch.Tensor:
+def digests(stacked: torch.Tensor, first_row: int = 0) -> torch.Tensor:
     """int64 `[G]`: `digest` of each of `[G, ...]`, of a few MiB in all."""
-    return _sums(_words(stacked), 0)
+    return _sums(_words(stacked), first_row)
 
 
 class Table:

@@ -21,6 +21,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout
 from .policy_checks import not_finite
+from .shards import WrittenCodes
 
 
 Named = tuple[str, torch.Tensor]
@@ -45,14 +46,21 @@ class Writer:
         self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])
         self._errors: list[torch.Tensor] = []  # sums of squares (error, weight), `[2]`
 
-    def write(self, parameters: Iterable[Named], buffers: Iterable[Named] = ()) -> None:
-        """Write `(checkpoint name, full tensor)` of a policy in model order; `RuntimeError` if FP8 weights lack."""
+    def write(
+        self, parameters: Iterable[tuple[str, torch.Tensor | WrittenCodes]], buffers: Iterable[Named] = ()
+    ) -> None:
+        """Write `(checkpoint name, full tensor)` of a policy in model order; `RuntimeError` if FP8 weights lack.
+
+        Of what is written already it notes the checksums, which are whole once `parameters` is exhausted.
+        """
         recipe = self._recipe
         pending: dict[str, torch.Tensor] = {}  # whose scale is also that of a weight to come
         missing = set(recipe.fp8_tensors)
         for name, parameter in parameters:
-            if name in recipe.fp8_tensors:
-                missing.discard(name)
+            missing.discard(name)
+            if isinstance(parameter, WrittenCodes):
+                self._note(name, parameter.own, parameter.sums)
+            elif name in recipe.fp8_tensors:
                 group = recipe.sharing_scale(name)
                 keep = self._at_once and len(group) > 1
                 pending[name] = parameter.detach().to(torch.bfloat16, copy=True) if keep else parameter
@@ -137,10 +145,7 @@ class Writer:
             options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
             sums = quantize_into(destinations, *options)
             for (name, destination), both in zip(self._weights, sums.unbind(), strict=True):
-                self.sums |= zip(self._names(name), both.unbind(), strict=True)
-                if name in self._sampled:
-                    self._errors.append(self._error_of(destination))
-            self.fp8_weights += len(destinations)
+                self._note(name, destination, both)
         if self._copies:
             names, tensors = zip(*self._copies, strict=True)
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
@@ -148,6 +153,13 @@ class Writer:
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)
         self._weights, self._copies = [], []
+
+    def _note(self, name: str, written: Destination | None, sums: torch.Tensor) -> None:
+        """An FP8 weight is written, with checksums `[2]`; `written` of it by this rank."""
+        self.sums |= zip(self._names(name), sums.unbind(), strict=True)
+        self.fp8_weights += 1
+        if written is not None and name in self._sampled:
+            self._errors.append(self._error_of(written))
 
     def _codes(self, codes: torch.Tensor, scale: torch.Tensor) -> Float8Tensor:
         if codes.dim() == 4:  # gate and up projection of all experts

@@ -8,6 +8,7 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
+import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -15,10 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Delivery, SyncReport
 from trl_fp8.sync.ledger import Replicas, all_reduce_max
 from trl_fp8.sync.policy_checks import require_servable
+from trl_fp8.sync.shards import WrittenCodes, gathered
 from trl_fp8.sync.writer import Named, Share
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
@@ -81,7 +84,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         # What is merged or gathered lasts until the next tensor is asked for
         at_once = is_peft_model(self.model) or self._dist.is_zero3 or self._dist.is_fsdp
         options = {"at_once": at_once, "replicas": self.replicas}
-        self.delivery = Delivery(self.engine, self.model, self.recipe, self.policy_tensors, **options)
+        self.delivery = Delivery(self.engine, self.model, self.recipe, self._sent_tensors, **options)
         logger.info(f"engine: {self.numerics}")
 
     @property
@@ -98,9 +101,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[Named]:
         """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
-        for module in self.model.modules():  # after a forward without backward FSDP2 leaves some parameters unsharded
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._reshard()
         try:
             for name, parameter in super()._iter_named_params():
                 if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
@@ -108,6 +109,20 @@ class FP8VLLMGeneration(VLLMGeneration):
         finally:
             if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
                 self.model.unmerge_adapter()
+
+    def _sent_tensors(self) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor | WrittenCodes]]]:
+        """`policy_tensors`; under FSDP2, where each rank has rows, gathered as the engine holds them."""
+        if not self._dist.is_fsdp or is_peft_model(self.model):
+            return self.policy_tensors()
+        self._reshard()
+        parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
+        return closing(gathered(parameters, self.recipe, self.engine.layout, self.accelerator.device))
+
+    def _reshard(self) -> None:
+        """After a forward without backward FSDP2 leaves some parameters unsharded."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def sync_weights(self) -> None:
         # A trainer of several ranks to an engine, or beside one that discards its weights, quantizes its own
