@@ -1,0 +1,274 @@
+"""Sharded policies: each rank quantizes its rows, and all of them hold what one rank alone would have written."""
+
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.multiprocessing import start_processes
+
+from trl_fp8.quantization.blockwise import Destination, quantize_into, quantize_weight
+from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync import shards
+from trl_fp8.sync.pieces import Layout, Piece, Span
+from trl_fp8.sync.shards import Rows, gathered, rows_of_codes
+from trl_fp8.sync.writer import Writer
+
+
+BLOCK, CPU = (128, 128), torch.device("cpu")
+QUANTIZED = {
+    "even.weight": (1536, 128),  # whole blocks on 2, 3 and 4 ranks
+    "many.weight": (3072, 256),  # on 8, too
+    "few.weight": (128, 128),  # fewer blocks than ranks: shards split them
+    "torn.weight": (640, 128),
+    "mlp.experts.gate_up_proj": (5, 256, 128),  # uneven, and of 8 ranks some have none
+    "mlp.experts.down_proj": (12, 128, 128),
+}
+OTHERS = {"embed.weight": (67, 128), "norm.weight": (131,), "gate.weight": (5, 96), "proj.bias": (3,)}
+RECIPE = FP8Recipe(
+    fp8_modules=tuple(name.removesuffix(".weight") for name in QUANTIZED if name.endswith(".weight")),
+    fp8_experts=("mlp.experts",),
+)
+
+
+def policy(seed: int) -> dict[str, torch.Tensor]:
+    """FP32, of many magnitudes, and with numbers that BF16 rounds."""
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) * torch.randn(shape).exp() for name, shape in (QUANTIZED | OTHERS).items()}
+
+
+def engine() -> Layout:
+    """Holds NaN everywhere; one weight as rows of a larger parameter, the experts' gates as halves."""
+    pieces = []
+
+    def add(name: str, tensor: torch.Tensor, **where) -> None:
+        tensor = tensor.fill_(float("nan")) if tensor.dtype != E4M3 else tensor.view(torch.uint8).fill_(0x7F).view(E4M3)
+        pieces.append(Piece(name, SimpleNamespace(tensor=tensor), "tensor", tensor.dtype, **where))
+
+    for name, (*lead, rows, columns) in QUANTIZED.items():
+        where = {"halved": True} if name.endswith("gate_up_proj") else {}
+        add(RECIPE.scale_name(name), torch.empty(*lead, rows // 128, columns // 128), **where)
+        if name == "even.weight":
+            where, rows = {"held": (Span(384, rows), None)}, rows + 512
+        add(name, torch.empty(*lead, rows, columns, dtype=E4M3), **where)
+    for name, shape in OTHERS.items():
+        add(name, torch.empty(shape, dtype=torch.bfloat16))
+    return Layout(pieces)
+
+
+def in_rows(parameters: dict[str, torch.Tensor], mesh) -> list[tuple[str, torch.Tensor]]:
+    return [(name, distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)) for name, p in parameters.items()]
+
+
+def written(layout: Layout, parameters) -> Writer:
+    writer = Writer(layout, RECIPE, at_once=True)
+    writer.write(parameters)
+    return writer
+
+
+def assert_holds(layout: Layout, writer: Writer, parameters: dict[str, torch.Tensor]) -> None:
+    """What is held and the checksums of what was sent are those of the whole weights."""
+    want = {name: parameters[name].bfloat16() for name in OTHERS}
+    for name in QUANTIZED:
+        codes = quantize_weight(parameters[name].bfloat16())
+        want |= {name: codes.qdata, RECIPE.scale_name(name): codes.scale}
+    assert not writer.unknown and set(writer.sums) == set(want) == set(layout.names)
+    for name, tensor in want.items():
+        assert torch.equal(layout.held[name].reshape(tensor.shape).float(), tensor.float()), name
+        assert writer.sums[name].item() == digest(tensor).item(), name
+    assert layout.sums().tolist() == [writer.sums[name].item() for name in layout.names]
+
+
+def on_ranks(function, ranks: int, folder) -> None:
+    """Run `function(mesh)` on so many ranks, forks of this process."""
+    start_processes(_rank, (function, ranks, f"{folder}/store"), ranks, start_method="fork")
+
+
+def _rank(rank: int, function, ranks: int, store: str) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    function(init_device_mesh("cpu", (ranks,)))
+    distributed.destroy_process_group()
+
+
+def counting(monkeypatch) -> list[int]:
+    """Bytes of each gather from now on."""
+    gather, sizes = shards.all_gather_into_tensor, []
+
+    def counted(whole, own, group):
+        sizes.append(whole.nbytes)
+        gather(whole, own, group=group)
+
+    monkeypatch.setattr(shards, "all_gather_into_tensor", counted)
+    return sizes
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_together_write_what_one_writes_alone(ranks, tmp_path, monkeypatch):
+    sizes = counting(monkeypatch)
+
+    def two_syncs(mesh):
+        layout = engine()
+        for seed in (1, 2):
+            parameters = policy(seed)
+            sizes.clear()
+            writer = written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU))
+            assert_holds(layout, writer, parameters)
+            assert writer.fp8_weights == len(QUANTIZED)
+            error, dead = writer.inspect(distributed.all_reduce)
+            assert dead == {} and error < 2**-4 and (error > 0 or mesh.get_local_rank() > 0)
+        padded = {name: -(-shape[0] // ranks) * ranks * torch.Size(shape[1:]).numel() for name, shape in ALL.items()}
+        torn = {"few.weight", "torn.weight", *OTHERS} | ({"even.weight"} if ranks == 8 else set())
+        codes = [padded[name] for name in ALL if name not in torn]
+        expected = [*codes, *(4 * numbers // 128**2 for numbers in codes), *(2 * padded[name] for name in torn)]
+        assert sorted(sizes) == sorted(expected)
+
+    on_ranks(two_syncs, ranks, tmp_path)
+
+
+ALL = QUANTIZED | OTHERS
+
+
+def test_other_shards_arrive_whole(tmp_path):
+    """Replicas of shards, shards of columns, and what is not sharded at all."""
+
+    def sync(mesh):
+        layout, parameters, both = engine(), policy(3), init_device_mesh("cpu", (2, 1))
+        placements = {"even.weight": (both, [Replicate(), Shard(0)]), "many.weight": (mesh, [Shard(1)])}
+        mixed = dict(in_rows(parameters, mesh)) | {"norm.weight": parameters["norm.weight"]}
+        mixed |= {name: distribute_tensor(parameters[name], *where) for name, where in placements.items()}
+        for some in (mixed, {name: mixed[name] for name in [*placements, "norm.weight"]}):
+            whole = [(name, some.get(name, parameters[name])) for name in ALL]
+            assert_holds(layout, written(layout, gathered(whole, RECIPE, layout, CPU)), parameters)
+
+    on_ranks(sync, 2, tmp_path)
+
+
+def test_a_rank_that_fails_gathers_to_the_end_and_the_next_sync_is_whole(tmp_path, monkeypatch):
+    """Out of memory at each weight in turn, once in the quantizer and once in the consumer."""
+    sizes, quantize = counting(monkeypatch), shards.quantize_into
+
+    def syncs(mesh):
+        layout, failing = engine(), mesh.get_local_rank() == 1
+        everything = [len(list(gathered(in_rows(policy(0), mesh), RECIPE, layout, CPU))), len(sizes)]
+        for place in range(4):
+            calls = []
+
+            def full(*args):
+                calls.append(1)
+                if failing and len(calls) > place:
+                    raise torch.OutOfMemoryError(f"at {len(calls) - 1}")
+                return quantize(*args)
+
+            shards.quantize_into = full
+            source = gathered(in_rows(policy(place), mesh), RECIPE, layout, CPU)
+            sizes.clear()
+            if failing:
+                with pytest.raises(torch.OutOfMemoryError, match=f"at {place}"):
+                    written(layout, source)
+            else:
+                written(layout, source)
+            assert len(sizes) == everything[1]
+            shards.quantize_into = quantize
+            parameters = policy(place + 10)
+            assert_holds(
+                layout, written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU)), parameters
+            )
+
+    on_ranks(syncs, 2, tmp_path)
+
+
+def test_without_memory_to_gather_in_all_ranks_refuse_before_anything_is_written(tmp_path, monkeypatch):
+    sizes, empty = counting(monkeypatch), torch.empty
+
+    def sync(mesh):
+        layout, failing = engine(), mesh.get_local_rank() == 1
+
+        def full(*args, **kwargs):
+            if failing and kwargs.get("dtype") == torch.uint8:
+                raise torch.OutOfMemoryError("no room")
+            return empty(*args, **kwargs)
+
+        monkeypatch.setattr(torch, "empty", full)
+        before = layout.sums().tolist()
+        with pytest.raises(RuntimeError, match="no room" if failing else "another rank has no memory"):
+            written(layout, gathered(in_rows(policy(0), mesh), RECIPE, layout, CPU))
+        assert sizes == [] and layout.sums().tolist() == before
+
+    on_ranks(sync, 2, tmp_path)
+
+
+def test_a_byte_that_changes_on_its_way_is_seen(tmp_path, monkeypatch):
+    gather = shards.all_gather_into_tensor
+
+    def sync(mesh):
+        layout, parameters, calls = engine(), policy(0), []
+
+        def changing(whole, own, group):
+            gather(whole, own, group=group)
+            calls.append(1)
+            if mesh.get_local_rank() == 1 and len(calls) in (1, 2):  # codes and scales of the first weight
+                whole[0, 0] ^= 1
+
+        monkeypatch.setattr(shards, "all_gather_into_tensor", changing)
+        writer = written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU))
+        sums = zip(layout.names, layout.sums().tolist(), strict=True)
+        changed = {name for name, held in sums if held != writer.sums[name].item()}
+        expected = {"even.weight", "even.weight_scale_inv"} if mesh.get_local_rank() == 1 else set()
+        assert changed == expected
+
+    on_ranks(sync, 2, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("count", [1, 5, 8, 128, 640, 1024])
+def test_rows_are_dealt_as_fsdp2_deals_them(count, ranks):
+    rows, numbers = Rows(count, ranks), torch.arange(count)
+    dealt = [*numbers.chunk(ranks), *[numbers[:0]] * ranks][:ranks]
+    assert all(torch.equal(numbers[rows.of(rank)], own) for rank, own in enumerate(dealt))
+    assert rows.padded == rows.each * ranks >= count and rows.each == len(dealt[0])
+
+
+@pytest.mark.parametrize(
+    "shape, ranks, codes_and_scales",
+    [
+        ((1024, 256), 1, (1024, 8)),
+        ((1024, 256), 2, (512, 4)),
+        ((1024, 256), 8, (128, 1)),
+        ((1024, 256), 3, None),
+        ((1024, 256), 16, None),  # fewer blocks than ranks
+        ((640, 256), 2, None),
+        ((128, 256), 2, None),
+        ((60, 256, 128), 8, (8, 8)),
+        ((5, 256, 128), 8, (1, 1)),
+        ((5, 256, 128), 3, (2, 2)),
+    ],
+)
+def test_which_weights_can_be_quantized_in_parts(shape, ranks, codes_and_scales):
+    found = rows_of_codes(shape, ranks, BLOCK)
+    assert (found and tuple(part.each for part in found)) == codes_and_scales
+
+
+def test_one_scale_for_a_weight_is_not_made_in_parts():
+    assert rows_of_codes((1024, 256), 2, None) is None
+
+
+@pytest.mark.parametrize("shape", [(4, 1024, 2048), (2048, 1024), (256, 128), (6, 256, 128)])
+def test_checksums_of_parts_add_up(shape):
+    """Some of them so large that the quantizer itself goes through them in parts."""
+    torch.manual_seed(0)
+    weight, whole = torch.randn(shape), quantize_weight(torch.zeros(shape))
+    codes, scale = whole.qdata, whole.scale
+    want = quantize_into([Destination(weight, codes, scale)], "pow2", BLOCK, 1e-12)[0]
+    half, scales_half = shape[0] // 2, len(scale) // 2
+    lead, scales_lead = torch.Size(shape[1:-1]).numel(), scale.shape[1:-1].numel()
+    first = Destination(weight[:half], codes[:half], scale[:scales_half])
+    second = Destination(weight[half:], codes[half:], scale[scales_half:])
+    before = (half * lead, scales_half * scales_lead)
+    parts = quantize_into([first, second._replace(rows_before=before)], "pow2", BLOCK, 1e-12)
+    assert torch.equal(parts.sum(0), want)
+    assert not torch.equal(quantize_into([first, second], "pow2", BLOCK, 1e-12).sum(0), want)
