@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(6
 ACCELERATE = Path(__file__).parents[2] / "examples" / "accelerate_configs"
 SHARDED = {"FSDP": ACCELERATE / "fsdp2.yaml", "DEEPSPEED": ACCELERATE / "zero3.yaml"}
 # accelerate takes FSDP and DeepSpeed for GPU matters (see worker.shard_on_cpu), and TRL takes bf16 for one, too
+SHAPE = {"head_dim": 128, "intermediate_size": 512}  # shards of q, k, v, gate and up are whole blocks, of others not
 FLAGS = dict(use_cpu=False, bf16=False, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4)
 
 
@@ -21,7 +22,9 @@ def reports(request, checkpoint, tmp_path_factory):
     flags = FLAGS | {"fp8_forward": "full", "kv_calibration": "policy"}
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     flags |= {"lora": lora, "lora_flags": FLAGS | {"learning_rate": 0.01}}
-    made = launch("train_and_lora", folder, config=SHARDED[request.param], checkpoint=checkpoint("qwen3"), **flags)
+    made = launch(
+        "train_and_lora", folder, config=SHARDED[request.param], checkpoint=checkpoint("qwen3", **SHAPE), **flags
+    )
     assert all(report["distributed_type"] == request.param for report in made)
     return made
 
@@ -46,15 +49,39 @@ def test_an_export_holds_what_a_sync_sends(reports):
     assert [report["export"] for report in reports] == [[], None]
 
 
-def test_one_parameter_is_gathered_at_a_time(reports):
-    if reports[0]["distributed_type"] == "FSDP":  # ZeRO-3 gathers in a context manager of its own
-        assert reports[0]["gathered"] > 50  # 25 parameters, several syncs
-        assert reports[0]["most_gathered"] <= 2  # the one that is quantized and the one that is being gathered
+def test_a_synced_engine_equals_one_that_loads_the_export(reports):
+    for report in reports:
+        assert report["fresh"]["engine"] == report["engine"]
+        assert report["fresh"]["log_probs"] == report["log_probs"]
+
+
+def test_weights_are_gathered_as_the_engine_holds_them(reports):
+    """Each in one gather, or as codes and scales in two; none in the FP32 of the policy."""
+    layers, hidden, vocabulary = 2, 128, 64
+    by_codes = [rows * hidden for rows in (512, 256, 256, 512, 512)]  # q, k, v, gate, up
+    rounded = [hidden * 512, hidden * 512, hidden, hidden, 128, 128]  # o, down, norms of the layer, of q and k
+    once = [vocabulary * hidden, vocabulary * hidden, hidden]  # embedding, head, last norm
+    expected = [*by_codes, *(numbers // 128**2 * 4 for numbers in by_codes), *(2 * numbers for numbers in rounded)]
+    for report in reports:
+        assert report["full_tensors"] == 0
+        assert sorted(report["gathered_bytes"]) == sorted([*expected * layers, *(2 * numbers for numbers in once)])
+
+
+def test_a_rank_without_memory_fails_the_sync_on_all_ranks_and_the_next_one_succeeds(reports):
+    first, second = (report["failures"] for report in reports)
+    refused = "the engine holds no complete policy"
+    assert [said.partition(":")[0] for said in second["said"]] == ["no memory for another tensor", refused] * 3 + [""]
+    others = "weight sync failed on another rank, whose log says why."
+    assert [said.partition(":")[0] for said in first["said"]] == [others, refused] * 3 + [""]
+    assert first["engine"] == second["engine"] == reports[0]["engine"]
+    assert first["audit_failures"] == second["audit_failures"] == 0
 
 
 def test_lora_on_a_sharded_policy(reports):
     first, second = (report["lora"] for report in reports)
     assert first["distributed_type"] == reports[0]["distributed_type"]
     assert first["engine"] == second["engine"] != reports[0]["engine"] and first["log_probs"] == second["log_probs"]
+    if first["distributed_type"] == "FSDP":  # the one that is quantized and the one that is being gathered
+        assert first["full_tensors"] > 50 and first["most_gathered"] <= 2 and first["gathered_bytes"] == []
     rows = first["log"]
     assert len(rows) == 3 and all(row["mismatch/logp_difference_mean"] < 0.3 for row in rows)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import weakref
+from functools import partial
 from pathlib import Path
 
 
@@ -23,6 +24,7 @@ from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
+from trl_fp8.sync import shards, writer  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402
 
@@ -30,10 +32,10 @@ from trl_fp8.upstream.vllm import engine_model  # noqa: E402
 def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str | None = None, **flags) -> dict:
     """A short training run and one more sync; reports logs, what engine and policy hold, and how the gathers went."""
     trainer = make_trainer(folder, checkpoint, lora, **flags)
-    gathered = FullTensors()
+    gathers = Gathers()
     trainer.train(resume_from_checkpoint=resume)
     trainer.vllm_generation.sync_weights()
-    return described(trainer) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
+    return described(trainer) | gathers.report()
 
 
 def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **flags) -> dict:
@@ -57,15 +59,59 @@ def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **fl
 
 
 def train_and_lora(folder: Path, checkpoint: str, lora: dict, lora_flags: dict, **flags) -> dict:
-    """Two runs one after another, the second with adapters: its report is in "lora". The first is exported in FP8."""
+    """Two runs one after another, the second with adapters: its report is in "lora".
+
+    After the first, a rank fails in syncs ("failures"), then the policy is exported in FP8, and a fresh engine loads
+    that ("fresh").
+    """
     first = make_trainer(folder, checkpoint, **flags)
-    gathered = FullTensors()
+    gathers = Gathers()
     first.train()
+    gathers.forget()
     first.vllm_generation.sync_weights()
-    report = described(first) | {"most_gathered": gathered.most_alive, "gathered": gathered.total}
+    report = described(first) | gathers.report()
+    report["failures"] = failed(first)
     report["export"] = exported(first, folder / "fp8")
+    first.accelerator.wait_for_everyone()
+    llm = engines.load(folder / "fp8", first.recipe)
+    report["fresh"] = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
     engines.shutdown(first.vllm_generation.llm)
     return report | {"lora": train(folder / "lora", checkpoint, lora, **lora_flags)}
+
+
+def failed(trainer: FP8GRPOTrainer) -> dict:
+    """The second rank has no memory for one weight after another: what each rank then says, and what a sync mends."""
+    generation, quantize, calls, said = trainer.vllm_generation, shards.quantize_into, [], []
+
+    def full(*args, times: tuple[int, ...]):
+        calls.append(1)
+        if trainer.accelerator.process_index == 1 and len(calls) in times:
+            raise torch.OutOfMemoryError("no memory for another tensor")
+        return quantize(*args)
+
+    def sync_with(*times: int) -> str:
+        calls.clear()
+        shards.quantize_into = writer.quantize_into = partial(full, times=times)
+        try:
+            generation.sync_weights()
+            return ""
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            shards.quantize_into = writer.quantize_into = quantize
+
+    sync_with()
+    whole = len(calls)
+    for place in (1, 2, whole):
+        said.append(sync_with(place, whole + place))  # a sync is tried twice
+        try:
+            generation.delivery.require_whole()
+            said.append("whole")
+        except RuntimeError as error:
+            said.append(str(error))
+    said.append(sync_with(3))
+    generation.delivery.verify()
+    return {"said": said, "engine": engine_digest(generation.llm), "audit_failures": generation.audit_failures}
 
 
 def killed(folder: Path, checkpoint: str, **flags) -> dict:
@@ -159,21 +205,32 @@ def make_trainer(folder: Path, checkpoint: str, lora: dict | None = None, **flag
     )
 
 
-class FullTensors:
-    """How many gathered parameters (FSDP2's `full_tensor`) were alive at once."""
+class Gathers:
+    """What gathers of a policy moved and held: those of a sync, and FSDP2's `full_tensor`."""
 
     def __init__(self):
-        self.total = self.most_alive = 0
-        alive, original = weakref.WeakSet(), DTensor.full_tensor
+        self.full_tensors = self.most_alive = 0
+        self.bytes: list[int] = []  # of each gather of a sync, over all ranks
+        alive, original, gather = weakref.WeakSet(), DTensor.full_tensor, shards.all_gather_into_tensor
 
         def full_tensor(tensor, **kwargs):
             full = original(tensor, **kwargs)
             alive.add(full)
-            self.total += 1
+            self.full_tensors += 1
             self.most_alive = max(self.most_alive, len(alive))
             return full
 
-        DTensor.full_tensor = full_tensor
+        def all_gather_into_tensor(whole, own, group):
+            self.bytes.append(whole.nbytes)
+            gather(whole, own, group=group)
+
+        DTensor.full_tensor, shards.all_gather_into_tensor = full_tensor, all_gather_into_tensor
+
+    def forget(self) -> None:
+        self.bytes.clear()
+
+    def report(self) -> dict:
+        return {"full_tensors": self.full_tensors, "most_gathered": self.most_alive, "gathered_bytes": [*self.bytes]}
 
 
 def engine_digest(llm) -> int:

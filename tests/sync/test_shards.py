@@ -1,6 +1,7 @@
 """Sharded policies: each rank quantizes its rows, and all of them hold what one rank alone would have written."""
 
-from contextlib import closing
+from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,7 @@ QUANTIZED = {
     "mlp.experts.down_proj": (12, 128, 128),
 }
 OTHERS = {"embed.weight": (67, 128), "norm.weight": (131,), "gate.weight": (5, 96), "proj.bias": (3,)}
+ALL = QUANTIZED | OTHERS
 RECIPE = FP8Recipe(
     fp8_modules=tuple(name.removesuffix(".weight") for name in QUANTIZED if name.endswith(".weight")),
     fp8_experts=("mlp.experts",),
@@ -39,7 +41,7 @@ RECIPE = FP8Recipe(
 def policy(seed: int) -> dict[str, torch.Tensor]:
     """FP32, of many magnitudes, and with numbers that BF16 rounds."""
     torch.manual_seed(seed)
-    return {name: torch.randn(shape) * torch.randn(shape).exp() for name, shape in (QUANTIZED | OTHERS).items()}
+    return {name: torch.randn(shape) * torch.randn(shape).exp() for name, shape in ALL.items()}
 
 
 def engine() -> Layout:
@@ -47,7 +49,9 @@ def engine() -> Layout:
     pieces = []
 
     def add(name: str, tensor: torch.Tensor, **where) -> None:
-        tensor = tensor.fill_(float("nan")) if tensor.dtype != E4M3 else tensor.view(torch.uint8).fill_(0x7F).view(E4M3)
+        tensor = (
+            tensor.fill_(float("nan")) if tensor.dtype != E4M3 else tensor.view(torch.uint8).fill_(0x7F).view(E4M3)
+        )
         pieces.append(Piece(name, SimpleNamespace(tensor=tensor), "tensor", tensor.dtype, **where))
 
     for name, (*lead, rows, columns) in QUANTIZED.items():
@@ -130,9 +134,6 @@ def test_ranks_together_write_what_one_writes_alone(ranks, tmp_path, monkeypatch
     on_ranks(two_syncs, ranks, tmp_path)
 
 
-ALL = QUANTIZED | OTHERS
-
-
 def test_other_shards_arrive_whole(tmp_path):
     """Replicas of shards, shards of columns, and what is not sharded at all."""
 
@@ -149,35 +150,29 @@ def test_other_shards_arrive_whole(tmp_path):
 
 
 def test_a_rank_that_fails_gathers_to_the_end_and_the_next_sync_is_whole(tmp_path, monkeypatch):
-    """Out of memory at each weight in turn, once in the quantizer and once in the consumer."""
+    """Out of memory at each weight that is quantized in parts, in turn."""
     sizes, quantize = counting(monkeypatch), shards.quantize_into
 
     def syncs(mesh):
-        layout, failing = engine(), mesh.get_local_rank() == 1
-        everything = [len(list(gathered(in_rows(policy(0), mesh), RECIPE, layout, CPU))), len(sizes)]
-        for place in range(4):
-            calls = []
+        layout, failing, calls = engine(), mesh.get_local_rank() == 1, []
+        source = lambda seed: gathered(in_rows(policy(seed), mesh), RECIPE, layout, CPU)  # noqa: E731
+        written(layout, source(0))
+        gathers = len(sizes)
 
-            def full(*args):
-                calls.append(1)
-                if failing and len(calls) > place:
-                    raise torch.OutOfMemoryError(f"at {len(calls) - 1}")
-                return quantize(*args)
+        def full(*args, place):
+            calls.append(1)
+            if failing and len(calls) == place:
+                raise torch.OutOfMemoryError(f"at {place}")
+            return quantize(*args)
 
-            shards.quantize_into = full
-            source = gathered(in_rows(policy(place), mesh), RECIPE, layout, CPU)
-            sizes.clear()
-            if failing:
-                with pytest.raises(torch.OutOfMemoryError, match=f"at {place}"):
-                    written(layout, source)
-            else:
-                written(layout, source)
-            assert len(sizes) == everything[1]
-            shards.quantize_into = quantize
-            parameters = policy(place + 10)
-            assert_holds(
-                layout, written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU)), parameters
-            )
+        for place in range(1, 5):
+            sizes.clear(), calls.clear()
+            monkeypatch.setattr(shards, "quantize_into", partial(full, place=place))
+            with pytest.raises(torch.OutOfMemoryError, match=f"at {place}") if failing else nullcontext():
+                written(layout, source(place))
+            assert len(sizes) == gathers
+            monkeypatch.setattr(shards, "quantize_into", quantize)
+            assert_holds(layout, written(layout, source(place)), policy(place))
 
     on_ranks(syncs, 2, tmp_path)
 

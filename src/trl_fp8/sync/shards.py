@@ -2,7 +2,7 @@
 
     FP8 weight, shards of whole blocks    each rank quantizes its rows to where the engine holds them; codes and scales
                                           are gathered there: one byte for each number
-    any other that is sharded by rows     each rank rounds its rows as the engine does (BF16); those are gathered
+    any other, dealt in order             each rank rounds its part as the engine does (BF16); those are gathered
     other shards                          `full_tensor`, in the policy's dtype
 
 Which way a parameter goes follows from shapes, layout and the number of ranks: the same on all of them. A rank on
@@ -15,7 +15,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce
+from torch.distributed import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, get_rank, get_world_size
 from torch.distributed.tensor import DTensor, Shard
 
 from trl_fp8.quantization.blockwise import Destination, quantize_into
@@ -52,11 +52,44 @@ def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | Non
     Rows are those of the first dim, experts in a weight `[E, N, K]`.
     """
     rows = Rows(shape[0], ranks)
+    if block is None or len(shape) < 2:
+        return None
     if len(shape) > 2:
         return rows, rows
-    if block is None or rows.each % block[0]:
+    if rows.each % block[0]:
         return None
     return rows, Rows(-(-rows.count // block[0]), ranks)
+
+
+class Sharded(NamedTuple):
+    """This rank's part of a parameter that is dealt over a group in order: rows, or elements."""
+
+    local: torch.Tensor  # of as many dims as the parameter, or one
+    whole: torch.Size  # shape of the parameter
+    group: ProcessGroup
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of all parts together."""
+        return self.whole if self.local.dim() == len(self.whole) else torch.Size([self.whole.numel()])
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> "Sharded | None":
+        """None: it is not sharded, or otherwise (HSDP, tensor parallelism, parts on a disk)."""
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
+            return cls(parameter.detach().to_local(), parameter.shape, mesh.get_group()) if in_order else None
+        part = getattr(parameter, "ds_tensor", None)  # ZeRO-3 (DeepSpeed 0.19): flat, all of one size
+        if part is None:
+            return None
+        shape, group = parameter.ds_shape, parameter.ds_process_group
+        start, ranks = get_rank(group) * len(part), get_world_size(group)
+        if len(part) != Rows(shape.numel(), ranks).each or not part.is_floating_point():
+            return None
+        if len(shape) > 1 and shape[0] % ranks == 0:
+            return cls(part.view(-1, *shape[1:]), shape, group)
+        return cls(part[: max(shape.numel() - start, 0)], shape, group)
 
 
 class WrittenCodes(NamedTuple):
@@ -77,46 +110,42 @@ def gathered(
         RuntimeError: There is no memory to gather in, on any rank: before anything is gathered.
         Exception: What failed on this rank: after everything was gathered.
     """
-    mesh = next((parameter.device_mesh for _, parameter in parameters if _is_in_rows(parameter)), None)
-    ours = {name: p for name, p in parameters if _is_in_rows(p) and p.device_mesh == mesh}
-    plans = {name: _plan(name, parameter, recipe, layout) for name, parameter in ours.items()}
-    buffers = _buffers(list(plans.values()), device, mesh.get_group()) if plans else []
+    found = {name: part for name, parameter in parameters if (part := Sharded.of(parameter))}
+    group = next((part.group for part in found.values()), None)
+    found = {name: part for name, part in found.items() if part.group == group}
+    plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
+    buffers, rank = (_buffers(list(plans.values()), device, group), get_rank(group)) if plans else ([], 0)
     codes = [name for name, plan in plans.items() if len(plan) == 2]
-    sums = dict(zip(codes, all_sums := torch.zeros(len(codes), 2, dtype=torch.int64, device=device), strict=True))
-    failure = None
+    all_sums, failure = torch.zeros(len(codes), 2, dtype=torch.int64, device=device), None
+    sums = dict(zip(codes, all_sums, strict=True))
     for name, parameter in parameters:
         if name not in plans:
             parameter = parameter.detach().to(device)
             yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             continue
-        plan, rank, own = plans[name], mesh.get_local_rank(), None
+        plan, own = plans[name], None
         wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]
         try:
-            local = parameter.detach().to_local().to(device)
-            to = [whole[part.rows.of(rank)] for part, whole in zip(plan, wholes, strict=True)]
+            local = found[name].local.to(device)
+            mine = [whole[part.rows.of(rank)] for part, whole in zip(plan, wholes, strict=True)]
             if name not in sums:
-                to[0].copy_(local)
+                mine[0].copy_(local)
             elif local.numel():
-                own = Destination(local, *to, rows_before=tuple(part.rows_before(rank) for part in plan))
+                own = Destination(local, *mine, rows_before=tuple(part.rows_before(rank) for part in plan))
                 options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
                 sums[name].copy_(quantize_into([own], *options)[0])
         except Exception as error:
             failure = failure or error
         for part, whole in zip(plan, wholes, strict=True):
-            mine = whole.unflatten(0, (-1, part.rows.each))[rank]
-            all_gather_into_tensor(whole.view(torch.uint8), mine.view(torch.uint8), group=mesh.get_group())
-            if part.held is not None and whole is not part.held:
-                part.held.copy_(whole[: part.rows.count])
-        yield name, WrittenCodes(own, sums[name]) if name in sums else wholes[0][: len(parameter)]
+            part.gather(whole, rank, group)
+        yield (
+            name,
+            WrittenCodes(own, sums[name]) if name in sums else wholes[0][: plan[0].rows.count].view(found[name].whole),
+        )
     if codes:
-        all_reduce(all_sums, group=mesh.get_group())  # wraps modulo 2**64, as the checksums do
+        all_reduce(all_sums, group=group)  # wraps modulo 2**64, as checksums do
     if failure is not None:
         raise failure
-
-
-def _is_in_rows(parameter: torch.Tensor) -> bool:
-    """It is sharded by rows over all ranks; not over several dims of a mesh, as with replicas (HSDP)."""
-    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1 and parameter.placements == (Shard(0),)
 
 
 class _Part(NamedTuple):
@@ -144,17 +173,24 @@ class _Part(NamedTuple):
         """As in `Destination`."""
         return self.rows.of(rank).start * self.row[:-1].numel()
 
+    def gather(self, whole: torch.Tensor, rank: int, group: ProcessGroup) -> None:
+        """Fill `whole`, in which this rank's rows are already, and what is held."""
+        own = whole.unflatten(0, (-1, self.rows.each))[rank]
+        all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8), group=group)
+        if self.held is not None and not self.in_place:
+            self.held.copy_(whole[: self.rows.count])
 
-def _plan(name: str, parameter: DTensor, recipe: FP8Recipe, layout: Layout) -> list[_Part]:
+
+def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Part]:
     """Codes and scales, in the engine; or the values."""
-    shape, ranks, held = parameter.shape, parameter.device_mesh.size(), layout.held
+    shape, ranks, held = parameter.shape, get_world_size(parameter.group), layout.held
     is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
     if block and piece and (rows := rows_of_codes(shape, ranks, block)):
         both = held[recipe.engine_name(name)], held[recipe.scale_name(name)]
         both = [t.view(len(t), -1, t.shape[-1]) if t.dim() == 4 else t for t in both]  # gate and up of all experts
         return [_Part(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
-    dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.dtype
+    dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.local.dtype
     return [_Part(Rows(shape[0], ranks), shape[1:], dtype)]
 
 

@@ -21,7 +21,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Delivery, SyncReport
 from trl_fp8.sync.ledger import Replicas, all_reduce_max
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.shards import WrittenCodes, gathered
+from trl_fp8.sync.shards import Sharded, WrittenCodes, gathered
 from trl_fp8.sync.writer import Named, Share
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
@@ -111,11 +111,13 @@ class FP8VLLMGeneration(VLLMGeneration):
                 self.model.unmerge_adapter()
 
     def _sent_tensors(self) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor | WrittenCodes]]]:
-        """`policy_tensors`; under FSDP2, where each rank has rows, gathered as the engine holds them."""
-        if not self._dist.is_fsdp or is_peft_model(self.model):
-            return self.policy_tensors()
+        """`policy_tensors`, but what FSDP2 and ZeRO-3 deal over ranks is gathered as the engine holds it."""
         self._reshard()
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
+        dealt = [Sharded.of(parameter) for _, parameter in parameters]
+        of_zero3 = self._dist.is_zero3 and None not in dealt and len({part.group for part in dealt}) == 1
+        if is_peft_model(self.model) or not (self._dist.is_fsdp or of_zero3):
+            return self.policy_tensors()
         return closing(gathered(parameters, self.recipe, self.engine.layout, self.accelerator.device))
 
     def _reshard(self) -> None:
