@@ -123,7 +123,7 @@ def test_ranks_together_write_what_one_writes_alone(ranks, tmp_path, monkeypatch
             writer = written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU))
             assert_holds(layout, writer, parameters)
             assert writer.fp8_weights == len(QUANTIZED)
-            error, dead = writer.inspect(distributed.all_reduce)
+            error, dead = writer.inspect(reduce_max)
             assert dead == {} and error < 2**-4 and (error > 0 or mesh.get_local_rank() > 0)
         padded = {name: -(-shape[0] // ranks) * ranks * torch.Size(shape[1:]).numel() for name, shape in ALL.items()}
         torn = {"few.weight", "torn.weight", *OTHERS} | ({"even.weight"} if ranks == 8 else set())
@@ -195,6 +195,23 @@ def test_without_memory_to_gather_in_all_ranks_refuse_before_anything_is_written
         assert sizes == [] and layout.sums().tolist() == before
 
     on_ranks(sync, 2, tmp_path)
+
+
+def test_numbers_that_are_not_finite_on_one_rank_are_named_on_all(tmp_path):
+    def sync(mesh):
+        layout, parameters = engine(), in_rows(policy(0), mesh)
+        if mesh.get_local_rank() == 1:
+            for name in ("many.weight", "torn.weight", "mlp.experts.down_proj", "embed.weight"):
+                dict(parameters)[name].to_local().flatten()[-1] = float("inf")
+        bad = "embed.weight, many.weight, mlp.experts.down_proj, torn.weight"
+        with pytest.raises(ValueError, match=f"in 4 of {len(ALL)} parameters: {bad}"):
+            written(layout, gathered(parameters, RECIPE, layout, CPU)).inspect(reduce_max)
+
+    on_ranks(sync, 2, tmp_path)
+
+
+def reduce_max(tensor: torch.Tensor) -> None:
+    distributed.all_reduce(tensor, op=distributed.ReduceOp.MAX)
 
 
 def test_a_byte_that_changes_on_its_way_is_seen(tmp_path, monkeypatch):

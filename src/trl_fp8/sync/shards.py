@@ -114,10 +114,8 @@ def gathered(
     group = next((part.group for part in found.values()), None)
     found = {name: part for name, part in found.items() if part.group == group}
     plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
-    buffers, rank = (_buffers(list(plans.values()), device, group), get_rank(group)) if plans else ([], 0)
-    codes = [name for name, plan in plans.items() if len(plan) == 2]
-    all_sums, failure = torch.zeros(len(codes), 2, dtype=torch.int64, device=device), None
-    sums = dict(zip(codes, all_sums, strict=True))
+    buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
+    sums_left, failure = iter(all_sums) if plans else None, None
     for name, parameter in parameters:
         if name not in plans:
             parameter = parameter.detach().to(device)
@@ -125,24 +123,18 @@ def gathered(
             continue
         plan, own = plans[name], None
         wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]
+        sums = next(sums_left) if len(plan) == 2 else None
         try:
-            local = found[name].local.to(device)
-            mine = [whole[part.rows.of(rank)] for part, whole in zip(plan, wholes, strict=True)]
-            if name not in sums:
-                mine[0].copy_(local)
-            elif local.numel():
-                own = Destination(local, *mine, rows_before=tuple(part.rows_before(rank) for part in plan))
-                options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
-                sums[name].copy_(quantize_into([own], *options)[0])
+            own = _write_own(found[name], plan, wholes, sums, recipe)
         except Exception as error:
             failure = failure or error
         for part, whole in zip(plan, wholes, strict=True):
-            part.gather(whole, rank, group)
-        yield (
-            name,
-            WrittenCodes(own, sums[name]) if name in sums else wholes[0][: plan[0].rows.count].view(found[name].whole),
-        )
-    if codes:
+            part.gather(whole, group)
+        if sums is None:
+            yield name, wholes[0][: plan[0].rows.count].view(found[name].whole)
+        else:
+            yield name, WrittenCodes(own, sums)
+    if plans:
         all_reduce(all_sums, group=group)  # wraps modulo 2**64, as checksums do
     if failure is not None:
         raise failure
@@ -173,9 +165,9 @@ class _Part(NamedTuple):
         """As in `Destination`."""
         return self.rows.of(rank).start * self.row[:-1].numel()
 
-    def gather(self, whole: torch.Tensor, rank: int, group: ProcessGroup) -> None:
+    def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
         """Fill `whole`, in which this rank's rows are already, and what is held."""
-        own = whole.unflatten(0, (-1, self.rows.each))[rank]
+        own = whole.unflatten(0, (-1, self.rows.each))[get_rank(group)]
         all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8), group=group)
         if self.held is not None and not self.in_place:
             self.held.copy_(whole[: self.rows.count])
@@ -194,16 +186,37 @@ def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> l
     return [_Part(Rows(shape[0], ranks), shape[1:], dtype)]
 
 
-def _buffers(plans: list[list[_Part]], device: torch.device, group: ProcessGroup) -> list[torch.Tensor]:
-    """Room for the largest of all first parts, and of all second ones; without it `RuntimeError` on every rank."""
-    sizes = [max(part.bytes for part in parts if part) for parts in zip_longest(*plans)]
-    failure = None
+def _write_own(
+    part: Sharded, plan: list[_Part], wholes: list[torch.Tensor], sums: torch.Tensor | None, recipe: FP8Recipe
+) -> Destination | None:
+    """Write this rank's part of a parameter to where it is gathered; `WrittenCodes.own`."""
+    rank, local = get_rank(part.group), part.local.to(wholes[0].device)
+    mine = [whole[one.rows.of(rank)] for one, whole in zip(plan, wholes, strict=True)]
+    if sums is None:
+        mine[0].copy_(local)
+        return None
+    own = Destination(local, *mine, rows_before=tuple(one.rows_before(rank) for one in plan))
+    options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
+    if local.numel():
+        sums.copy_(quantize_into([own], *options)[0])
+    return own if local.numel() else None
+
+
+def _room(
+    plans: list[list[_Part]], device: torch.device, group: ProcessGroup
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """(buffers for the largest first and second part, checksums `[n, 2]` of weights in codes) on every rank.
+
+    `RuntimeError` on every rank if there is no memory for them on one.
+    """
+    sizes, failure = [max(part.bytes for part in parts if part) for parts in zip_longest(*plans)], None
     try:
         buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        sums = torch.zeros(sum(len(plan) == 2 for plan in plans), 2, dtype=torch.int64, device=device)
     except RuntimeError as error:
         failure = error
     failed = torch.tensor(float(failure is not None), device=device)
     all_reduce(failed, ReduceOp.MAX, group)
     if failed:
         raise failure or RuntimeError("another rank has no memory to gather the policy in; its log says why.")
-    return buffers
+    return buffers, sums
