@@ -26,7 +26,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from .ledger import Replicas, Seal, audit
 from .pieces import Layout
 from .policy_checks import require_finite
-from .writer import Named, Share, Writer
+from .writer import Sent, Share, Writer
 
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class SyncReport:
     audited_tensors: int  # read back and compared
     bytes_sent: int  # of all weights as the engine holds them on this rank, scales included
     fp8_weights: int
-    weight_relative_error: float  # root of the sampled squared quantization error over the squared weight
+    weight_relative_error: float  # root of the squared quantization error over the squared weight, of sampled own rows
     dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
     kv_scales: KVScales | None  # None if the KV cache is not FP8
 
@@ -66,7 +66,7 @@ class Delivery:
         engine: Engine,
         model: nn.Module,
         recipe: FP8Recipe,
-        tensors: Callable[[], AbstractContextManager[Iterator[Named]]],  # opens `(checkpoint name, full tensor)`
+        tensors: Callable[[], AbstractContextManager[Iterator[Sent]]],  # opens its parameters, a collective
         *,
         at_once: bool = False,  # as for `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process

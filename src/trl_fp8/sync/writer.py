@@ -25,6 +25,7 @@ from .shards import WrittenCodes
 
 
 Named = tuple[str, torch.Tensor]
+Sent = tuple[str, torch.Tensor | WrittenCodes]  # of a policy, by checkpoint name: a full tensor, or what is written
 Share = Callable[[str, Float8Tensor], None]
 SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
 
@@ -46,10 +47,8 @@ class Writer:
         self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])
         self._errors: list[torch.Tensor] = []  # sums of squares (error, weight), `[2]`
 
-    def write(
-        self, parameters: Iterable[tuple[str, torch.Tensor | WrittenCodes]], buffers: Iterable[Named] = ()
-    ) -> None:
-        """Write `(checkpoint name, full tensor)` of a policy in model order; `RuntimeError` if FP8 weights lack.
+    def write(self, parameters: Iterable[Sent], buffers: Iterable[Named] = ()) -> None:
+        """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights lack.
 
         Of what is written already it notes the checksums, which are whole once `parameters` is exhausted.
         """

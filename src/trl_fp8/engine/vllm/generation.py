@@ -8,7 +8,6 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
-import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -21,8 +20,8 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Delivery, SyncReport
 from trl_fp8.sync.ledger import Replicas, all_reduce_max
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.shards import Sharded, WrittenCodes, gathered
-from trl_fp8.sync.writer import Named, Share
+from trl_fp8.sync.shards import Sharded, gathered
+from trl_fp8.sync.writer import Named, Sent, Share
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -110,7 +109,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
                 self.model.unmerge_adapter()
 
-    def _sent_tensors(self) -> AbstractContextManager[Iterator[tuple[str, torch.Tensor | WrittenCodes]]]:
+    def _sent_tensors(self) -> AbstractContextManager[Iterator[Sent]]:
         """`policy_tensors`, but what FSDP2 and ZeRO-3 deal over ranks is gathered as the engine holds it."""
         self._reshard()
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
