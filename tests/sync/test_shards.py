@@ -1,6 +1,7 @@
 """Sharded policies: each rank quantizes its rows, and all of them hold what one rank alone would have written."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from torch.multiprocessing import start_processes
 from trl_fp8.quantization.blockwise import Destination, quantize_into, quantize_weight
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync import shards
 from trl_fp8.sync.pieces import Layout, Piece, Span
@@ -145,6 +147,18 @@ def test_other_shards_arrive_whole(tmp_path):
         for some in (mixed, {name: mixed[name] for name in [*placements, "norm.weight"]}):
             whole = [(name, some.get(name, parameters[name])) for name in ALL]
             assert_holds(layout, written(layout, gathered(whole, RECIPE, layout, CPU)), parameters)
+
+    on_ranks(sync, 2, tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"tensor_parallel_size": 2}, {"format": TENSOR}], ids=["parts", "one scale"])
+def test_what_ranks_cannot_quantize_in_parts_arrives_whole_in_bf16(change, tmp_path):
+    """An engine holds parts of each weight; a scale needs all of it."""
+
+    def sync(mesh):
+        parameters = policy(4)
+        for name, whole in gathered(in_rows(parameters, mesh), replace(RECIPE, **change), engine(), CPU):
+            assert torch.equal(whole, parameters[name].bfloat16()), name
 
     on_ranks(sync, 2, tmp_path)
 
