@@ -23,9 +23,9 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
     for part in _parts(tensor.detach(), dtype or tensor.dtype):
         words = _words(part.to(dtype or tensor.dtype))
         if words.is_cuda:
-            from .kernels import add_words  # Triton compiles for GPUs only
+            from .checksums import sum_table, table_of  # Triton compiles for GPUs only
 
-            add_words(total, words, row, _P)
+            total += sum_table(table_of([words], first_row=row))[0]
         else:
             _add_words_by_torch(total, words, row)
         row += words.shape[0]
@@ -33,7 +33,7 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
 
 
 def _add_words_by_torch(total: torch.Tensor, words: torch.Tensor, first_row: int) -> None:
-    """What kernels.py does on a GPU."""
+    """What checksums.py does on a GPU."""
     rows, columns = words.shape
     row_key = 2 * torch.arange(first_row, first_row + rows) + 1
     column_key = 2 * _P * torch.arange(columns)  # wraps modulo 2**64, as do the products
