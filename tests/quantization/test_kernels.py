@@ -9,7 +9,7 @@ import torch
 from torchao.quantization import Float8Tensor
 
 from tests.quantization.interpreted import Launches, cast_as_torch, results_of
-from trl_fp8.quantization import kernels
+from trl_fp8.quantization import blockwise, kernel_check, kernels
 from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.e4m3 import E4M3
@@ -148,6 +148,15 @@ def dequantize_differences(dtypes, place=lambda tensor: tensor):
     return found
 
 
+def refused_by_the_kernel_check():
+    """What the check at start finds wrong with the interpreter in place of a GPU."""
+    sample = torch.randn(160, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = kernel_check._results(sample)
+    blockwise.casts_in_hardware = kernel_check.casts_in_hardware = lambda device: True
+    found = kernel_check._results(sample)
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
 def interpreted():
     cast_as_torch()
     return {
@@ -155,13 +164,14 @@ def interpreted():
         "parts": differences_of_parts(),
         "dequantize": dequantize_differences([torch.float32, torch.bfloat16]),
         "far apart": far_apart(),
+        "kernel check": refused_by_the_kernel_check(),
         "launches": launches(),
     }
 
 
 def test_results_are_those_of_torch():
-    expected = {"quantize": [], "parts": [], "dequantize": [], "far apart": True, "launches": [1, True]}
-    assert results_of("test_kernels") == expected
+    same = dict.fromkeys(("quantize", "parts", "dequantize", "kernel check"), [])
+    assert results_of("test_kernels") == same | {"far apart": True, "launches": [1, True]}
 
 
 @pytest.mark.gpu
