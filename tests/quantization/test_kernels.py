@@ -36,7 +36,7 @@ def examples():
             made[f"{dtype} {shape}"] = values.to(dtype)
     dead, poisoned = made["torch.bfloat16 (130, 300)"].clone(), made["torch.float32 (130, 300)"].clone()
     dead[128:], dead[:, :128] = 0, 1e-38
-    poisoned[5, 7], poisoned[129, 290], poisoned[64, 200] = torch.nan, torch.inf, -torch.inf
+    poisoned[5, 7], poisoned[129, 290], poisoned[64, 200] = torch.inf, torch.nan, -torch.inf
     made |= {"dead": dead, "poisoned": poisoned, "transposed": poisoned.t(), "every second": dead[:, ::2]}
     made["negative zeros"] = torch.where(dead == 0, -0.0, dead)
     made["rounds to infinity"] = torch.full((3, 5), torch.finfo(torch.float32).max)
@@ -95,7 +95,7 @@ def differences_of_parts(device="cpu"):
     """The tensors whose parts, as ranks hold them, do not add up to the checksums of the whole."""
     found = []
     generator = torch.Generator().manual_seed(0)
-    for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((5, 40, 260), 2), ((5, 40, 33), 3)]:
+    for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((3, 130, 260), 1), ((5, 40, 33), 3)]:
         whole = torch.randn(shape, generator=generator)
         for square in (True, False):
             codes, scale = _quantize_by_torch(whole, (128, 128) if square else (128,), "pow2", 1e-12)
