@@ -8,7 +8,9 @@ import torch
 
 from .blockwise import dequantize_weight, quantize_activation, quantize_weight
 from .digest import digest
+from .e4m3 import cache_round_trip
 from .formats.spec import SCALE_FORMATS
+from .magnitudes import add_magnitudes
 
 
 def require_exact_kernels(device: torch.device) -> None:
@@ -35,4 +37,13 @@ def _results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
             results[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
             results[f"scales of {kind} ({scale_format})"] = quantized.scale
             results[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
-    return results
+    return results | _cache_results(sample.view(2, 5, 32, 160))
+
+
+def _cache_results(states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a KV cache; `states` are `[B, H, T, D]`."""
+    real_BT = torch.arange(64, device=states.device).view(2, 32) % 3 > 0
+    amax, limit, scale = (torch.full((), value, device=states.device) for value in (0.0, 3.5, 0.01))
+    counts = torch.zeros(2, dtype=torch.float64, device=states.device)
+    add_magnitudes(states, real_BT, amax, counts[0], limit, counts[1])
+    return {"KV amax": amax, "KV saturation": counts, "KV cache round trip": cache_round_trip(states, scale)}
