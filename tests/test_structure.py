@@ -62,7 +62,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     (
         "engine/vllm/kv_scales.py",
-        "layers[layer].(f'_{which}_scale_float')",
+        "layers*_scale_float')",
     ): "vLLM's CPU kernels read scales as floats",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("features/*", "rollouts.metrics"): "the same",

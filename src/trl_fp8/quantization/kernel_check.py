@@ -6,11 +6,12 @@ from importlib.metadata import version
 
 import torch
 
-from .blockwise import dequantize_weight, quantize_activation, quantize_weight
-from .digest import digest
-from .e4m3 import E4M3, casts_in_hardware
-from .formats.blocks import WEIGHT_AMAX_FLOOR
+from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
+from .digest import Table, digest, digests_of_sent
+from .e4m3 import E4M3, cache_round_trip
+from .formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
 from .formats.spec import SCALE_FORMATS
+from .magnitudes import add_magnitudes
 
 
 def require_exact_kernels(device: torch.device) -> None:
@@ -37,43 +38,32 @@ def _results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
             results[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
             results[f"scales of {kind} ({scale_format})"] = quantized.scale
             results[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
-    results |= _sent_unquantized(sample)
-    return results | _quantized_in_place(sample)
+    return results | _delivered(sample) | _cached(sample.view(2, 5, 32, 160))
 
 
-def _between(sample: torch.Tensor) -> torch.Tensor:
-    """FP32 values that BF16 rounds up and down. The product is exact; CUDA does not divide by a number exactly."""
-    return sample.float() * (1 + 7 / 2048)
-
-
-def _sent_unquantized(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    tensors = [_between(sample), sample, torch.full((2, 8), torch.finfo(torch.float32).max, device=sample.device)]
-    if casts_in_hardware(sample.device):
-        from .checksums import sum_sent  # Triton compiles for GPUs only
-
-        sums, bad = sum_sent(tensors, [torch.bfloat16] * len(tensors))
-    else:
-        sums = torch.stack([digest(tensor, torch.bfloat16) for tensor in tensors])
-        bad = torch.stack([~tensor.bfloat16().isfinite().all() for tensor in tensors]).long()
-    return {"checksums of unquantized tensors": sums, "unquantized tensors that are not finite": bad}
-
-
-def _quantized_in_place(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """FP32 values, rounded to BF16 and quantized into parts of larger tensors."""
+def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP32 values, which BF16 rounds up and down, quantized into parts of larger tensors, and copied."""
+    between = sample.float() * (1 + 7 / 2048)  # the product is exact; CUDA does not divide by a number exactly
     whole = torch.zeros(400, 340, dtype=torch.uint8, device=sample.device).view(E4M3)
     whole_scale = torch.zeros(5, 4, device=sample.device)
     parts = whole[200:360, 12:332], whole_scale[2:4, :3]
-    if casts_in_hardware(sample.device):
-        from .checksums import sum_table, table_of
-        from .kernels import quantize_blocks
+    sent = quantize_into([Destination(between, *parts)], "fp32", (BLOCK, BLOCK), WEIGHT_AMAX_FLOOR)
+    copied = [between, sample, torch.full((2, 8), torch.finfo(torch.float32).max, device=sample.device)]
+    sums, finite = digests_of_sent(copied, [torch.bfloat16] * len(copied))
+    return {
+        "weights in place": whole.view(torch.uint8),
+        "scales in place": whole_scale,
+        "checksums of weights in place": sent,
+        "checksums of views": Table(parts).sums(),
+        "checksums of unquantized tensors": torch.where(finite, sums, 0),
+        "unquantized tensors that are finite": finite,
+    }
 
-        sent, options = torch.zeros(2, dtype=torch.int64, device=sample.device), {"round_to_bf16": True, "into": parts}
-        quantize_blocks(_between(sample), True, "fp32", WEIGHT_AMAX_FLOOR, **options, sums=sent)
-        held = sum_table(table_of(parts))
-    else:
-        quantized = quantize_weight(_between(sample).bfloat16(), "fp32")
-        parts[0].copy_(quantized.qdata)
-        parts[1].copy_(quantized.scale)
-        sent = held = torch.stack([digest(part) for part in parts])
-    results = {"weights in place": whole.view(torch.uint8), "scales in place": whole_scale}
-    return results | {"checksums of weights in place": sent, "checksums of views": held}
+
+def _cached(states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a KV cache; `states` are `[B, H, T, D]`."""
+    real_BT = torch.arange(64, device=states.device).view(2, 32) % 3 > 0
+    amax, limit, scale = (torch.full((), value, device=states.device) for value in (0.0, 3.5, 0.01))
+    counts = torch.zeros(2, dtype=torch.float64, device=states.device)
+    add_magnitudes(states, real_BT, amax, counts[0], limit, counts[1])
+    return {"KV amax": amax, "KV saturation": counts, "KV cache round trip": cache_round_trip(states, scale)}
