@@ -93,9 +93,9 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
 def not_finite(names: list[str], among: int, consequence: str) -> str:
     """The message for tensors of a policy that hold NaN or infinities."""
     return (
-        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {among} parameters: {listed(names, 8)}. "
-        f"{consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and resume from the "
-        "last good checkpoint."
+        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {among} parameters: "
+        f"{listed(names, 8)}. {consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and "
+        "resume from the last good checkpoint."
     )
 
 

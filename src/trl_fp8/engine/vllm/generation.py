@@ -17,8 +17,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, SyncReport
-from trl_fp8.sync.ledger import Replicas, all_reduce_max
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.shards import Sharded, gathered
 from trl_fp8.sync.writer import Named, Sent, Share
@@ -40,7 +40,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        share: See `Delivery.deliver`. Not called under PEFT, where the trainer's own base is not the merged weight sent.
+        share: See `Delivery.deliver`. Not called where the trainer's own weights are not what the engine keeps.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.
