@@ -71,6 +71,7 @@ class Found:
     """One shape on one GPU.
 
     Attributes:
+        backend: Of linears, one of those that could be chosen.
         refused: By whom and why; what follows is then what was found before.
         kernels: Of FP8 linears and experts -> number of layers.
         scales: Of activations, of linears and of experts: "fp32" or "pow2".
@@ -87,6 +88,7 @@ class Found:
     model: str
     capability: str
     choice: str
+    backend: str | None = None
     refused: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     scales: list[str] = field(default_factory=list)
@@ -114,9 +116,38 @@ def look(capability: str, layers: int | None) -> list[dict]:
         for model in SHAPES:
             policy = _policy(Path(folder) / model, model, layers)
             for choice in (PINNED, FOLLOWED, OWN):
-                found.append(Found(model, capability, choice))
-                _look_at(found[-1], policy)
+                for backend in [None] if choice == OWN else _candidates(policy):
+                    found.append(Found(model, capability, choice, backend))
+                    _look_at(found[-1], policy)
     return [asdict(each) for each in found]
+
+
+def _candidates(policy: "PreTrainedModel") -> list[str]:
+    """Kernels of linears that could be chosen: vLLM has them, and they pass what needs no values of the check."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from trl_fp8.engine.vllm.auditable import why_linear_unverifiable
+    from trl_fp8.engine.vllm.gemms import CHECKED, CHECKED_ROWS, Gemm
+    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.recipe.recipe import recipe_for_model
+
+    device, recipe = torch.device("cuda"), recipe_for_model(policy)
+    candidates = []
+    for name in platform_of(device).linear_backends(recipe):
+        gemm = Gemm(name, recipe.format, recipe.scale_format, device, policy.config)
+        try:
+            with FakeTensorMode(), calls_recorded():
+                kernel, layer = gemm.made(CHECKED)
+                kernel.process_weights_after_loading(layer)
+                reason = why_linear_unverifiable(kernel, layer)
+                for rows in [] if reason else CHECKED_ROWS:
+                    kernel.apply_weights(layer, torch.empty(rows, CHECKED[1], dtype=torch.bfloat16, device=device))
+        except ValueError as error:
+            reason = str(error)
+        candidates += [] if reason else [name]
+        print(f"{torch.cuda.get_device_capability()} {name}: {reason or 'can be chosen'}", file=sys.stderr)
+    return candidates
 
 
 def _pair(capability: str) -> tuple[int, int]:
@@ -167,9 +198,9 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
             torch.device("cuda"),
         ):
             engine = initialize_model(vllm_config=config, model_config=config.model_config)
+            found.reshaped = process_weights(engine)
             _note_kernels(found, config, engine)
             if found.choice != OWN:
-                found.reshaped = process_weights(engine)
                 _note_layout(found, engine, recipe, policy)
                 _call_a_layer(found, config, engine)
     except Exception as error:  # a report of whatever happens
@@ -178,17 +209,18 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
 
 def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig":
     """vLLM's configuration as TRL and this project make it."""
+    import torch
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_fp8.engine.vllm.platforms import Cuda
+    from trl_fp8.engine.vllm.platforms import platform_of
 
-    ours = Cuda(_pair(found.capability)).arguments(
+    ours = platform_of(torch.device("cuda")).arguments(
         recipe,
         policy.config,
         max_num_seqs=SEQUENCES,
         max_model_len=LENGTH,
         match_rounding=found.choice == FOLLOWED,
-        user=OWN_CHOICE if found.choice == OWN else None,
+        user=OWN_CHOICE if found.choice == OWN else {"linear_backend": found.backend},
     )
     trls = dict(
         model=policy.config._name_or_path,
@@ -205,8 +237,9 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 
 
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
+    from trl_fp8.engine.vllm.auditable import require_auditable
     from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
-    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels, require_auditable
+    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
@@ -219,7 +252,7 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
     found.kernels = dict(fp8_kernels(engine))
     found.attention = dict(Counter(_attention_name(layer) for layer in attention_layers(engine).values()))
     found.kv_cache = config.cache_config.cache_dtype + (", q too" if quantizes_query(engine) else "")
-    for check in (lambda: require_auditable(found.kernels), lambda: fp8_attention_layers(engine)):
+    for check in (lambda: require_auditable(engine), lambda: fp8_attention_layers(engine)):
         try:
             check()
         except RuntimeError as refusal:

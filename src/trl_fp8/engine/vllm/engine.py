@@ -12,9 +12,10 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.policy_checks import require_same_names
 from trl_fp8.upstream import vllm as upstream
 
+from .auditable import require_auditable
 from .kv_scales import fp8_attention_layers, verify_kv_scales
 from .layout import engine_layout
-from .numerics import engine_numerics, fp8_experts, fp8_kernels, require_auditable
+from .numerics import engine_numerics, fp8_experts
 from .platforms import Platform
 
 
@@ -28,7 +29,7 @@ class ColocatedEngine:
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], None]):
         self.llm, self.wake, self._skip_layers = llm, wake, recipe.kv_cache_skip_layers
         self.model = upstream.engine_model(llm)
-        require_auditable(fp8_kernels(self.model))
+        require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, buffers)
         require_same_names(policy, recipe, self.layout)
