@@ -146,7 +146,7 @@ def _candidates(policy: "PreTrainedModel") -> list[str]:
         except ValueError as error:
             reason = str(error)
         candidates += [] if reason else [name]
-        print(f"{torch.cuda.get_device_capability()} {name}: {reason or 'can be chosen'}", file=sys.stderr)
+        print(f"{name}: {reason or 'can be chosen'}", file=sys.stderr)
     return candidates
 
 

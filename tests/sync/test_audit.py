@@ -257,7 +257,7 @@ def kept_as(layer, name, tensor):
 
 WEIGHT = r"weight as torch.float8_e4m3fn \[256, 128\] with strides \[1, 256\], sent is .* strides \[256, 1\]"
 SCALE = (
-    r"weight_scale_inv as torch.int32 \[128, 1\].*sent is torch.float32 \[1, 2\].*e.g. model.layers.0.mlp.down_proj"
+    r"weight_scale_inv as torch.int32 \[128, 1\].*sent is torch.float32 \[1, 2\].*first model.layers.0.mlp.down_proj"
 )
 
 

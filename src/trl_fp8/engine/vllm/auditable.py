@@ -31,7 +31,8 @@ def require_auditable(model: nn.Module) -> None:
         if reason := _why_unverifiable(module):
             found[reason].append(name)
     if found:
-        reasons = listed((f"{why} ({len(names)} layers, e.g. {names[0]})" for why, names in found.items()), 4, "\n  ")
+        layers = (f"{why} ({len(names)} layers, first {names[0]})" for why, names in found.items())
+        reasons = listed(layers, 4, "\n  ")
         raise RuntimeError(
             f"delivery to FP8 kernels that vLLM chose cannot be verified:\n  {reasons}\nRemove linear_backend and "
             "moe_backend from vllm_engine_kwargs, so that a kernel is chosen that can be, or name one: "
@@ -60,12 +61,14 @@ def _why_unverifiable(module: nn.Module) -> str | None:
         return why_linear_unverifiable(method.fp8_linear, module)
     if isinstance(module, RoutedExperts) and isinstance(method, Fp8MoEMethod):
         name, expected = str(method.fp8_backend), {}
+        if reason := _why_not_known(name):  # some have other dimensions
+            return reason
         for weight in HELD:
             held = list(getattr(module, f"{weight}_weight").shape)
             scales = [held[0], *(-(-size // block) for size, block in zip(held[1:], BLOCKS.weight_block, strict=True))]
             expected |= {f"{weight}_weight": _meta(E4M3, *held)}
             expected |= {f"{weight}_weight_scale_inv": _meta(torch.float32, *scales)}
-        return _why_not_known(name) or _why_not_as_sent(name, module, expected)
+        return _why_not_as_sent(name, module, expected)
     return None
 
 
