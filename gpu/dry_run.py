@@ -5,10 +5,11 @@
     python -m gpu.dry_run --capabilities 9.0 --layers 2 --json found.json
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
-shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, and with the
-kernels left to vLLM; the CUDA model of it on fake tensors; what sync/ledger.py and engine/vllm/kv_scales.py say to its
-kernels. With the pinned ones also: weights are processed as after a load, names that are held are compared with those
-that a sync sends, and a decoder layer is called with prompts and with single tokens.
+shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, for each
+kernel of linears that could be chosen, and with the kernels left to vLLM; the CUDA model of it on fake tensors, its
+weights processed as after a load; what engine/vllm/auditable.py and kv_scales.py say to it. With the pinned ones also:
+names that are held are compared with those that a sync sends, and a decoder layer is called with prompts and with
+single tokens.
 
 The exit status is 1 if, with the pinned kernels, an operator does not answer or the layout is not what is sent.
 """
@@ -115,8 +116,9 @@ def look(capability: str, layers: int | None) -> list[dict]:
         become_a_rank(Path(folder))
         for model in SHAPES:
             policy = _policy(Path(folder) / model, model, layers)
+            candidates = _candidates(policy)
             for choice in (PINNED, FOLLOWED, OWN):
-                for backend in [None] if choice == OWN else _candidates(policy):
+                for backend in [None] if choice == OWN else candidates:
                     found.append(Found(model, capability, choice, backend))
                     _look_at(found[-1], policy)
     return [asdict(each) for each in found]

@@ -166,7 +166,7 @@ def _complete_deep_gemm(capability: tuple[int, int]) -> None:
     from vllm.utils import deep_gemm
 
     def transform(sf, mn, k, recipe, num_groups, is_sfa, disable_ue8m0_cast):
-        """Scales of weights: as they are on Hopper (seen by running it), packed for each row on Blackwell."""
+        """Scales of weights: the same tensor on Hopper, packed for each row on Blackwell."""
         if capability[0] == 9 or disable_ue8m0_cast:
             return sf
         return sf.new_empty(num_groups, -(-k // 512), mn, dtype=torch.int32).transpose(1, 2)

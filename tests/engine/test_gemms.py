@@ -73,13 +73,13 @@ def test_what_fails_its_check_is_named_and_not_timed(caplog):
     assert "linear_backend='cutlass' is not used: RuntimeError: 3 of 9 outputs are wrong" in warned
 
 
-def test_what_vllm_does_not_offer_is_no_warning(caplog):
+def test_what_is_not_for_the_device_is_no_warning(caplog):
     first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = ValueError("Currently, only Hopper and Blackwell GPUs are supported.")
     with caplog.at_level(logging.INFO):
         assert fastest([first, second], SHAPES) is second
     assert {record.levelno for record in caplog.records} == {logging.INFO}
-    assert "does not offer linear_backend='deep_gemm' here: Currently, only Hopper" in caplog.text
+    assert "linear_backend='deep_gemm' is not for this device: Currently, only Hopper" in caplog.text
 
 
 def test_a_kernel_that_fails_while_it_is_timed_is_dropped(caplog):
@@ -194,7 +194,7 @@ def test_a_kernel_that_stores_scales_otherwise_is_found_before_an_engine_starts(
 
     register_cpu_kernel()
     monkeypatch.setattr(ReferenceFp8BlockKernel, "process_weights_after_loading", packs)
-    with pytest.raises(RuntimeError, match="keeps weight_scale_inv as torch.int32"):
+    with pytest.raises(ValueError, match="keeps weight_scale_inv as torch.int32"):
         reference().check()
 
 

@@ -58,7 +58,7 @@ class Candidate(Protocol):
     name: str
 
     def check(self) -> None:
-        """Raise what speaks against it: `ValueError` if vLLM does not offer it here, else it is broken."""
+        """Raise what speaks against it: `ValueError` if it is not meant for this device, anything else if it fails."""
 
     def seconds(self, shape: Shape, rows: int) -> float:
         """Of one call with a weight of `shape`."""
@@ -87,7 +87,7 @@ class Gemm:
         kernel, layer = self.made(CHECKED)
         kernel.process_weights_after_loading(layer)
         if reason := why_linear_unverifiable(kernel, layer):
-            raise RuntimeError(reason)
+            raise ValueError(reason)
         [codes] = self.spec.quantize_weights([weight], self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
@@ -109,7 +109,7 @@ class Gemm:
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
         """From a CUDA graph, so without the launches, and with nothing in the GPU's cache, as in a decode step."""
-        kernel, layer = self.made(shape)  # as it is after its start, too: that is what was checked
+        kernel, layer = self.made(shape)  # stored as after a start: that was checked
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
         kernel.apply_weights(layer, x)  # compiles
         graph, times = torch.cuda.CUDAGraph(), []
@@ -245,7 +245,7 @@ def _tried(candidate: Candidate, use: Callable[[], float | None]) -> tuple[float
     try:
         return use(), None
     except ValueError as reason:
-        logger.info(f"vLLM does not offer linear_backend={candidate.name!r} here: {reason}")
+        logger.info(f"linear_backend={candidate.name!r} is not for this device: {reason}")
         return None, str(reason)
     except Exception as error:  # whatever a kernel dies of
         reason = f"{type(error).__name__}: {error}"
