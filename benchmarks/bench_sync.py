@@ -141,7 +141,7 @@ def measure_part(options: argparse.Namespace) -> None:
 def parts(generation) -> dict[str, float]:
     """Seconds of the parts of one sync."""
     from trl_fp8.sync import delivery as module
-    from trl_fp8.sync.ledger import Ledger
+    from trl_fp8.sync.audit import Ledger
     from trl_fp8.sync.weight_stream import WeightStream
 
     def quantize() -> None:

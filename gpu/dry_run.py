@@ -7,9 +7,9 @@
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
 shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, for each
 kernel of linears that could be chosen, and with the kernels left to vLLM; the CUDA model of it on fake tensors, its
-weights processed as after a load; what engine/vllm/auditable.py and kv_scales.py say to it. With the pinned ones also:
-names that are held are compared with those that a sync sends, and a decoder layer is called with prompts and with
-single tokens.
+weights processed as after a load; what engine/vllm/{auditable,layout,kv_scales}.py say to it. With the pinned ones
+also: names that are held are compared with those that a sync sends, and a decoder layer is called with prompts and
+with single tokens.
 
 The exit status is 1 if, with the pinned kernels, an operator does not answer or the layout is not what is sent.
 """
@@ -277,11 +277,10 @@ def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedM
     sent = {recipe.engine_name(name) for name, _ in policy.named_parameters()}
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     found.held = len(layout.pieces)
-    found.not_held = sorted(name for name in sent - set(layout.pieces) if not layout.unreadable_name(name))
+    found.not_held = sorted(sent - set(layout.pieces))
     found.never_sent = sorted(set(layout.pieces) - sent)
     found.problems += [f"sent, not held: {name}" for name in found.not_held]
     found.problems += [f"held, never sent: {name}" for name in found.never_sent]
-    found.problems += [f"cannot be read back: {name}" for name in layout.unreadable]
     found.problems += [f"not as it was loaded: {name}" for name in found.reshaped]
     found.problems += found.refused
 

@@ -29,7 +29,8 @@ from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
-from trl_fp8.sync.weight_stream import Named, WeightStream
+from trl_fp8.sync.weight_stream import weight_stream
+from trl_fp8.sync.writer import Named
 
 from .checksums import write_checksums
 from .model_card import export_card
@@ -89,7 +90,7 @@ def export_fp8(
         plan = plan_for_model(model, recipe).table()
         text = export_card(card, plan, recipe.format, kv_scales is not None, base_model)
         (unfinished / "README.md").write_text(text)
-        stream = WeightStream(parameters, recipe, kv_scales, buffers=persistent_buffers(model))
+        stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
         _write_tensors(unfinished, _shards(stream, recipe.format.scale_suffix, shard_bytes))
         _write_configs(unfinished, model, recipe)
         tokenizer.save_pretrained(unfinished)

@@ -11,12 +11,20 @@ fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tes
 Shape letters: N out-features, K in-features, `...` any leading dims (experts), n x k blocks.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
 import torch
 from torchao.quantization import Float8Tensor
 
+from .digest import digest, digests
 from .e4m3 import E4M3, casts_in_hardware, check_scale_format, saturating_cast_, scale_from_amax
 from .formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
 from .formats.spec import ACTIVATION_AMAX_FLOOR, ScaleFormat
+
+
+_TOGETHER = 2**20  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
 
 
 def quantize_weight(
@@ -80,6 +88,83 @@ def quantize_activation(
         A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., k]`. NaN stays NaN in its group.
     """
     return _quantize(activation, (group,), "activation", scale_format, amax_floor, reciprocal=reciprocal)
+
+
+class Destination(NamedTuple):
+    """Where a weight, or this rank's part of one, is quantized to."""
+
+    weight: torch.Tensor  # `[..., N, K]`, floating point, rounded to BF16 first
+    codes: torch.Tensor  # e4m3, of the weight's shape, any strides
+    scale: torch.Tensor  # fp32 `[..., n, k]`, any strides
+    amax: torch.Tensor | None = None  # as in `quantize_weight`
+
+
+def quantize_into(
+    destinations: Sequence[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
+) -> torch.Tensor:
+    """Quantize weights straight to where they are read; waits for no device.
+
+    Args:
+        destinations: All on one device.
+        scale_format, amax_floor: As for `quantize_weight`.
+        block: Rows and columns that share a scale; None: a whole weight does, whose `amax` is given.
+
+    Returns:
+        int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
+        weights of one shape are quantized together and large ones in parts: copies of `_TOGETHER` elements are alive.
+    """
+    if destinations and block == (BLOCK, BLOCK) and casts_in_hardware(destinations[0].weight.device):
+        from .kernels import quantize_blocks  # Triton compiles for GPUs only
+
+        sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
+        for (weight, codes, scale, _), row in zip(destinations, sums, strict=True):
+            options = {"round_to_bf16": True, "into": (codes, scale), "sums": row}
+            quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
+        return sums
+    alike: dict[tuple, list[int]] = {}
+    for index, (weight, _, _, amax) in enumerate(destinations):
+        alike.setdefault((weight.shape, weight.dtype, amax is not None and index), []).append(index)
+    order, sums = [], []
+    for (shape, *_), members in alike.items():
+        together = max(1, _TOGETHER // shape.numel())
+        for start in range(0, len(members), together):
+            order += (batch := members[start : start + together])
+            sums.append(_quantize_batch([destinations[index] for index in batch], scale_format, block, amax_floor))
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(sums)[places] if sums else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def _quantize_batch(
+    batch: list[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
+) -> torch.Tensor:
+    """Checksums `[G, 2]` of weights of one shape; a single one in parts of about `_TOGETHER` elements."""
+    first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
+    if len(batch) == 1 and first.weight.numel() > _TOGETHER:
+        scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
+        for where, scales_where, row in _row_parts(first.weight.shape, block):
+            part = first.weight[where].detach().to(torch.bfloat16)
+            codes, scale[scales_where] = _quantize_by_torch(part, block or tuple(part.shape[-2:]), *options)
+            first.codes[where].copy_(codes)
+            sums = sums + digest(codes, first_row=row)
+        first.scale.copy_(scale)
+        return torch.stack([sums, digest(scale)])[None]
+    stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
+    codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
+    torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
+    torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
+    return torch.stack([digests(codes), digests(scale)], 1)
+
+
+def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:
+    """(place in the weight, in its scales, first row) of parts of `[..., N, K]` that hold whole blocks."""
+    height = block[0] if block else 1
+    count = max(height, _TOGETHER // shape[-1] // height * height)
+    for lead in product(*map(range, shape[:-2])):
+        rows_before = sum(index * shape[dim + 1 : -1].numel() for dim, index in enumerate(lead))
+        for start in range(0, shape[-2], count):
+            rows = slice(start, start + count)
+            scales = slice(start // height, -(-min(start + count, shape[-2]) // height)) if block else slice(None)
+            yield (*lead, rows), (*lead, scales), rows_before + start
 
 
 def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

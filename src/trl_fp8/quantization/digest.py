@@ -1,59 +1,151 @@
-"""A checksum of a tensor's bytes that stays on the device, for comparing what was sent with what arrived.
+"""Checksums of tensors' bytes that stay on the device, for comparing what was sent with what arrived.
 
-The tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1 and
-all products are summed modulo 2**64. Since each key is odd, changing any one word always changes the sum; since keys
+A tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1 and all
+products are summed modulo 2**64. Since each key is odd, changing any one word always changes the sum; since keys
 differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of 2**-32 or rarer.
 It protects against mistakes, not against an adversary. Keys factor into rows and columns: two integer sums over the
-bytes are all the work.
+bytes are all the work. Sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
+
+On a GPU a kernel reads many tensors in one launch (checksums.py); on CPU those of one shape are summed together.
 """
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
 
 _P = 0x1E3779B97F4A7C15  # any large odd number that fits into int64
-_PART = 2**22  # words: a cast, and the copy in 64 bits that integer sums make on CPU, stay small
+_PART = 2**20  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small
 
 
-def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:
     """int64 0-d checksum on `tensor`'s device, of its bytes and their positions (not of its dtype or shape).
 
-    Takes any strides, casts to `dtype` first if one is given, and pads the last word with zeros.
+    Takes any strides, casts to `dtype` first if one is given, and pads the last word with zeros. `first_row` is the
+    row that the tensor's first one has in a larger tensor of which it is a part.
     """
-    total, row = torch.zeros((), dtype=torch.int64, device=tensor.device), 0
-    for part in _parts(tensor.detach(), dtype or tensor.dtype):
-        words = _words(part.to(dtype or tensor.dtype))
-        if words.is_cuda:
-            from .kernels import add_words  # Triton compiles for GPUs only
-
-            add_words(total, words, row, _P)
-        else:
-            _add_words_by_torch(total, words, row)
-        row += words.shape[0]
+    dtype, total = dtype or tensor.dtype, torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part, row in _parts(tensor.detach(), dtype):
+        total += _sums(_words(part.to(dtype)[None]), first_row + row)[0]
     return total
 
 
-def _add_words_by_torch(total: torch.Tensor, words: torch.Tensor, first_row: int) -> None:
-    """What kernels.py does on a GPU."""
-    rows, columns = words.shape
-    row_key = 2 * torch.arange(first_row, first_row + rows) + 1
-    column_key = 2 * _P * torch.arange(columns)  # wraps modulo 2**64, as do the products
-    by_row, by_column = words.sum(1, dtype=torch.int64), words.sum(0, dtype=torch.int64)
-    total.add_((by_row * row_key).sum()).add_((by_column * column_key).sum())
+def digests(stacked: torch.Tensor) -> torch.Tensor:
+    """int64 `[G]`: `digest` of each of `[G, ...]`, of a few MiB in all."""
+    return _sums(_words(stacked), 0)
 
 
-def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """`tensor` along its first dim, in parts of about `_PART` words; whole where rows are no whole number of words."""
+class Table:
+    """Tensors of one device that stay where they are, whose checksums are taken again and again."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._on_gpu = bool(tensors) and tensors[0].is_cuda
+        if self._on_gpu:
+            from .checksums import table_of  # Triton compiles for GPUs only
+
+            self._table = table_of(self._tensors)
+
+    def sums(self) -> torch.Tensor:
+        """int64 `[n]` on the device: `digest` of each tensor as it is now."""
+        if self._on_gpu:
+            from .checksums import sum_table
+
+            return sum_table(self._table)
+        return _in_batches(self._tensors, lambda batch, row: _sums(_words(batch), row))
+
+
+def digests_of_sent(
+    tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
+    if tensors and tensors[0].is_cuda and all(dtype.is_floating_point for dtype in dtypes):
+        from .checksums import sum_sent  # Triton compiles for GPUs only
+
+        sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
+        return sums, bad == 0
+    found = torch.zeros(len(tensors), 2, dtype=torch.int64)
+    for dtype in dict.fromkeys(dtypes):
+        members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
+        found[members] = _in_batches([tensors[index].detach() for index in members], _sent_as(dtype))
+    return found[:, 0], found[:, 1] == 0
+
+
+def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
+        """Checksum of each of `[G, ...]`, and how many of its two extremes are not finite: `[G, 2]`."""
+        batch = batch.to(dtype)
+        flat, bad = batch.flatten(1), torch.zeros(len(batch), dtype=torch.int64)
+        if batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
+            bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
+        return torch.stack([_sums(_words(batch), row), bad], 1)
+
+    return looked_at
+
+
+def _in_batches(tensors: Sequence[torch.Tensor], look: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """What `look` finds of each tensor, in order: it gets stacks of one shape, or parts of one tensor and their row,
+    over which it is added up.
+    """
+    alike: dict[tuple, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alike.setdefault((tensor.dtype, *tensor.shape), []).append(index)
+    order, found = [], []
+    for members in alike.values():
+        size = max(tensors[members[0]].nbytes // 4, 1)
+        together = max(_PART // size, 1)
+        for start in range(0, len(members), together):
+            batch = members[start : start + together]
+            order += batch
+            if len(batch) > 1 or size <= _PART:
+                found.append(look(torch.stack([tensors[index] for index in batch]), 0))
+            else:
+                tensor = tensors[batch[0]]
+                found.append(sum(look(part[None], row) for part, row in _parts(tensor, tensor.dtype)))
+    places = sorted(range(len(order)), key=order.__getitem__)
+    return torch.cat(found)[places] if found else torch.zeros(0, dtype=torch.int64)
+
+
+def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Checksums `[G]` of int32 words `[G, R, C]`."""
+    if words.is_cuda:
+        from .checksums import sum_table, table_of  # Triton compiles for GPUs only
+
+        return sum_table(table_of(list(words), first_row=first_row))
+    by_row, by_column = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
+    return by_row @ _row_keys(first_row, words.shape[1]) + by_column @ _column_keys(words.shape[2])
+
+
+@lru_cache(256)
+def _row_keys(first: int, count: int) -> torch.Tensor:
+    return 2 * torch.arange(first, first + count) + 1
+
+
+@lru_cache(256)
+def _column_keys(count: int) -> torch.Tensor:
+    return 2 * _P * torch.arange(count)  # wraps modulo 2**64, as do the products
+
+
+def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:
+    """`tensor` along its first dim, in parts of about `_PART` words, and each part's first row in the matrix of words;
+    whole where rows are no whole number of words.
+    """
     if tensor.dim() < 2 or not tensor.numel() or tensor.shape[-1] * dtype.itemsize % 4:
-        return (tensor,)
-    words = tensor[0].numel() * dtype.itemsize // 4
-    return tensor.split(max(1, _PART // words))
+        yield tensor, 0
+        return
+    rows = tensor[0].numel() // tensor.shape[-1]
+    count = max(1, _PART // (tensor[0].numel() * dtype.itemsize // 4))
+    for number, part in enumerate(tensor.split(count)):
+        yield part, number * count * rows
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor` as int32 `[R, C]`; `C` spans the last dim if that is a whole number of words."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    row_bytes = tensor.shape[-1:].numel() * tensor.element_size()  # of one element in 0-d
-    if flat.numel() % 4:
-        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+def _words(tensors: torch.Tensor) -> torch.Tensor:
+    """The bytes of `[G, ...]` as int32 `[G, R, C]`; `C` spans the last dim if that is a whole number of words."""
+    flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
+    row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # of one element in 0-d
+    if flat.shape[1] % 4:
+        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
     words = flat.view(torch.int32)
-    return words.view(-1, row_bytes // 4) if row_bytes and row_bytes % 4 == 0 else words.view(1, -1)
+    whole = row_bytes and row_bytes % 4 == 0
+    return words.view(len(tensors), -1, row_bytes // 4) if whole else words.view(len(tensors), 1, -1)

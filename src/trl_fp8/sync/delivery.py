@@ -1,8 +1,9 @@
 """Bringing an engine to its policy, and keeping it from generating where that did not succeed.
 
-    deliver:   policy finite? -> wake -> calibrate KV scales -> load [weight_stream -> ledger] -> audit
-               -> verify KV scales -> reset prefix cache
-    failure:   abort what was loaded, try once more on a single process; then require_whole raises
+    deliver:   wake -> calibrate KV scales -> [write weights and scales -> finite? -> verify KV scales -> audit]
+               -> reset prefix cache
+    failure:   in brackets the engine is neither the old policy nor known to be the new one: require_whole raises until
+               a delivery succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
     generate:  require_whole, and verify: nobody wrote to weights or scales since
 
 Nothing here knows what an engine is made of: `Engine` is all that is asked of one.
@@ -15,16 +16,17 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .ledger import Ledger, Replicas, Seal
+from .audit import Replicas, Seal, audit
 from .pieces import Layout
 from .policy_checks import require_finite
-from .weight_stream import Named, Share, WeightStream
+from .writer import Named, Share, Writer
 
 
 logger = logging.getLogger(__name__)
@@ -33,11 +35,10 @@ logger = logging.getLogger(__name__)
 class Engine(Protocol):
     """What a delivery asks of an engine, in this order. `RuntimeError` if it cannot."""
 
-    layout: Layout
+    layout: Layout  # where its weights are
 
     def wake(self) -> None: ...  # have memory for the weights, if asleep
-    def load(self, tensors: Iterator[Named]) -> None: ...  # take a whole policy
-    def abort(self) -> None: ...  # after a `load` that raised, be ready for another one
+    def write_kv_scales(self, scales: KVScales) -> None: ...  # let the KV cache use them
     def verify_kv_scales(self, sent: KVScales) -> None: ...  # the KV cache uses what was sent
     def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
 
@@ -47,10 +48,10 @@ class SyncReport:
     """One finished sync."""
 
     seconds: float  # wall time; of it:
-    quantize_seconds: float  # outside of the engine's loader
+    quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may go on
     calibration_seconds: float
     audited_tensors: int  # read back and compared
-    bytes_sent: int  # of all weights as the engine holds them, scales included
+    bytes_sent: int  # of all weights as the engine holds them on this rank, scales included
     fp8_weights: int
     weight_relative_error: float  # root of the sampled squared quantization error over the squared weight
     dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
@@ -67,11 +68,11 @@ class Delivery:
         recipe: FP8Recipe,
         tensors: Callable[[], AbstractContextManager[Iterator[Named]]],  # opens `(checkpoint name, full tensor)`
         *,
-        copy: bool = False,  # the tensors change as soon as `tensors` goes on, before the engine has read them
+        at_once: bool = False,  # as for `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
     ):
         self._engine, self._model, self._recipe, self._tensors = engine, model, recipe, tensors
-        self._copy, self._replicas = copy, replicas
+        self._at_once, self._replicas = at_once, replicas
         self._seal: Seal | None = None  # of the policy that the engine holds; None unless it holds a whole one
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
@@ -81,42 +82,41 @@ class Delivery:
 
         Args:
             calibrate: Returns the scales of the current policy, the same on every rank. None: no FP8 KV cache.
-            share: Gets each weight that was quantized, so that the trainer need not do it again.
+            share: Gets each FP8 weight's Q(W) as the engine holds it, for the trainer to compute with it, too: until
+                the weight changes, or the next delivery.
 
         Raises:
-            ValueError: The policy holds NaN or infinities, or cannot be calibrated. The engine keeps the previous one.
-            RuntimeError: Loading (tried twice on one process) or the audit failed. The next success allows generation.
+            ValueError: The policy cannot be calibrated: the engine keeps the previous one. Or it holds NaN or
+                infinities: that was seen as it was written.
+            RuntimeError: Writing (tried twice) or the audit failed, here or on another rank. The next success allows
+                generation.
         """
         start = time.perf_counter()
-        require_finite(self._model, self._replicas and self._replicas.reduce_max)
         self._engine.wake()
         awake = time.perf_counter()
-        kv_scales = calibrate() if calibrate else None
+        kv_scales = self._calibrated(calibrate) if calibrate else None
         calibrated = time.perf_counter()
         self._seal = None
-        try:
-            ledger, stream = self._load(kv_scales, share)
-        except RuntimeError as error:
-            if self._replicas:  # the other ranks may be through: a lone retry would hang
-                raise
-            logger.warning(f"weight sync failed and is repeated once: {error}")
-            ledger, stream = self._load(kv_scales, share)
-        with self._audited(kv_scales):
-            audited = ledger.audit(kv_scales)
+        writer = self._written(kv_scales)
+        written = time.perf_counter()
+        error, dead_blocks = writer.inspect(self._replicas and self._replicas.reduce_max)
+        with self._counted():
+            seal = self._proven(writer, kv_scales)
         self._engine.reset_prefix_cache()
-        relative_error, dead_blocks = stream.error_and_dead_blocks()
+        if share is not None:
+            writer.share(share)
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
-            quantize_seconds=stream.seconds,
+            quantize_seconds=written - calibrated,
             calibration_seconds=calibrated - awake,
-            audited_tensors=audited,
-            bytes_sent=stream.bytes_sent,
-            fp8_weights=stream.fp8_weights,
-            weight_relative_error=relative_error,
+            audited_tensors=len(seal.values),
+            bytes_sent=sum(tensor.nbytes for tensor in self._engine.layout.held.values()),
+            fp8_weights=writer.fp8_weights,
+            weight_relative_error=error,
             dead_blocks=dead_blocks,
             kv_scales=kv_scales,
         )
-        self._seal = ledger.seal
+        self._seal = seal
         return self.last
 
     def require_whole(self) -> None:
@@ -130,28 +130,71 @@ class Delivery:
     def verify(self) -> None:
         """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered."""
         self.require_whole()
-        with self._audited(self.last.kv_scales):
+        with self._counted():
             self._seal.require_unbroken()
+            if self.last.kv_scales is not None:
+                self._engine.verify_kv_scales(self.last.kv_scales)
 
-    def _load(self, kv_scales: KVScales | None, share: Share | None) -> tuple[Ledger, WeightStream]:
-        ledger = Ledger(self._engine.layout, self._replicas)
+    def _calibrated(self, calibrate: Callable[[], KVScales]) -> KVScales:
+        try:
+            return calibrate()
+        except ValueError:
+            require_finite(self._model, self._replicas and self._replicas.reduce_max)  # the usual reason, by name
+            raise
+
+    def _written(self, kv_scales: KVScales | None) -> Writer:
+        """Weights and scales written, on all ranks; what was raised in the last attempt is, if one of them failed."""
+        attempts = 0
+        while True:
+            writer, attempts = Writer(self._engine.layout, self._recipe, at_once=self._at_once), attempts + 1
+            error = self._write(writer, kv_scales)
+            failed = torch.tensor(0 if error is None else 1 if isinstance(error, RuntimeError) else 2)
+            if self._replicas:
+                failed = failed.to(next(self._model.parameters()).device)
+                self._replicas.reduce_max(failed)
+            if not failed:
+                return writer
+            error = error or RuntimeError("weight sync failed on another rank, whose log says why.")
+            if failed > 1 or attempts > 1:
+                raise error
+            logger.warning(f"weight sync failed and is repeated once: {error}")
+
+    def _write(self, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
+        """What was raised, if anything was."""
         try:
             with self._tensors() as parameters:
-                options = {"copy": self._copy, "buffers": persistent_buffers(self._model), "share": share}
-                stream = WeightStream(parameters, self._recipe, kv_scales, round_here=False, **options)
-                self._engine.load(stream.timed(ledger.record(stream)))
-        except BaseException:
-            self._engine.abort()
-            raise
-        return ledger, stream
+                try:
+                    writer.write(parameters, persistent_buffers(self._model))
+                except Exception:
+                    for _ in parameters if self._replicas else ():  # gathered together: other ranks wait for this one
+                        pass
+                    raise
+            if kv_scales is not None:
+                self._engine.write_kv_scales(kv_scales)
+        except Exception as error:
+            return error
+
+    def _proven(self, writer: Writer, kv_scales: KVScales | None) -> Seal:
+        """The seal of what was written. `RuntimeError` if weights or KV scales did not arrive, here or on a rank."""
+        lost = None
+        if kv_scales is not None:
+            try:
+                self._engine.verify_kv_scales(kv_scales)
+            except RuntimeError as error:
+                lost = error
+        try:
+            seal = audit(self._engine.layout, writer, kv_scales, self._replicas, kv_scales_arrived=lost is None)
+        except RuntimeError as differs:
+            raise lost or differs from None
+        if lost is not None:
+            raise lost
+        return seal
 
     @contextmanager
-    def _audited(self, kv_scales: KVScales | None) -> Iterator[None]:
-        """Weights are compared inside the block, KV scales after it; a difference is counted, and breaks the seal."""
+    def _counted(self) -> Iterator[None]:
+        """A difference that is found in the block is counted, and breaks the seal."""
         try:
             yield
-            if kv_scales is not None:
-                self._engine.verify_kv_scales(kv_scales)
         except RuntimeError:
             self.failures, self._seal = self.failures + 1, None
             raise

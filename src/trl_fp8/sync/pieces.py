@@ -1,12 +1,15 @@
 """Where in an engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
 
-An engine describes itself as a `Layout`; the ledger cuts the same piece out of what was sent and of what is held.
+An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+from trl_fp8.quantization.digest import Table
 
 
 @dataclass(frozen=True)
@@ -27,37 +30,63 @@ class Piece:
 
     name: str  # of the checkpoint tensor
     module: nn.Module
-    attribute: str  # of `module`: the engine parameter, looked up at every use, since vLLM may replace it
+    attribute: str  # of `module`: the engine parameter
     dtype: torch.dtype  # of the engine parameter
     sent: tuple[Span | None, ...] = ()  # for each dim, what of the checkpoint tensor this rank holds; None: all
     held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
     halved: bool = False  # dim 1 is two halves, the gate's rows and the up projection's, each a dim in `sent`
     transposed: bool = False  # the engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`
 
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The engine parameter, looked up anew: a sync writes, and is compared with, what the engine reads."""
+        return getattr(self.module, self.attribute)
+
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a checkpoint tensor, or of its scales; a view."""
         return self._cut(tensor, self.sent)
 
     def of_engine(self) -> torch.Tensor:
-        parameter = getattr(self.module, self.attribute)
+        """The same part where the engine holds it; a view."""
+        parameter = self.parameter.detach()
         return self._cut(parameter.t() if self.transposed else parameter, self.held)
 
     def _cut(self, tensor: torch.Tensor, spans: tuple[Span | None, ...]) -> torch.Tensor:
         tensor = tensor.unflatten(1, (2, -1)) if self.halved else tensor
         for dim, span in enumerate(spans):
-            if span is not None:
+            if span is not None and span.size != tensor.shape[dim]:
                 tensor = tensor.narrow(dim, span.start, span.size)
         return tensor
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Every parameter of an engine, by checkpoint name."""
+    """Every parameter of an engine on this rank.
 
-    pieces: dict[str, Piece]  # where it is
-    unreadable: dict[str, str]  # why it cannot be read back; all experts of a layer are `...mlp.experts`
+    Attributes:
+        pieces: Where each checkpoint tensor is, by name.
+        names: The same names, in order.
+    """
 
-    def unreadable_name(self, name: str) -> str | None:
-        """The entry of `unreadable` that a checkpoint tensor falls under, if any."""
-        head, experts, _ = name.partition(".experts.")
-        key = f"{head}.experts" if experts else name
-        return key if key in self.unreadable else None
+    def __init__(self, pieces: Iterable[Piece]):
+        self.pieces = {piece.name: piece for piece in pieces}
+        self.names = tuple(self.pieces)
+        self._places: list[int] | None = None
+        self._held: dict[str, torch.Tensor] = {}
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        """Each piece as the engine holds it, `Piece.of_engine`, by name."""
+        self._look()
+        return self._held
+
+    def sums(self) -> torch.Tensor:
+        """Checksum `[n]` of each piece as it is now, on the device."""
+        self._look()
+        return self._table.sums()
+
+    def _look(self) -> None:
+        """Make views, and the table of their addresses, where a parameter is not where it was."""
+        places = [piece.parameter.data_ptr() for piece in self.pieces.values()]
+        if places != self._places:
+            self._held = {name: piece.of_engine() for name, piece in self.pieces.items()}
+            self._table, self._places = Table(list(self._held.values())), places

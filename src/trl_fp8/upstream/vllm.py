@@ -2,7 +2,7 @@
 that use them. vllm is imported inside these: planning works without.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 _LAYERS = "vllm.model_executor.layers"
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "vllm.model_executor.models.registry": {"_LazyRegisteredModel": "upstream"},
-    "vllm.model_executor.model_loader.reload.layerwise": dict.fromkeys(
-        ["LOADING_LAYERS", "_place_kernel_tensors", "get_layerwise_info"], "upstream"
-    ),
     "vllm": {"_custom_ops": "engine"},
     "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
     "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
@@ -32,7 +29,6 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     },
     f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
     f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine"},
-    f"{_LAYERS}.quantization.fp8.Fp8MoEMethod": {"_init_moe_kernel": "upstream"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
 }
 
@@ -68,31 +64,6 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
     for index, (start, end) in enumerate(pairwise(bounds)):  # vLLM appends a suffix to the id of a request
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
-
-
-def reload_weights(llm: "LLM", weights: Iterator, fp8_experts: Iterable[nn.Module] = ()) -> None:
-    """Load a model's checkpoint tensors with vLLM's post-processing into existing storage: CUDA graphs stay valid.
-
-    Needs every tensor: a layer that got only some of its shards is finished with uninitialized memory in the rest.
-    """
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
-    for layer in fp8_experts:  # vLLM made their kernels during the reload, with copies of scales that no audit reads
-        layer.quant_method._init_moe_kernel(layer)
-
-
-def abort_reload(llm: "LLM") -> None:
-    """After a reload that raised: put each layer's tensors back and forget what was buffered, or a later reload mixes
-    it with its own. Layers that were finished hold new weights: reload the engine whole before it generates.
-    """
-    from vllm.model_executor.model_loader.reload import layerwise
-
-    for layer in engine_model(llm).modules():
-        info = layerwise.get_layerwise_info(layer)
-        if info.can_load():
-            if info.kernel_tensors is not None:
-                layerwise._place_kernel_tensors(layer, info)
-            info.reset()
-    layerwise.LOADING_LAYERS.clear()
 
 
 def forget_rotary_embeddings() -> None:

@@ -1,52 +1,46 @@
 """`ColocatedEngine`: a started vLLM, in this process, as a delivery sees it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import torch
 from torch import nn
 from vllm import LLM
 
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.policy_checks import require_same_names
+from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream import vllm as upstream
 
 from .auditable import require_auditable
-from .kv_scales import fp8_attention_layers, verify_kv_scales
+from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
 from .layout import engine_layout
-from .numerics import engine_numerics, fp8_experts
-from .platforms import Platform
+from .numerics import engine_numerics
 
 
 class ColocatedEngine:
-    """`sync.delivery.Engine` by vLLM's reload; `wake` gives the weights memory if the engine sleeps.
+    """`sync.delivery.Engine` whose tensors are written in place; `wake` gives them memory if the engine sleeps.
 
     `ValueError` if it holds tensors under other names than the policy's, or where no sync can reach; `RuntimeError` if
     a kernel or an attention layer does not keep what it is sent.
     """
 
-    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], None]):
-        self.llm, self.wake, self._skip_layers = llm, wake, recipe.kv_cache_skip_layers
+    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], None]):
+        self.llm, self.wake = llm, wake
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, buffers)
-        require_same_names(policy, recipe, self.layout)
+        require_same_tensors(policy, recipe, self.layout)
+        self._attention = {}
         if recipe.fp8_kv_cache:
-            fp8_attention_layers(self.model, self._skip_layers)
-        if unreadable := self.layout.unreadable:
-            platform.accept_unreadable(len(unreadable), "; ".join(sorted(set(unreadable.values()))))
+            self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
 
-    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        upstream.reload_weights(self.llm, tensors, fp8_experts(self.model))
-
-    def abort(self) -> None:
-        upstream.abort_reload(self.llm)
+    def write_kv_scales(self, scales: KVScales) -> None:
+        write_kv_scales(self._attention, scales)
 
     def verify_kv_scales(self, sent: KVScales) -> None:
-        verify_kv_scales(self.model, sent, self._skip_layers)
+        verify_kv_scales(self._attention, sent)
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

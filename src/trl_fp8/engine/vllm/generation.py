@@ -17,10 +17,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, SyncReport
-from trl_fp8.sync.ledger import Replicas, all_reduce_max
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.weight_stream import Named, Share
+from trl_fp8.sync.writer import Named, Share
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -40,7 +40,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        share: See `Delivery.deliver`. Not called under PEFT: the trainer's own base is not the merged weight sent.
+        share: See `Delivery.deliver`. Not called where the trainer's own weights are not what the engine keeps.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.
@@ -81,12 +81,13 @@ class FP8VLLMGeneration(VLLMGeneration):
             super()._init_vllm()
         if self.match_rounding:
             platform.rounding.require(upstream.engine_config(self.llm))
-        self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
+        self.engine = ColocatedEngine(self.llm, self.model, self.recipe, self._wake_weights)
         self.numerics = self.engine.numerics
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
-        # vLLM reads the tensors of a fused layer when it has all of them; by then these are unmerged, or freed
-        options = {"copy": is_peft_model(self.model) or self._dist.is_zero3, "replicas": self.replicas}
+        # What is merged or gathered lasts until the next tensor is asked for
+        at_once = is_peft_model(self.model) or self._dist.is_zero3 or self._dist.is_fsdp
+        options = {"at_once": at_once, "replicas": self.replicas}
         self.delivery = Delivery(self.engine, self.model, self.recipe, self.policy_tensors, **options)
         logger.info(f"engine: {self.numerics}")
 
@@ -123,7 +124,9 @@ class FP8VLLMGeneration(VLLMGeneration):
                 self.model.unmerge_adapter()
 
     def sync_weights(self) -> None:
-        share = None if is_peft_model(self.model) else self.share
+        # A trainer of several ranks to an engine, or beside one that discards its weights, quantizes its own
+        shares = self.tensor_parallel_size == 1 and not self.enable_sleep_mode and not is_peft_model(self.model)
+        share = self.share if shares else None
         self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None, share)
 
     def generate(

@@ -4,7 +4,7 @@ vLLM keeps each scale as a device tensor that CUDA kernels read, as a Python flo
 read, and those of k and v as a tensor on the host. A new one may reach only some of them: all are read and compared.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -75,22 +75,33 @@ def attention_weight_offset(model: nn.Module) -> float | None:
     return found.pop() if len(found) == 1 else None
 
 
-def verify_kv_scales(model: nn.Module, expected: KVScales, skip_layers: Collection[int] = ()) -> None:
-    """Compare each copy of each scale with `expected`; `RuntimeError` lists what differs. Waits for the device."""
-    layers = attention_layers(model)
-    if list(layers) != list(range(len(expected))):
-        raise RuntimeError(
-            f"KV scales were calibrated for {len(expected)} layers, but the engine's attention layers are "
-            f"{list(layers)}: scales cannot be assigned."
-        )
-    held = [(layer, module, which) for layer, module in layers.items() if layer not in skip_layers for which in QKV]
-    on_device = torch.stack([getattr(module, f"_{which}_scale") for _, module, which in held]).tolist()
+def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:
+    """Give each layer its scales, in every copy that vLLM keeps; waits for no device."""
+    held = [(layer, which) for layer in layers for which in QKV]
+    values = [scales.scale(*place) for place in held]
+    on_device = [getattr(layers[layer], f"_{which}_scale") for layer, which in held]
+    on_host = [getattr(layers[layer], f"_{which}_scale_cpu") for layer, which in held if which != "q"]
+    sent = torch.tensor(values)
+    torch._foreach_copy_(on_device, list(sent.to(on_device[0].device, non_blocking=True).unbind()))
+    torch._foreach_copy_(on_host, [one for one, (_, which) in zip(sent.unbind(), held, strict=True) if which != "q"])
+    for (layer, which), value in zip(held, values, strict=True):
+        setattr(layers[layer], f"_{which}_scale_float", value)
+
+
+def verify_kv_scales(layers: Mapping[int, Attention], expected: KVScales) -> None:
+    """Compare each copy of each layer's scales with `expected`; `RuntimeError` lists what differs. Waits once."""
+    held = [(layer, which) for layer in layers for which in QKV]
+    on_device = torch.stack([getattr(layers[layer], f"_{which}_scale") for layer, which in held]).tolist()
+    of_k_and_v = [place for place in held if place[1] != "q"]  # vLLM keeps no host tensor of q's scale
+    on_host = torch.stack([getattr(layers[layer], f"_{which}_scale_cpu") for layer, which in of_k_and_v]).tolist()
+    host_tensors = dict(zip(of_k_and_v, on_host, strict=True))
     wrong = []
-    for (layer, module, which), device_value in zip(held, on_device, strict=True):
-        copies = {"device tensor": device_value, "host float": getattr(module, f"_{which}_scale_float")}
-        if which != "q":  # vLLM keeps no host tensor of q's scale
-            copies["host tensor"] = getattr(module, f"_{which}_scale_cpu").item()
-        sent = expected.scale(layer, which)
+    for place, device_value in zip(held, on_device, strict=True):
+        layer, which = place
+        copies = {"device tensor": device_value, "host float": getattr(layers[layer], f"_{which}_scale_float")}
+        if place in host_tensors:
+            copies["host tensor"] = host_tensors[place]
+        sent = expected.scale(*place)
         differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
         wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
     if wrong:

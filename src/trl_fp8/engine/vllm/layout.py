@@ -20,29 +20,40 @@ from .cpu.experts import ReferenceUnquantizedExperts
 
 
 def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
-    """Layout of an engine's model. `buffers`: the policy's, by the engine's names; they may be buffers here, too."""
-    pieces, unreadable, seen = {}, {}, set()
+    """Layout of an engine's model. `buffers`: the policy's, by the engine's names; they may be buffers here, too.
+
+    `ValueError` if a kernel rearranges what it is given, so that no sync could write there.
+    """
+    pieces, seen, packed = [], set(), set()
     for prefix, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # a tied output head
                 continue
             seen.add(id(parameter))
-            if reason := _why_unreadable(module):
-                unreadable[prefix.partition(".experts.")[0] + ".experts"] = reason
+            if reason := _why_packed(module):
+                packed.add(reason)
             else:
-                pieces |= {piece.name: piece for piece in _pieces(model, prefix, module, attribute)}
+                pieces += _pieces(model, prefix, module, attribute)
         for attribute, buffer in module.named_buffers(recurse=False):
             if (name := f"{prefix}.{attribute}") in buffers:
-                pieces[name] = Piece(name, module, attribute, buffer.dtype)
-    return Layout(pieces, unreadable)
+                pieces.append(Piece(name, module, attribute, buffer.dtype))
+    if packed:
+        raise ValueError(
+            f"vLLM's kernels rearrange tensors of this model, where a sync cannot write: {'; '.join(sorted(packed))}. "
+            "Remove moe_backend from vllm_engine_kwargs, or choose another model."
+        )
+    return Layout(pieces)
 
 
-def _why_unreadable(module: nn.Module) -> str | None:
+def _why_packed(module: nn.Module) -> str | None:
     if isinstance(module, RoutedExperts):
         method = module.quant_method
         backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
         if getattr(backend, "name", None) != "TRITON" and method.experts_cls is not ReferenceUnquantizedExperts:
             return f"experts are packed or shuffled for {backend}"
+        scales = getattr(getattr(method, "moe_quant_config", None), "w1_scale", None)
+        if scales is not None and scales.data_ptr() != module.w13_weight_scale_inv.data_ptr():
+            return f"experts compute with copies of their scales ({backend})"
     return None
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from accelerate.logging import get_logger
 from transformers import PretrainedConfig
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
@@ -27,9 +26,6 @@ from .cpu.experts import register_cpu_experts
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .rounding import RoundingPoints
-
-
-logger = get_logger(__name__)
 
 
 class Platform(ABC):
@@ -86,10 +82,6 @@ class Platform(ABC):
         """Engines that are started inside the block find what they need."""
 
     @abstractmethod
-    def accept_unreadable(self, tensors: int, reasons: str) -> None:
-        """Warn that an audit cannot read so many tensors back, or refuse them."""
-
-    @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
 
     @abstractmethod
@@ -114,12 +106,6 @@ class Cpu(Platform):
             register()
         with reference_attention() if recipe.fp8_kv_cache else nullcontext():
             yield
-
-    def accept_unreadable(self, tensors: int, reasons: str) -> None:
-        raise ValueError(
-            f"vLLM's CPU kernels pack tensors of this model, where a sync cannot reach: {reasons}. Run on a GPU, or "
-            "choose another model."
-        )
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
@@ -164,9 +150,6 @@ class Cuda(Platform):
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         forget_rotary_embeddings()
         yield
-
-    def accept_unreadable(self, tensors: int, reasons: str) -> None:
-        logger.warning(f"{tensors} high-precision tensors are synced but cannot be read back by the audit: {reasons}.")
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability

@@ -73,9 +73,15 @@ class FormatSpec:
         """Q(W) of each of `weights` `[..., N, K]`, which vLLM fuses if they are several; waits for no device."""
         from ..blockwise import quantize_weight
 
+        amax = self.common_amax(weights)
         # A weight that is not finite gets scales that are not
-        options = {"amax_floor": self.weight_amax_floor, "check_finite": False}
-        return [quantize_weight(weight, scale_format, block=self.weight_block, **options) for weight in weights]
+        options = {"amax": amax, "amax_floor": self.weight_amax_floor, "check_finite": False}
+        blocks = [self.weight_block or tuple(weight.shape) for weight in weights]
+        return [quantize_weight(w, scale_format, block=one, **options) for w, one in zip(weights, blocks, strict=True)]
+
+    def common_amax(self, weights: Sequence["Tensor"]) -> "Tensor | None":
+        """The amax that one scale of all of `weights` is made from, on their device; None if blocks have their own."""
+        return None
 
     def quantize_activation(self, x: "Tensor", scaling: ActivationScaling, parts: int = 1) -> "Float8Tensor":
         """Q(x), `[..., K]`, as an engine does it whose ranks hold `parts` equal parts of K."""
@@ -89,12 +95,12 @@ class FormatSpec:
         """The scales of Q(W) in their shape in checkpoints."""
         return codes.scale
 
-    def dead_blocks(self, codes: "Float8Tensor", scale_format: ScaleFormat) -> "Tensor":
-        """Number of blocks of Q(W) that are as good as zero, on its device."""
+    def dead_scale(self, scale_format: ScaleFormat) -> float:
+        """The scale of a block, and the largest of any, that is as good as zero."""
         import torch
 
         from ..e4m3 import scale_from_amax
 
         # At the floor, elements a thousand times smaller become zero: no NaN, but also no life before weights grow
         floor = torch.tensor(self.weight_amax_floor, device="cpu")  # no device is waited for
-        return (codes.scale <= scale_from_amax(floor, scale_format).item()).sum()
+        return scale_from_amax(floor, scale_format).item()

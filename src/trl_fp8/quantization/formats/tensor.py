@@ -9,7 +9,7 @@ the engine holds the bytes that were sent (tests/quantization/test_tensor_format
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .spec import FormatSpec, ScaleFormat
+from .spec import FormatSpec
 
 
 if TYPE_CHECKING:
@@ -18,22 +18,15 @@ if TYPE_CHECKING:
 
 
 class _TensorSpec(FormatSpec):
-    def quantize_weights(self, weights: Sequence["Tensor"], scale_format: ScaleFormat) -> list["Float8Tensor"]:
+    def common_amax(self, weights: Sequence["Tensor"]) -> "Tensor":
         import torch
 
-        from ..blockwise import quantize_weight
-
-        largest = torch.stack([torch.stack(torch.aminmax(weight)).abs().amax() for weight in weights]).amax()
-        options = {"amax_floor": self.weight_amax_floor, "amax": largest, "check_finite": False}
-        return [quantize_weight(weight, scale_format, block=tuple(weight.shape), **options) for weight in weights]
+        # of the values rounded to BF16, which rounding is monotonic
+        largest = torch.stack([torch.stack(torch.aminmax(weight.detach())).abs().amax() for weight in weights]).amax()
+        return largest.to(torch.bfloat16)
 
     def sent_scale(self, codes: "Float8Tensor") -> "Tensor":
         return codes.scale.view(1)
-
-    def dead_blocks(self, codes: "Float8Tensor", scale_format: ScaleFormat) -> "Tensor":
-        import torch
-
-        return (codes.qdata.view(torch.uint8) & 0x7F).any().logical_not()  # the scale may be another weight's
 
 
 TENSOR = _TensorSpec(

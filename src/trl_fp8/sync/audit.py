@@ -1,0 +1,112 @@
+"""Proof, after a sync, that the engine holds what was sent: every tensor, byte for byte.
+
+    sent:    a checksum of each tensor's part on this rank, made as it was computed (writer.py)
+    held:    the same checksum of the piece of the engine's parameter, read back
+    verdict: one transfer of both to the host; each tensor that differs, is missing or was never sent is named
+    ranks:   so is each that differs over ranks, which would train on rollouts of different policies
+    seal:    the same checksums of the engine, taken again before anything is sampled
+
+Two writes into one place, a view of the wrong rows, a stray write: all of these leave a checksum that differs, or a
+name in only one of the lists.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.names import listed
+
+from .pieces import Layout
+from .writer import Writer
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Ranks with the same place in their engine's tensor parallel group: they hold the same part of the policy."""
+
+    rank: int  # of this process
+    tensor_parallel_size: int  # number of consecutive ranks that share one engine
+    reduce_max: Callable[[torch.Tensor], None]  # replaces a tensor by its maximum over all ranks
+
+    def extremes(self, values: torch.Tensor) -> torch.Tensor:
+        """Largest and smallest of each of the int64 `values` `[n]` over the replicas: `[2, n]`. A collective."""
+        slots = values.new_full((2, self.tensor_parallel_size, len(values)), torch.iinfo(torch.int64).min)
+        slot = self.rank % self.tensor_parallel_size
+        slots[0, slot], slots[1, slot] = values, ~values  # ~x falls as x rises, and has no overflow
+        self.reduce_max(slots)
+        return torch.stack([slots[0, slot], ~slots[1, slot]])
+
+
+def all_reduce_max(tensor: torch.Tensor) -> None:
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What an engine held when it was audited: checksums of `layout.names`."""
+
+    layout: Layout
+    values: tuple[int, ...]
+
+    def require_unbroken(self) -> None:
+        """Raise `RuntimeError` naming what changed since. Reads every weight and waits for the device once."""
+        now = self.layout.sums().tolist()
+        changed = [name for name, a, b in zip(self.layout.names, self.values, now, strict=True) if a != b]
+        if changed:
+            raise RuntimeError(
+                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
+                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
+                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
+            )
+
+
+def audit(
+    layout: Layout,
+    written: Writer,
+    kv_scales: KVScales | None,
+    replicas: Replicas | None = None,
+    *,
+    kv_scales_arrived: bool = True,
+) -> Seal:
+    """Compare what was written with what is held; `RuntimeError` names what differs. Waits for the device once.
+
+    With `replicas` a collective, which also compares the `kv_scales` that were sent, and whether they arrived on this
+    rank. Every rank lists all names.
+    """
+    names, sent = layout.names, written.sums
+    held = layout.sums()
+    nothing = torch.zeros((), dtype=torch.int64, device=held.device)
+    values = [*held.unbind(), *(sent.get(name, nothing) for name in names)]
+    labels = [*(f"{name} (in the engine)" for name in names), *names]
+    if replicas:
+        labels += ["KV cache scales", "KV cache scales (in the engine)"]
+        values.append(nothing if kv_scales is None else digest(kv_scales.values).to(held.device))
+        values.append(nothing + int(kv_scales_arrived))
+    own = torch.stack(values) if values else held
+    largest, smallest = replicas.extremes(own) if replicas else (own, own)
+    own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
+    held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
+    differ = zip(names, held_values, sent_values, strict=True)
+    problems = {
+        "hold other bytes than were sent": [name for name, a, b in differ if a != b and name in sent],
+        "are in the engine but were never sent": [name for name in names if name not in sent],
+        "were sent but are not in the engine": written.unknown,
+    }
+    ours = any(problems.values())
+    ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+    problems["are not the same on every rank"] = ranks_differ
+    found = [f"{len(which)} tensors {what}: {listed(which, 12)}" for what, which in problems.items() if which]
+    if found:
+        cause = (
+            "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
+            if ours
+            else "The ranks hold different policies: look for what changes weights on some of them only."
+        )
+        raise RuntimeError(
+            f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained on "
+            f"it. {cause}"
+        )
+    return Seal(layout, tuple(held_values))

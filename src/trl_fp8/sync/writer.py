@@ -1,0 +1,174 @@
+"""Writes a policy into an engine's own tensors.
+
+    FP8 weight     this rank's part -> rounded to BF16 -> Q(W): codes and scales, where the engine reads them
+    any other      this rank's part -> copied, and so rounded to the engine's dtype
+    buffers        as they are
+
+Each leaves a checksum of what was computed, for comparing it with what is held afterwards. Nothing is copied on the
+way, and nothing waits for the device. vLLM's own loader, which would gather the shards of a fused layer, copy them and
+process the layer again, has no part in it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torchao.quantization import Float8Tensor
+
+from trl_fp8.quantization.blockwise import Destination, dequantize_weight, first_rows, quantize_into
+from trl_fp8.quantization.digest import digests_of_sent
+from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.recipe import FP8Recipe
+
+from .pieces import Layout
+from .policy_checks import not_finite
+
+
+Named = tuple[str, torch.Tensor]
+Share = Callable[[str, Float8Tensor], None]
+SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
+
+
+def by_scale(parameters: Iterable[Named], recipe: FP8Recipe, copy: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Parameters one by one, FP8 weights that share a scale together, the first ones of them copied if `copy`.
+
+    `RuntimeError` in the end if a weight that is FP8 in the recipe was not among them.
+    """
+    due: dict[str, torch.Tensor] = {}
+    missing = set(recipe.fp8_tensors)
+    for name, parameter in parameters:
+        missing.discard(name)
+        group = recipe.sharing_scale(name)
+        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
+        if all(peer in due for peer in group):
+            yield {peer: due.pop(peer) for peer in group}
+    if missing:
+        raise RuntimeError(
+            f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
+            "Were modules renamed or replaced after the trainer was made?"
+        )
+
+
+class Writer:
+    """One write of a whole policy."""
+
+    def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
+        """`at_once`: A tensor is written before the next one is asked for, which may change it (merged, gathered)."""
+        self._pieces, self._held = layout.pieces, layout.held
+        self._recipe, self._at_once = recipe, at_once
+        self._weights: list[tuple[str, Destination]] = []  # what is due: FP8 weights, and the others
+        self._copies: list[tuple[str, torch.Tensor]] = []
+        self.sums: dict[str, torch.Tensor] = {}  # name in the engine -> checksum of what was written, on the device
+        self.finite: dict[str, torch.Tensor] = {}  # name -> whether all of it is, of all but codes
+        self.unknown: list[str] = []  # names that the engine does not have
+        self.fp8_weights = 0
+        every = max(1, len(recipe.fp8_tensors) // SAMPLED_WEIGHTS)
+        self._sampled = frozenset(sorted(recipe.fp8_tensors)[::every])
+        self._errors: list[torch.Tensor] = []  # sums of squares (error, weight), `[2]`
+
+    def write(self, parameters: Iterable[Named], buffers: Iterable[Named] = ()) -> None:
+        """Write `(checkpoint name, full tensor)` of a policy in model order; `RuntimeError` if FP8 weights lack."""
+        for weights in by_scale(parameters, self._recipe, copy=self._at_once):
+            if self._recipe.fp8_tensors.issuperset(weights):
+                self._quantize(weights)
+            else:
+                for name, parameter in weights.items():
+                    self._copy(self._recipe.engine_name(name), parameter)
+            if self._at_once:
+                self._flush()
+        for name, buffer in buffers:
+            self._copy(self._recipe.engine_name(name), buffer)
+        self._flush()
+
+    def share(self, share: Share) -> None:
+        """Call `share` with the name of each FP8 weight and Q(W): views of what the engine holds, all of it."""
+        for name in self._recipe.fp8_tensors:
+            share(name, self._codes(*(self._held[each] for each in self._names(name))))
+
+    def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
+        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once.
+
+        `ValueError` names tensors that are not finite, on any rank if `reduce_max` makes a tensor its maximum over
+        ranks.
+        """
+        names, dead_scale = sorted(self._recipe.fp8_tensors), self._recipe.format.dead_scale(self._recipe.scale_format)
+        scales = [self._held[self._recipe.scale_name(name)] for name in names]
+        finite = list(self.finite.values())
+        nothing = torch.zeros(1, device=finite[0].device if finite else scales[0].device)
+        flags, smallest = [~torch.stack(finite)] if finite else [], nothing[:0]
+        if scales:
+            # A weight that is not finite has scales that are not
+            largest = torch.stack(torch._foreach_max(scales))
+            smallest = -torch.stack(torch._foreach_max(torch._foreach_neg(scales)))
+            flags.append(~largest.isfinite())
+        bad = torch.cat(flags).float() if flags else nothing
+        if reduce_max is not None:
+            reduce_max(bad)
+        errors = torch.stack(self._errors).sum(0) if self._errors else nothing.expand(2)
+        error, weight, *found = torch.cat([errors, bad, smallest]).tolist()
+        if bad_names := [name for name, flag in zip([*self.finite, *names], found, strict=False) if flag]:
+            raise ValueError(
+                not_finite(
+                    bad_names, len(self.finite) + len(names), "The engine refuses to generate until a sync ends."
+                )
+            )
+        lowest = zip(names, scales, found[len(bad) :], strict=True)
+        dead = {name: int((scale <= dead_scale).sum()) for name, scale, least in lowest if least <= dead_scale}
+        return (error / weight) ** 0.5 if weight else 0.0, dead
+
+    def _names(self, name: str) -> tuple[str, str]:
+        return self._recipe.engine_name(name), self._recipe.scale_name(name)
+
+    def _quantize(self, weights: dict[str, torch.Tensor]) -> None:
+        """Note FP8 weights that are due, all of those that share a scale."""
+        amax = self._recipe.format.common_amax(list(weights.values()))
+        for name, weight in weights.items():
+            codes_name, scale_name = self._names(name)
+            if unknown := [each for each in (codes_name, scale_name) if each not in self._pieces]:
+                self.unknown += unknown
+                continue
+            codes, scale = self._held[codes_name], self._held[scale_name]
+            part = self._pieces[codes_name].of_sent(weight)
+            self._weights.append(
+                (name, Destination(part, codes, scale if scale.dim() > 1 else scale.view(1, 1), amax))
+            )
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._pieces:
+            self._copies.append((name, self._pieces[name].of_sent(tensor.detach())))
+        else:
+            self.unknown.append(name)
+
+    def _flush(self) -> None:
+        """Write what is due."""
+        recipe, destinations = self._recipe, [destination for _, destination in self._weights]
+        if destinations:
+            options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
+            sums = quantize_into(destinations, *options)
+            for (name, destination), both in zip(self._weights, sums.unbind(), strict=True):
+                self.sums |= zip(self._names(name), both.unbind(), strict=True)
+                if name in self._sampled:
+                    self._errors.append(self._error_of(destination))
+            self.fp8_weights += len(destinations)
+        if self._copies:
+            names, tensors = zip(*self._copies, strict=True)
+            torch._foreach_copy_([self._held[name] for name in names], list(tensors))
+            sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
+            self.sums |= zip(names, sums.unbind(), strict=True)
+            self.finite |= zip(names, finite.unbind(), strict=True)
+        self._weights, self._copies = [], []
+
+    def _codes(self, codes: torch.Tensor, scale: torch.Tensor) -> Float8Tensor:
+        if codes.dim() == 4:  # gate and up projection of all experts
+            codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
+        block = self._recipe.format.weight_block or codes.shape[-2:]
+        scale = scale if scale.dim() > 1 else scale.view(1, 1)
+        return Float8Tensor(codes, scale, block_size=[1] * (codes.dim() - 2) + list(block), dtype=torch.bfloat16)
+
+    def _error_of(self, destination: Destination) -> torch.Tensor:
+        """Sums of squares of the error and of the weight, fp32 `[2]`."""
+        codes = first_rows(self._codes(destination.codes, destination.scale), SAMPLED_ROWS)
+        weight = destination.weight.detach()
+        rows = (weight.flatten(1, 2) if weight.dim() == 4 else weight)[..., : codes.shape[-2], :]
+        rows = rows.to(torch.bfloat16).float()
+        error = rows - dequantize_weight(codes, torch.float32)
+        return torch.stack([error.square().sum(), rows.square().sum()])
