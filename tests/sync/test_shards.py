@@ -47,7 +47,10 @@ def policy(seed: int) -> dict[str, torch.Tensor]:
 
 
 def engine() -> Layout:
-    """Holds NaN everywhere; one weight as rows of a larger parameter, the experts' gates as halves."""
+    """Holds NaN everywhere.
+
+    One weight is rows of a larger parameter, one has its scales column by column, the experts' gates are halves.
+    """
     pieces = []
 
     def add(name: str, tensor: torch.Tensor, **where) -> None:
@@ -58,7 +61,8 @@ def engine() -> Layout:
 
     for name, (*lead, rows, columns) in QUANTIZED.items():
         where = {"halved": True} if name.endswith("gate_up_proj") else {}
-        add(RECIPE.scale_name(name), torch.empty(*lead, rows // 128, columns // 128), **where)
+        scale = torch.empty(*lead, columns // 128, rows // 128).transpose(-1, -2)
+        add(RECIPE.scale_name(name), scale if name == "many.weight" else scale.contiguous(), **where)
         if name == "even.weight":
             where, rows = {"held": (Span(384, rows), None)}, rows + 512
         add(name, torch.empty(*lead, rows, columns, dtype=E4M3), **where)
@@ -69,6 +73,17 @@ def engine() -> Layout:
 
 def in_rows(parameters: dict[str, torch.Tensor], mesh) -> list[tuple[str, torch.Tensor]]:
     return [(name, distribute_tensor(p, mesh, [Shard(0)], src_data_rank=None)) for name, p in parameters.items()]
+
+
+def as_zero3(parameters: dict[str, torch.Tensor], mesh) -> list[tuple[str, torch.Tensor]]:
+    """What DeepSpeed leaves of parameters: nothing, with a flat part beside it, of one size on all ranks."""
+    named, ranks = [], mesh.size()
+    for name, whole in parameters.items():
+        parts = torch.nn.functional.pad(whole.flatten(), (0, -whole.numel() % ranks)).view(ranks, -1)
+        named.append((name, torch.empty(0)))
+        named[-1][1].ds_tensor, named[-1][1].ds_shape = parts[mesh.get_local_rank()], whole.shape
+        named[-1][1].ds_process_group = mesh.get_group()
+    return named
 
 
 def written(layout: Layout, parameters) -> Writer:
@@ -149,6 +164,37 @@ def test_other_shards_arrive_whole(tmp_path):
             assert_holds(layout, written(layout, gathered(whole, RECIPE, layout, CPU)), parameters)
 
     on_ranks(sync, 2, tmp_path)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_flat_parts_are_rows_where_ranks_divide_them(ranks, tmp_path, monkeypatch):
+    sizes = counting(monkeypatch)
+
+    def sync(mesh):
+        layout, parameters = engine(), policy(5)
+        writer = written(layout, gathered(as_zero3(parameters, mesh), RECIPE, layout, CPU))
+        assert_holds(layout, writer, parameters)
+        codes = ["even.weight", "many.weight", "mlp.experts.down_proj"]  # of these dims that 2, 3 and 4 divide
+        codes = [torch.Size(QUANTIZED[name]).numel() for name in codes]
+        others = [-(-torch.Size(shape).numel() // ranks) * ranks for name, shape in ALL.items()]
+        others = [2 * numbers for numbers in others if numbers not in codes]
+        assert sorted(sizes) == sorted([*codes, *(4 * numbers // 128**2 for numbers in codes), *others])
+
+    on_ranks(sync, ranks, tmp_path)
+
+
+def test_parts_that_are_not_the_parameter_are_not_taken_for_it(tmp_path):
+    """On a disk, dealt over a part of the ranks only, quantized."""
+
+    def look(mesh):
+        ((_, parameter),) = as_zero3({"torn.weight": torch.randn(640, 128)}, mesh)
+        assert shards.Sharded.of(parameter).local.shape == (320, 128)
+        for other in (torch.empty(1), torch.empty(640 * 128), parameter.ds_tensor.to(torch.int8)):
+            parameter.ds_tensor = other
+            assert shards.Sharded.of(parameter) is None
+        assert shards.Sharded.of(torch.randn(640, 128)) is None
+
+    on_ranks(look, 2, tmp_path)
 
 
 @pytest.mark.parametrize("change", [{"tensor_parallel_size": 2}, {"format": TENSOR}], ids=["parts", "one scale"])
@@ -238,7 +284,7 @@ def test_a_byte_that_changes_on_its_way_is_seen(tmp_path, monkeypatch):
             gather(whole, own, group=group)
             calls.append(1)
             if mesh.get_local_rank() == 1 and len(calls) in (1, 2):  # codes and scales of the first weight
-                whole[0, 0] ^= 1
+                whole[0] ^= 1
 
         monkeypatch.setattr(shards, "all_gather_into_tensor", changing)
         writer = written(layout, gathered(in_rows(parameters, mesh), RECIPE, layout, CPU))

@@ -167,8 +167,9 @@ class _Part(NamedTuple):
 
     def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
         """Fill `whole`, in which this rank's rows are already, and what is held."""
-        own = whole.unflatten(0, (-1, self.rows.each))[get_rank(group)]
-        all_gather_into_tensor(whole.view(torch.uint8), own.view(torch.uint8), group=group)
+        data = whole.view(-1).view(torch.uint8)
+        own = data.view(get_world_size(group), -1)[get_rank(group)]
+        all_gather_into_tensor(data, own, group=group)
         if self.held is not None and not self.in_place:
             self.held.copy_(whole[: self.rows.count])
 
