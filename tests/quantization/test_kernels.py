@@ -2,34 +2,18 @@
 and the instructions that Hopper would run.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-import triton
 from torchao.quantization import Float8Tensor
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from tests.quantization.interpreted import Launches, cast_as_torch, results_of
 from trl_fp8.quantization import kernels
 from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
-from trl_fp8.quantization.digest import _P, _add_words_by_torch, digest
+from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.kernels import (
-    HEIGHT,
-    ROWS,
-    WIDTH,
-    _add_words,
-    _dequantize,
-    _quantize,
-    add_words,
-    dequantize_blocks,
-)
+from trl_fp8.quantization.kernels import ROWS, _dequantize, _quantize, dequantize_blocks, quantize_blocks
 
 
 SHAPES = {
@@ -53,20 +37,96 @@ def examples():
     dead, poisoned = made["torch.bfloat16 (130, 300)"].clone(), made["torch.float32 (130, 300)"].clone()
     dead[128:], dead[:, :128] = 0, 1e-38
     poisoned[5, 7], poisoned[129, 290], poisoned[64, 200] = torch.nan, torch.inf, -torch.inf
-    return made | {"dead": dead, "poisoned": poisoned, "transposed": poisoned.t(), "every second": dead[:, ::2]}
+    made |= {"dead": dead, "poisoned": poisoned, "transposed": poisoned.t(), "every second": dead[:, ::2]}
+    made["negative zeros"] = torch.where(dead == 0, -0.0, dead)
+    made["rounds to infinity"] = torch.full((3, 5), torch.finfo(torch.float32).max)
+    experts = made["torch.float16 (3, 40, 260)"].repeat(2, 1, 1)
+    return made | {"halves": experts.unflatten(1, (2, -1))[:, :, 4:16]}  # of gate and up projection, one rank's rows
 
 
-def differences(quantize):
-    """The examples for which `quantize` gives other codes or scales than torch's operations."""
+def a_part_of_a_larger_one(shape, dtype, device):
+    """A view of `shape` within a tensor of ones, and that tensor."""
+    first, last = min(1, len(shape) - 1), 16 * (dtype == E4M3) + 1
+    whole = torch.ones(shape[0] + 2 * first, *shape[1:-1], shape[-1] + 2 * last, device=device).to(dtype)
+    return whole[first : first + shape[0], ..., last : last + shape[-1]], whole
+
+
+def same(found, expected):
+    """Byte for byte, but for the sign of NaN."""
+    bits = torch.uint8 if found.dtype == E4M3 else torch.int32
+    found, nan = found.contiguous(), expected.isnan()
+    return torch.equal(found.isnan(), nan) and torch.equal(
+        found.view(bits)[~nan], expected.contiguous().view(bits)[~nan]
+    )
+
+
+def differences(device="cpu"):
+    """The examples for which the kernel gives other codes, scales, checksums or findings than torch's operations."""
     found = []
     for name, values in examples().items():
-        for case in CASES:
-            codes, scale = _quantize_by_torch(values, (128, 128) if case[0] else (128,), *case[1:])
-            their_codes, their_scale = (result.cpu() for result in quantize(values, *case))
-            same_codes = torch.equal(codes.float().nan_to_num(999), their_codes.to(E4M3).float().nan_to_num(999))
-            if not (same_codes and torch.equal(scale.nan_to_num(7), their_scale.nan_to_num(7))):
-                found.append((name, *case))
+        for square, *scaling in CASES:
+            for rounded in {False, values.dtype != torch.bfloat16}:
+                source = values.bfloat16() if rounded else values
+                expected = _quantize_by_torch(source, (128, 128) if square else (128,), *scaling)
+                places = [a_part_of_a_larger_one(part.shape, part.dtype, device) for part in expected]
+                # What is written to has rows that are steps of one stride
+                into = tuple(view for view, _ in places) if name != "halves" or square else None
+                sums = torch.tensor([5, 7], device=device)
+                bad = torch.zeros((), dtype=torch.int64, device=device)
+                options = {"round_to_bf16": rounded, "into": into, "sums": sums, "bad": bad}
+                results = [part.cpu() for part in quantize_blocks(values.to(device), square, *scaling, **options)]
+                checks = {
+                    "results": all(map(same, results, expected)),
+                    "checksums": sums.tolist() == [digest(results[0]) + 5, digest(results[1]) + 7],
+                    "findings": bool(bad) != bool(source.isfinite().all()),
+                }
+                if not rounded:
+                    alone = [part.cpu() for part in quantize_blocks(values.to(device), square, *scaling)]
+                    checks["results without checksums"] = all(map(same, alone, expected))
+                found += [f"{what} of {name}, {square} {scaling}" for what, right in checks.items() if not right]
+                for view, whole in places if into else ():
+                    view.fill_(1.0)
+                    if not (whole == 1).all():
+                        found.append(f"{name}, {square} {scaling}: other bytes were written to")
     return found
+
+
+def differences_of_parts(device="cpu"):
+    """The tensors whose parts, as ranks hold them, do not add up to the checksums of the whole."""
+    found = []
+    generator = torch.Generator().manual_seed(0)
+    for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((5, 40, 260), 2), ((5, 40, 33), 3)]:
+        whole = torch.randn(shape, generator=generator)
+        for square in (True, False):
+            codes, scale = _quantize_by_torch(whole, (128, 128) if square else (128,), "pow2", 1e-12)
+            sums = torch.zeros(2, dtype=torch.int64, device=device)
+            into = torch.empty_like(codes, device=device), torch.empty_like(scale, device=device)
+            scale_cut = -(-cut // 128) if square and len(shape) == 2 else cut
+            for rows, scale_rows in ((slice(cut), slice(scale_cut)), (slice(cut, None), slice(scale_cut, None))):
+                first = [codes[: rows.start or 0, ..., 0].numel(), scale[: scale_rows.start or 0, ..., 0].numel()]
+                parts = into[0][rows], into[1][scale_rows]
+                quantize_blocks(whole[rows].to(device), square, "pow2", 1e-12, into=parts, sums=sums, first_rows=first)
+            same_codes = torch.equal(into[0].cpu().view(torch.uint8), codes.view(torch.uint8))
+            if not same_codes or sums.tolist() != [digest(codes), digest(scale)]:
+                found.append((shape, square))
+    return found
+
+
+def far_apart():
+    """Does a matrix of two rows, 2 GiB apart, equal that of rows side by side?"""
+    values = torch.randn(2, 128, generator=torch.Generator().manual_seed(0))
+    codes = torch.empty(2**31 + 4096, dtype=torch.uint8).view(E4M3).as_strided((2, 128), (2**31 + 512, 1))
+    expected, _ = quantize_blocks(values, True, "pow2", 1e-12)
+    return same(quantize_blocks(values, True, "pow2", 1e-12, into=(codes, torch.empty(1, 1)))[0], expected)
+
+
+def launches():
+    """Of a quantization with everything that it can be asked for, and of no rows."""
+    kernels._quantize = counted = Launches(_quantize)
+    sums, bad = torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+    quantize_blocks(torch.ones(4, 200, 300), True, "pow2", 1e-12, round_to_bf16=True, sums=sums, bad=bad)
+    shapes = [tuple(part.shape) for part in quantize_blocks(torch.ones(0, 300), True, "pow2", 1e-12)]
+    return counted.count, shapes == [(0, 300), (0, 3)]
 
 
 def dequantize_differences(dtypes, place=lambda tensor: tensor):
@@ -88,99 +148,83 @@ def dequantize_differences(dtypes, place=lambda tensor: tensor):
     return found
 
 
-def digest_differences(device="cpu"):
-    """The matrices of words for which the kernel adds another sum than torch's operations."""
-    found = []
-    generator = torch.Generator().manual_seed(0)
-    for shape in [(1, 1), (7, 5), (32, 256), (100, 700), (1, 9000), (5000, 3), (40, 1)]:
-        words = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
-        expected, total = torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64, device=device)
-        for first_row in (0, 12345):  # the second adds to the first
-            _add_words_by_torch(expected, words, first_row)
-            add_words(total, words.to(device), first_row, _P)
-        if expected != total.cpu():
-            found.append(shape)
-    return found
-
-
 def interpreted():
-    """What the kernels do otherwise than torch in Triton's interpreter.
-
-    Its casts do not round to nearest even, so the kernels store what they would cast;
-    a cast itself is one instruction, see below.
-    """
-    kernels.E4M3 = torch.float32
+    cast_as_torch()
     return {
-        "quantize": differences(kernels.quantize_blocks),
-        "dequantize": dequantize_differences([torch.float32]),
-        "digest": digest_differences(),
+        "quantize": differences(),
+        "parts": differences_of_parts(),
+        "dequantize": dequantize_differences([torch.float32, torch.bfloat16]),
+        "far apart": far_apart(),
+        "launches": launches(),
     }
 
 
 def test_results_are_those_of_torch():
-    # Triton's own functions are interpreted only if it was told so before it was imported
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import json; from tests.quantization import test_kernels; print(json.dumps(test_kernels.interpreted()))",
-        ],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"quantize": [], "dequantize": [], "digest": []}
+    expected = {"quantize": [], "parts": [], "dequantize": [], "far apart": True, "launches": [1, True]}
+    assert results_of("test_kernels") == expected
 
 
 @pytest.mark.gpu
 def test_results_on_a_gpu_are_those_on_cpu():
-    assert differences(lambda values, *case: kernels.quantize_blocks(values.cuda(), *case)) == []
+    assert differences("cuda") == []
+    assert differences_of_parts("cuda") == []
     assert dequantize_differences([torch.float32, torch.bfloat16, torch.float16], lambda tensor: tensor.cuda()) == []
-    assert digest_differences("cuda") == []
-    weight = torch.randn(3000, 4000)
-    for tensor in (weight, weight.bfloat16(), weight.t(), weight[:, 1:], weight[0, :3].to(E4M3)):
-        assert digest(tensor.cuda()).cpu() == digest(tensor)
-        assert digest(tensor.cuda(), torch.bfloat16).cpu() == digest(tensor, torch.bfloat16)
 
 
-@pytest.fixture
-def ptx(tmp_path, monkeypatch):
-    """`ptx(kernel, types, constants, warps)` -> its PTX for Hopper;
-    pointers and types "... 16" are multiples of 16.
-    """
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.mark.parametrize(
+    ("codes", "scale", "message"),
+    [
+        (
+            torch.empty(4, 130, 256).to(E4M3),
+            torch.empty(4, 2, 1),
+            r"scales are to be written into torch.float32 \(4, 2",
+        ),
+        (torch.empty(4, 130, 256), torch.empty(4, 2, 2), "codes are to be written into torch.float32"),
+        (torch.empty(2, 8, 130, 256).to(E4M3)[:, :2], torch.empty(2, 2, 2, 2), "need to be steps of one stride"),
+    ],
+)
+def test_what_cannot_be_written_to_is_refused(codes, scale, message):
+    with pytest.raises(ValueError, match=message):
+        quantize_blocks(torch.ones(codes.shape), True, "pow2", 1e-12, into=(codes, scale))
 
-    def compile_(kernel, types, constants, warps):
-        names = kernel.arg_names
-        aligned = [n for n, kind in types.items() if kind.startswith("*") or kind.endswith("16")]
-        signature = {name: types.get(name, "i32").removesuffix(" 16") for name in names}
-        source = ASTSource(
-            fn=kernel,
-            signature=signature | dict.fromkeys(constants, "constexpr"),
-            constexprs=constants,
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-        )
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
 
-    return compile_
+def types_and_constants(dtype, square, pow2, columns, **options):
+    types = dict.fromkeys(("rows", "matrix_stride", "row_stride", "code_matrix_stride", "code_row_stride"), "i32 16")
+    types |= {"values": f"*{dtype}", "codes": "*fp8e4nv", "scale": "*fp32", "columns": columns, "amax_floor": "fp32"}
+    options = {"sums": None, "bad": None, "BF16": False} | options
+    types |= {name: kind for name, kind in options.items() if isinstance(kind, str)}
+    constants = {"SQUARE": square, "POW2": pow2, "HEIGHT": 128 if square else ROWS, "WIDTH": 128, "LIMIT": 448.0}
+    constants |= {"column_stride": 1, "code_column_stride": 1, "WHOLE_WORDS": columns == "i32 16"}
+    return types, constants | {name: value for name, value in options.items() if name not in types}
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "fp32"])
 def test_hopper_divides_exactly_rounds_to_nearest_and_reads_16_bytes_at_a_time(ptx, square, pow2):
-    types = dict.fromkeys(("rows", "columns", "matrix_stride", "row_stride"), "i32 16")
-    types |= {"values": "*bf16", "codes": "*fp8e4nv", "scale": "*fp32", "amax_floor": "fp32"}
     height, warps = (128, 8) if square else (ROWS, 4)
-    constants = {"SQUARE": square, "POW2": pow2, "HEIGHT": height, "WIDTH": 128, "LIMIT": 448.0, "column_stride": 1}
-    text = ptx(_quantize, types, constants, warps)
+    text = ptx(_quantize, *types_and_constants("bf16", square, pow2, "i32 16"), warps)
     per_thread = height * 128 // (32 * warps)  # elements
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text)) == per_thread // 2
     assert not re.search(r"div\.full|div\.approx|rcp\.approx", text)
     divisions = len(re.findall(r"div\.rn\.f32", text))
     assert divisions < 6 if pow2 else per_thread <= divisions < per_thread + 4
     assert len(re.findall(r"ld\.global\.v4\.b32", text)) == per_thread * 2 // 16
+    assert len(re.findall(r"st\.global\.v[24]\.b32", text)) >= per_thread // 16
+    assert re.findall(r"(?:atom|red)\.\S*global\S*", text) == []
+
+
+@pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
+@pytest.mark.parametrize("columns", ["i32 16", "i32"], ids=["whole words", "ragged"])
+@pytest.mark.parametrize("arch", [89, 90, 100])
+def test_sums_cost_a_relaxed_addition_each_and_no_spills(compiled, square, columns, arch):
+    types, constants = types_and_constants("fp32", square, False, columns, sums="*i64", bad="*i64", BF16=True)
+    text, registers, spilled = compiled(_quantize, types, constants, 8 if square else 4, arch)
+    added = re.findall(r"(?:atom|red)\.\S*global\S*|membar\S*|fence\S*", text)
+    assert added == ["red.global.gpu.relaxed.add.u64"] * 2
+    assert re.search(r"cvt\.rn\.bf16", text)
+    assert spilled == 0
+    if columns == "i32 16":  # two blocks, or eight tiles of rows and more than half of another, at once
+        assert registers <= 128 if square else registers <= 80
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
@@ -193,10 +237,3 @@ def test_hopper_rounds_dequantized_values_to_nearest(ptx, square):
     assert len(re.findall(r"cvt\.rn\.f16x2\.e4m3x2", text)) == per_thread // 2
     assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", text)) == per_thread // 2
     assert len(re.findall(r"ld\.global\.v4\.b32", text)) >= per_thread // 16
-
-
-def test_hopper_adds_a_program_to_the_checksum_at_once(ptx):
-    types = {"total": "*i64", "words": "*i32", "rows": "i32 16", "columns": "i32 16", "column_step": "i64"}
-    text = ptx(_add_words, types, {"HEIGHT": HEIGHT, "WIDTH": WIDTH}, 4)
-    assert len(re.findall(r"atom\.\S*add\.u64", text)) == 1
-    assert len(re.findall(r"ld\.global\.v4\.b32", text)) == HEIGHT * WIDTH // 128 // 4

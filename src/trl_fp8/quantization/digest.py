@@ -6,7 +6,7 @@ differ between positions, exchanging words, rows or whole tensors does too, exce
 It protects against mistakes, not against an adversary. Keys factor into rows and columns: two integer sums over the
 bytes are all the work. Sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
 
-On a GPU a kernel reads many tensors in one launch (kernels.py); on CPU those of one shape are summed together.
+On a GPU a kernel reads many tensors in one launch (checksums.py); on CPU those of one shape are summed together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -43,14 +43,14 @@ class Table:
         self._tensors = [tensor.detach() for tensor in tensors]
         self._on_gpu = bool(tensors) and tensors[0].is_cuda
         if self._on_gpu:
-            from .kernels import table_of  # Triton compiles for GPUs only
+            from .checksums import table_of  # Triton compiles for GPUs only
 
             self._table = table_of(self._tensors)
 
     def sums(self) -> torch.Tensor:
         """int64 `[n]` on the device: `digest` of each tensor as it is now."""
         if self._on_gpu:
-            from .kernels import sum_table
+            from .checksums import sum_table
 
             return sum_table(self._table)
         return _in_batches(self._tensors, lambda batch, row: _sums(_words(batch), row))
@@ -61,7 +61,7 @@ def digests_of_sent(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
     if tensors and tensors[0].is_cuda:
-        from .kernels import sum_sent  # Triton compiles for GPUs only
+        from .checksums import sum_sent  # Triton compiles for GPUs only
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
         return sums, bad == 0
@@ -110,12 +110,9 @@ def _in_batches(tensors: Sequence[torch.Tensor], look: Callable[[torch.Tensor, i
 def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
     """Checksums `[G]` of int32 words `[G, R, C]`."""
     if words.is_cuda:
-        from .kernels import add_words  # Triton compiles for GPUs only
+        from .checksums import sum_table, table_of  # Triton compiles for GPUs only
 
-        total = torch.zeros(len(words), dtype=torch.int64, device=words.device)
-        for each, matrix in zip(total, words, strict=True):
-            add_words(each, matrix, first_row, _P)
-        return total
+        return sum_table(table_of(list(words), first_row=first_row))
     by_row, by_column = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
     return by_row @ _row_keys(first_row, words.shape[1]) + by_column @ _column_keys(words.shape[2])
 

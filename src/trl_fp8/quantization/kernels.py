@@ -1,43 +1,86 @@
-"""Triton kernels that read a tensor once: blockwise quantization, there and back, and the checksum.
+"""Triton kernels that read a tensor once: blockwise quantization, there and back. checksums.py has those of checksums.
 
 torch's operations would read and write an fp32 copy half a dozen times, which takes as long as the GEMM that the codes
-are for, and launch a dozen kernels per checksum, of which a sync takes hundreds. The results equal those of
-blockwise.py and digest.py on CPU, byte for byte: sums modulo 2**64 do not depend on the order of programs.
+are for. The results equal those of blockwise.py and digest.py on CPU, byte for byte: sums modulo 2**64 do not depend
+on the order of programs.
 """
+
+import math
 
 import torch
 import triton
 import triton.language as tl
 
+from .digest import _P
 from .e4m3 import E4M3, E4M3_MAX
 from .formats.blocks import BLOCK
 from .formats.spec import ScaleFormat
 
 
-HEIGHT, WIDTH = 32, 256  # words of a checksum per program
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
+COLUMN_STEP = tl.constexpr(_P)
 
 
 def quantize_blocks(
-    values: torch.Tensor, square: bool, scale_format: ScaleFormat, amax_floor: float
+    values: torch.Tensor,
+    square: bool,
+    scale_format: ScaleFormat,
+    amax_floor: float,
+    *,
+    round_to_bf16: bool = False,
+    into: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sums: torch.Tensor | None = None,
+    bad: torch.Tensor | None = None,
+    first_rows: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (contiguous) and scales of `values`, any strides, in blocks of 128x128 (`square`) or 128 of a row."""
+    """Quantize in blocks of 128x128 (`square`) or 128 of a row, in one launch that does not wait for the device.
+
+    Args:
+        values: `[..., N, K]`, any strides. Without `square` `[..., K]`.
+        round_to_bf16: Quantize `values.bfloat16()`, which is rounded in registers.
+        into: Codes and scales to write to, in the shapes that are returned and any strides. None: new ones.
+        sums: int64 `[2]`: the checksums (`digest`) of the codes and of the scales are added to it.
+        bad: int64 0-d: becomes 1 if any of `values` is not finite (after rounding), and else stays as it is.
+        first_rows: Rows of codes and of scales, leading dims counted, that come before these in a larger tensor:
+            `sums` of all its parts add up to its checksums.
+
+    Returns:
+        Codes in the shape of `values` and fp32 scales `[..., n, k]` (`[..., k]`).
+
+    Raises:
+        ValueError: `into` has other shapes or dtypes, or leading dims that no single stride steps through.
+    """
     matrices = _matrices(values, square)
     count, rows, columns = matrices.shape
-    codes = torch.empty(matrices.shape, dtype=E4M3, device=values.device)
     blocks = triton.cdiv(columns, BLOCK)
-    if square:
-        scale = torch.empty((count, triton.cdiv(rows, BLOCK), blocks), dtype=torch.float32, device=values.device)
-    else:  # column by column, as cuBLASLt reads scales of rows
-        scale = torch.empty((count, blocks, rows), dtype=torch.float32, device=values.device).transpose(1, 2)
+    lead = values.shape[:-2] if square else values.shape[:-1]
+    scale_shape = (*lead, triton.cdiv(rows, BLOCK), blocks) if square else (*lead, blocks)
+    if into is None:
+        codes = torch.empty(values.shape, dtype=E4M3, device=values.device)
+        if square:
+            scale = torch.empty(scale_shape, dtype=torch.float32, device=values.device)
+        else:  # column by column, as cuBLASLt reads scales of rows
+            scale = torch.empty((blocks, rows), dtype=torch.float32, device=values.device).t().view(scale_shape)
+    else:
+        codes, scale = into
+    code_matrices = _destination("codes", codes, values.shape, E4M3, square)
+    scale_matrices = _destination("scales", scale, scale_shape, torch.float32, square)
     height, warps = (BLOCK, 8) if square else (ROWS, 4)
-    constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK, "LIMIT": E4M3_MAX}
     if values.numel():
         with torch.cuda.device_of(values):
-            grid, strides = (triton.cdiv(rows, height), blocks, count), (*matrices.stride(), *scale.stride())
-            _quantize[grid](matrices, codes, scale, rows, columns, *strides, amax_floor, **constants, num_warps=warps)
-    lead = values.shape[:-2] if square else values.shape[:-1]
-    return codes.view(values.shape), scale.view(*lead, *scale.shape[1 if square else 2 :])
+            _quantize[triton.cdiv(rows, height), blocks, count](
+                *(matrices, code_matrices, scale_matrices, sums, bad, rows, columns),
+                *(*matrices.stride(), *code_matrices.stride(), *scale_matrices.stride(), *first_rows, amax_floor),
+                SQUARE=square,
+                POW2=scale_format == "pow2",
+                BF16=round_to_bf16 and values.dtype != torch.bfloat16,
+                HEIGHT=height,
+                WIDTH=BLOCK,
+                LIMIT=E4M3_MAX,
+                WHOLE_WORDS=columns % 4 == 0,
+                num_warps=warps,
+            )
+    return codes, scale
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -53,21 +96,30 @@ def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dt
     return values.view(codes.shape)
 
 
-def add_words(total: torch.Tensor, words: torch.Tensor, first_row: int, column_step: int) -> None:
-    """Add int32 `words` `[R, C]`, contiguous, times `2 (first_row + r + c column_step) + 1` to `total`, mod 2**64."""
-    rows, columns = words.shape
-    if words.numel():
-        # Short rows, or few of them, are given tiles of their shape
-        width = min(triton.next_power_of_2(columns), HEIGHT * WIDTH if rows < HEIGHT else WIDTH)
-        height = HEIGHT * WIDTH // width
-        with torch.cuda.device_of(words):
-            grid = triton.cdiv(rows, height), triton.cdiv(columns, width)
-            _add_words[grid](total, words, rows, columns, first_row, column_step, HEIGHT=height, WIDTH=width)
-
-
 def _matrices(tensor: torch.Tensor, square: bool) -> torch.Tensor:
     """`[matrices, rows, columns]`: leading dims are further matrices, or without `square` further rows."""
-    return tensor.reshape(-1, *tensor.shape[-2:]) if square else tensor.reshape(1, -1, tensor.shape[-1])
+    return tensor.reshape(_matrices_shape(tensor.shape, square))
+
+
+def _matrices_shape(shape: torch.Size | tuple[int, ...], square: bool) -> tuple[int, int, int]:
+    return (math.prod(shape[:-2]), *shape[-2:]) if square else (1, math.prod(shape[:-1]), shape[-1])
+
+
+def _destination(
+    name: str, tensor: torch.Tensor, shape: torch.Size | tuple[int, ...], dtype: torch.dtype, square: bool
+) -> torch.Tensor:
+    """`_matrices` of a tensor to write to, which must be a view of it."""
+    if tensor.shape != shape or tensor.dtype != dtype:
+        raise ValueError(
+            f"{name} are to be written into {tensor.dtype} {tuple(tensor.shape)}: expected {dtype} {tuple(shape)}."
+        )
+    try:
+        return tensor.view(_matrices_shape(shape, square))
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} are to be written into shape {tuple(shape)} with strides {tensor.stride()}: "
+            f"{'leading dims' if square else 'dims before the last'} need to be steps of one stride. Pass parts."
+        ) from error
 
 
 @triton.jit
@@ -83,25 +135,36 @@ def _quantize(
     values,
     codes,
     scale,
+    sums,
+    bad,
     rows,
     columns,
     matrix_stride,
     row_stride,
     column_stride,
+    code_matrix_stride,
+    code_row_stride,
+    code_column_stride,
     scale_matrix_stride,
     scale_row_stride,
     scale_column_stride,
+    first_row,
+    first_scale_row,
     amax_floor,
     SQUARE: tl.constexpr,
     POW2: tl.constexpr,
+    BF16: tl.constexpr,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     LIMIT: tl.constexpr,
+    WHOLE_WORDS: tl.constexpr,  # in a row of codes
 ):
     matrix = tl.program_id(2).to(tl.int64)
     row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
     place = matrix * matrix_stride + row[:, None] * row_stride + column[None, :] * column_stride
     block = tl.load(values + place, mask=inside, other=0.0).to(tl.float32)
+    if BF16:
+        block = block.to(tl.bfloat16).to(tl.float32)
 
     # As integers, so that NaN, the largest of them, is not skipped
     magnitude = block.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -118,13 +181,48 @@ def _quantize(
     else:
         scaled = tl.div_rn(block, inverse if SQUARE else inverse[:, None])
     scaled = tl.clamp(scaled, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-    place = (matrix * rows + row[:, None]) * columns + column[None, :]
-    tl.store(codes + place, scaled.to(codes.dtype.element_ty), mask=inside)
+    code = scaled.to(codes.dtype.element_ty)
+    place = matrix * code_matrix_stride + row[:, None] * code_row_stride + column[None, :] * code_column_stride
+    tl.store(codes + place, code, mask=inside)
     place = scale + matrix * scale_matrix_stride + tl.program_id(1) * scale_column_stride
     if SQUARE:
         tl.store(place + tl.program_id(0) * scale_row_stride, inverse)
     else:
         tl.store(place + row * scale_row_stride, inverse, mask=row < rows)
+
+    if sums is not None:
+        byte = tl.where(inside, code.to(tl.uint8, bitcast=True).to(tl.int32), 0)
+        start = first_row + matrix * rows
+        tl.atomic_add(sums, _sum_of_codes(byte, start, columns, HEIGHT, WIDTH, WHOLE_WORDS), sem="relaxed")
+        word = inverse.to(tl.int32, bitcast=True).to(tl.int64)
+        step = tl.program_id(1).to(tl.int64) * COLUMN_STEP
+        if SQUARE:
+            scale_row = first_scale_row + matrix * tl.num_programs(0) + tl.program_id(0)
+            tl.atomic_add(sums + 1, word * (2 * (scale_row + step) + 1), sem="relaxed")
+        else:
+            keyed = tl.where(row < rows, word * (2 * (first_scale_row + row + step) + 1), 0)
+            tl.atomic_add(sums + 1, tl.sum(keyed, axis=0), sem="relaxed")
+    if bad is not None:
+        tl.store(bad, 1, mask=(amax if SQUARE else tl.max(amax, axis=0)) >= 0x7F800000)
+
+
+@triton.jit
+def _sum_of_codes(byte, start, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WHOLE_WORDS: tl.constexpr):
+    """What this program's bytes add to the checksum. `start` is the row of what is summed up that is row 0 here."""
+    row = start + tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
+    column = tl.program_id(1).to(tl.int64) * WIDTH
+    if WHOLE_WORDS:
+        key = 2 * (row + column // 4 * COLUMN_STEP) + 1  # of the first word of each row
+        skipped = tl.zeros([HEIGHT], tl.int32)  # bytes of that word
+    else:  # words go across rows: all rows are one
+        place = row * columns + column
+        key = 2 * (place // 4) * COLUMN_STEP + 1
+        skipped = (place % 4).to(tl.int32)
+    position = skipped[:, None] + tl.arange(0, WIDTH)[None, :]
+    # A byte counts as much as the word would whose other bytes are zero
+    word = (byte << (8 * (position % 4))).to(tl.int64)
+    by_row, by_column = tl.sum(word, axis=1), tl.sum(word * (position // 4), axis=1)
+    return tl.sum(by_row * key + by_column * (2 * COLUMN_STEP), axis=0)
 
 
 @triton.jit
@@ -155,11 +253,3 @@ def _dequantize(
         block = block * tl.load(scale + row * scale_row_stride, mask=row < rows, other=0.0)[:, None]
     place = (matrix * rows + row[:, None]) * columns + column[None, :]
     tl.store(values + place, block.to(values.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _add_words(total, words, rows, columns, first_row, column_step, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
-    word = tl.load(words + row[:, None] * columns + column[None, :], mask=inside, other=0).to(tl.int64)
-    key = 2 * ((first_row + row)[:, None] + (column * column_step)[None, :]) + 1
-    tl.atomic_add(total, tl.sum(tl.sum(word * key, axis=1), axis=0))
