@@ -22,7 +22,9 @@ from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync import delivery
 from trl_fp8.sync.weight_stream import weight_stream
+from trl_fp8.sync.writer import Writer
 
 
 # Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
@@ -140,13 +142,23 @@ def perturb(model: torch.nn.Module, seed: int) -> None:
             tensor.add_(0.03 * torch.randn(tensor.shape, generator=generator).to(tensor.device))
 
 
-def tamper(generation, change: Callable[[Iterator], Iterator] | None) -> None:
-    """From now on `change` comes between what is sent and what the engine loads; None: nothing does."""
-    engine = generation.engine
-    vars(engine).pop("load", None)
-    if change is not None:
-        load = engine.load
-        engine.load = lambda tensors: load(change(tensors))
+def tamper(
+    *,
+    stream: Callable[[Iterator], Iterator] | None = None,
+    before: Callable[[Writer], None] | None = None,
+    after: Callable[[Writer], None] | None = None,
+) -> None:
+    """From now on `stream` comes between the policy's tensors and the writer, which `before` and `after` get in their
+    hands before and after it writes. Without any of them nothing is tampered with any more.
+    """
+
+    class Tampered(Writer):
+        def write(self, parameters, buffers=()):
+            (before or (lambda writer: None))(self)
+            super().write(stream(iter(parameters)) if stream else parameters, buffers)
+            (after or (lambda writer: None))(self)
+
+    delivery.Writer = Tampered if stream or before or after else Writer
 
 
 def after_two_syncs(generation) -> list[tuple]:

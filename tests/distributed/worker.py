@@ -23,7 +23,7 @@ from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
-from trl_fp8.sync.weight_stream import WeightStream  # noqa: E402
+from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402
 
 
@@ -117,8 +117,8 @@ def exported(trainer: FP8GRPOTrainer, folder: Path) -> list[str] | None:
     """
     trainer.save_fp8_model(folder)
     generation = trainer.vllm_generation
-    stream = WeightStream(generation._iter_named_params(), trainer.recipe, generation.last_sync.kv_scales, copy=True)
-    sent = dict(stream)
+    stream = weight_stream(generation._iter_named_params(), trainer.recipe, generation.last_sync.kv_scales)
+    sent = {name: tensor.clone() for name, tensor in stream}
     if not trainer.accelerator.is_main_process:
         return None
     verify_export(folder)

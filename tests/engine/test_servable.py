@@ -20,8 +20,8 @@ from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
-from trl_fp8.sync.policy_checks import require_same_names
-from trl_fp8.sync.weight_stream import WeightStream
+from trl_fp8.sync.policy_checks import require_same_tensors
+from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.upstream.vllm import engine_class
 
 
@@ -106,9 +106,8 @@ def deliver(policy, folder) -> None:
             delattr(engine.get_submodule(module), attribute)
     buffers = dict(persistent_buffers(policy))
     layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
-    require_same_names(policy, recipe, layout)
-    assert not layout.unreadable
-    sent = dict(WeightStream(policy.named_parameters(), recipe, buffers=buffers.items()))
+    require_same_tensors(policy, recipe, layout)
+    sent = dict(weight_stream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):
         engine.load_weights(iter(sent.items()))
     for name, piece in layout.pieces.items():

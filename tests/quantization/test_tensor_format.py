@@ -17,7 +17,7 @@ from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScal
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
-from trl_fp8.sync.weight_stream import WeightStream
+from trl_fp8.sync.weight_stream import weight_stream
 
 
 PER_TOKEN = ActivationScaling("fp32", FLOORED_SCALE_AMAX, "token", True)
@@ -94,12 +94,9 @@ def test_nan_and_zeros():
     dead = torch.zeros(16, 32).bfloat16()
     broken = dead.clone()
     broken[3, 4] = torch.nan
-    assert [TENSOR.dead_blocks(codes, "pow2").item() for codes in TENSOR.quantize_weights([dead, -dead], "pow2")] == [
-        True,
-        True,
-    ]
-    alive, zero = TENSOR.quantize_weights([dead + 1, dead], "pow2")
-    assert not TENSOR.dead_blocks(alive, "pow2") and TENSOR.dead_blocks(zero, "pow2")
+    assert all(codes.scale <= TENSOR.dead_scale("pow2") for codes in TENSOR.quantize_weights([dead, -dead], "pow2"))
+    # A dead weight beside a living one is not told: their scale is one
+    assert all(codes.scale > TENSOR.dead_scale("pow2") for codes in TENSOR.quantize_weights([dead + 1, dead], "pow2"))
     assert all(codes.scale.isnan().all() for codes in TENSOR.quantize_weights([dead, broken], "pow2"))
 
 
@@ -137,7 +134,7 @@ def test_the_recipe_of_a_tensor_format(model):
 def test_the_stream_waits_for_all_that_share_a_scale(model):
     recipe = recipe_for_model(model, weight_format="tensor")
     names, parameters = [], dict(model.named_parameters())
-    for name, tensor in WeightStream(parameters.items(), recipe):
+    for name, tensor in weight_stream(parameters.items(), recipe):
         names.append(name)
         if name.endswith("weight_scale"):
             group = recipe.sharing_scale(name.removesuffix("_scale"))
@@ -153,13 +150,13 @@ def test_the_stream_waits_for_all_that_share_a_scale(model):
     ]
     without = [(name, p) for name, p in parameters.items() if "layers.1.mlp.up_proj" not in name]
     with pytest.raises(RuntimeError, match=r"lacks 1 weights .*layers\.1\.mlp\.up_proj\.weight"):
-        list(WeightStream(without, recipe))
+        list(weight_stream(without, recipe))
 
 
 def test_a_parameter_that_changes_while_its_peers_are_awaited_was_copied(model):
     model = model.bfloat16()
     recipe = recipe_for_model(model, weight_format="tensor")
-    expected = {name: tensor.clone() for name, tensor in WeightStream(model.named_parameters(), recipe)}
+    expected = {name: tensor.clone() for name, tensor in weight_stream(model.named_parameters(), recipe)}
 
     def as_zero3_gathers_them():
         for name, parameter in model.named_parameters():
@@ -167,7 +164,7 @@ def test_a_parameter_that_changes_while_its_peers_are_awaited_was_copied(model):
             yield name, gathered
             gathered.fill_(7)
 
-    for name, tensor in WeightStream(as_zero3_gathers_them(), recipe, copy=True):
+    for name, tensor in weight_stream(as_zero3_gathers_them(), recipe):
         assert torch.equal(tensor.float(), expected[name].float()), name
 
 

@@ -5,8 +5,10 @@ import torch
 
 from testing import engines
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.engine.vllm.kv_scales import attention_layers, verify_kv_scales
+from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.engine.vllm.numerics import require_auditable
+from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.sync import writer
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -25,15 +27,16 @@ def generation(checkpoint):
 @pytest.fixture(autouse=True)
 def healthy_afterwards(generation):
     yield
-    engines.tamper(generation, None)
+    engines.tamper()
+    vars(generation.engine).pop("write_kv_scales", None)
     generation.calibrate = lambda: engines.some_scales(2, 1)
     generation.sync_weights()
 
 
-def sync_with(generation, tamper):
+def sync_with(generation, **tampered):
     failures = generation.audit_failures
     engines.perturb(generation.model, seed=7)
-    engines.tamper(generation, tamper)
+    engines.tamper(**tampered)
     with pytest.raises(RuntimeError) as error:
         generation.sync_weights()
     with pytest.raises(RuntimeError, match="no complete policy"):
@@ -42,24 +45,28 @@ def sync_with(generation, tamper):
     return str(error.value)
 
 
-def corrupt(stream):
-    for name, tensor in stream:
-        if name == VICTIM:
-            tensor = tensor.clone()
-            tensor.view(torch.uint8)[5, 77] ^= 1
-        yield name, tensor
+def corrupt(writer):
+    """One bit of what was written."""
+    writer._held[VICTIM].view(torch.uint8)[5, 77] ^= 1
 
 
-def drop_scale(stream):
-    return ((name, tensor) for name, tensor in stream if name != f"{VICTIM}_scale_inv")
+def misplace_scale(writer):
+    """A scale goes to memory that the engine does not read."""
+    name = f"{VICTIM}_scale_inv"
+    writer._held = writer._held | {name: writer._held[name].clone()}
 
 
-def swap_layers(stream):
+def swap_layers(writer):
     """layers.0.k_proj and layers.1.k_proj trade places (weights only)."""
-    items = dict(stream)
     a, b = (f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (0, 1))
-    items[a], items[b] = items[b], items[a]
-    return iter(items.items())
+    writer._held = writer._held | {a: writer._held[b], b: writer._held[a]}
+
+
+def shift_rows(writer):
+    """The second layer's up projection lands 128 rows too high, on the gate's last rows."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    fused = writer._pieces[name].parameter.detach()
+    writer._held = writer._held | {name: fused[128 : 128 + 256]}
 
 
 def drop_norm(stream):
@@ -67,16 +74,18 @@ def drop_norm(stream):
 
 
 @pytest.mark.parametrize(
-    "tamper, named, innocent",
+    "tampered, named, innocent",
     [
-        (corrupt, [VICTIM], ["up_proj", "scale_inv", "layers.0"]),
-        (drop_scale, [f"{VICTIM}_scale_inv"], ["layers.0", "self_attn"]),
-        (swap_layers, ["layers.0.self_attn.k_proj.weight", "layers.1.self_attn.k_proj.weight"], ["q_proj", "mlp"]),
-        (drop_norm, ["model.layers.0.input_layernorm.weight"], ["layers.1", "proj"]),
+        ({"after": corrupt}, [VICTIM], ["up_proj", "scale_inv", "layers.0"]),
+        ({"before": misplace_scale}, [f"{VICTIM}_scale_inv"], ["layers.0", "self_attn"]),
+        ({"before": swap_layers}, [f"layers.{n}.self_attn.k_proj.weight" for n in (0, 1)], ["q_proj", "mlp"]),
+        ({"before": shift_rows}, [f"layers.1.mlp.{kind}_proj.weight" for kind in ("gate", "up")], ["down", "attn"]),
+        ({"stream": drop_norm}, ["model.layers.0.input_layernorm.weight"], ["layers.1", "proj"]),
     ],
+    ids=["a bit", "elsewhere", "exchanged", "shifted", "lost"],
 )
-def test_broken_transport_is_caught_and_named(generation, tamper, named, innocent):
-    message = sync_with(generation, tamper)
+def test_broken_transport_is_caught_and_named(generation, tampered, named, innocent):
+    message = sync_with(generation, **tampered)
     assert all(name in message for name in named), message
     assert not any(name in message for name in innocent), message
 
@@ -88,36 +97,36 @@ def test_tensors_that_nobody_sent_or_wanted_are_named(generation, monkeypatch):
         return (item for item in original(self) if item[0] != "model.norm.weight")
 
     monkeypatch.setattr(FP8VLLMGeneration, "_iter_named_params", without_final_norm)
-    message = sync_with(generation, lambda stream: stream)
-    assert "never sent: model.norm.weight" in message
+    assert "never sent: model.norm.weight" in sync_with(generation)
 
 
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_a_kv_scale_that_does_not_arrive_is_named(generation, which):
     generation.sync_weights()
     generation.calibrate = lambda: engines.some_scales(2, 2)
+    write = generation.engine.write_kv_scales
 
-    def stale(stream):  # layer 1 is sent the scale of the sync before
-        for name, tensor in stream:
-            yield name, tensor / 2 if name == f"model.layers.1.self_attn.{which}_scale" else tensor
+    def stale(scales):  # layer 1 keeps the scale of the sync before
+        values = scales.values.clone()
+        values[1, QKV.index(which)] /= 2
+        write(KVScales(values))
 
-    message = sync_with(generation, stale)
+    generation.engine.write_kv_scales = stale
+    message = sync_with(generation)
     assert f"layer 1 {which}_scale: device tensor" in message and f"layer 1 {which}_scale: host float" in message
     assert "layer 0" not in message
 
 
 def test_swapped_kv_scales_of_two_layers_are_named(generation):
-    def swap(stream):
-        for name, tensor in stream:
-            if name.endswith("k_scale"):
-                name = (
-                    name.replace("layers.0", "layers.x")
-                    .replace("layers.1", "layers.0")
-                    .replace("layers.x", "layers.1")
-                )
-            yield name, tensor
+    write = generation.engine.write_kv_scales
 
-    message = sync_with(generation, swap)
+    def swapped(scales):
+        values = scales.values.clone()
+        values[:, 1] = values[:, 1].flip(0)
+        write(KVScales(values))
+
+    generation.engine.write_kv_scales = swapped
+    message = sync_with(generation)
     assert "layer 0 k_scale" in message and "layer 1 k_scale" in message and "v_scale" not in message
 
 
@@ -132,7 +141,7 @@ def test_each_copy_of_a_scale_is_compared(generation, copy):
     else:
         setattr(layer, copy, held * 2)
     with pytest.raises(RuntimeError, match=f"layer 1 {copy[1]}_scale"):
-        verify_kv_scales(engine_model(generation.llm), scales)
+        generation.engine.verify_kv_scales(scales)
 
 
 def flip_a_byte(model):
@@ -165,55 +174,92 @@ def test_what_changes_in_the_engine_after_a_sync_is_named_before_anything_is_sam
     assert generation.generate([[5, 6]], None, 1)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])  # the last is infinite in BF16 only
-def test_a_diverged_policy_is_refused_before_the_engine_is_touched(generation, bad):
+def test_an_edit_of_any_tensor_in_any_row_is_named(generation):
     generation.sync_weights()
-    before = engines.log_probs(generation.llm)
-    weight = generation.model.model.layers[1].mlp.up_proj.weight
-    with torch.no_grad():
-        kept = weight[3, 4].item()
-        weight[3, 4] = bad
-    with pytest.raises(ValueError, match=r"1 of \d+ parameters: model\.layers\.1\.mlp\.up_proj\.weight"):
+    generator = torch.Generator().manual_seed(0)
+    for name, held in generation.engine.layout.held.items():
+        flat = held.reshape(-1).view(torch.uint8) if held.is_contiguous() else None
+        assert flat is not None and flat.data_ptr() == held.data_ptr()  # a view of what the engine reads
+        place = int(torch.randint(flat.numel(), (1,), generator=generator))
+        flat[place] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        with pytest.raises(
+            RuntimeError, match=f"^1 tensors of the engine have changed since the last sync: {name}[.] "
+        ):
+            generation.delivery.verify()
         generation.sync_weights()
-    assert generation.generate([[5, 6]], None, 1)
-    assert engines.log_probs(generation.llm) == before
-    with torch.no_grad():
-        weight[3, 4] = kept
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])  # the last is infinite in BF16 only
+def test_a_diverged_policy_is_named_and_refused_until_it_is_mended(generation, bad):
+    generation.sync_weights()
+    expected = engines.log_probs(generation.llm)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in generation.model.named_parameters():
+        place = int(torch.randint(parameter.numel(), (1,), generator=generator))
+        with torch.no_grad():
+            kept = parameter.view(-1)[place].item()
+            parameter.view(-1)[place] = bad
+        with pytest.raises(ValueError, match=rf"1 of 25 parameters: {name}\. The engine refuses to generate"):
+            generation.sync_weights()
+        with pytest.raises(RuntimeError, match="no complete policy"):
+            generation.generate([[5, 6]], None, 1)
+        with torch.no_grad():
+            parameter.view(-1)[place] = kept
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) == expected
 
 
 class Broken(Exception):
     """Anything that a parameter gather can raise."""
 
 
-def break_at(position):
-    def tamper(stream):
+def break_at(position, error=Broken):
+    def tampered(stream):
         for index, item in enumerate(stream):
             if index == position:
-                raise Broken(f"at {item[0]}")
+                raise error(f"at {item[0]}")
             yield item
 
-    return tamper
+    return tampered
 
 
-def test_a_sync_that_breaks_anywhere_can_be_repeated_with_other_weights(generation):
-    tensors = 25 + 14 + 6
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("error", [Broken, torch.OutOfMemoryError])
+def test_a_sync_that_breaks_anywhere_can_be_repeated_with_other_weights(generation, monkeypatch, at_once, error):
+    monkeypatch.setattr(generation.delivery, "_at_once", at_once)
     generation.sync_weights()
     expected = engines.log_probs(generation.llm)
     state = {name: tensor.clone() for name, tensor in generation.model.state_dict().items()}
-    for position in range(tensors):
+    for position in range(25):
         engines.perturb(generation.model, seed=position)
-        engines.tamper(generation, break_at(position))
-        with pytest.raises(Broken):
+        engines.tamper(stream=break_at(position, error))
+        with pytest.raises(error, match="^at "):
             generation.sync_weights()
         with pytest.raises(RuntimeError, match="no complete policy"):
             generation.generate([[5, 6]], None, 1)
-        engines.tamper(generation, None)
+        engines.tamper()
         generation.model.load_state_dict(state)
         generation.sync_weights()
         if position % 5 == 0:  # generating takes longer than syncing; the audit covers the rest
             assert engines.log_probs(generation.llm) == expected
-    engines.tamper(generation, break_at(tensors))
-    generation.sync_weights()  # nothing there to break: `tensors` is all of them
+    engines.tamper(stream=break_at(25))
+    generation.sync_weights()  # nothing there to break: 25 is all of them
+
+
+@pytest.mark.parametrize("where", ["quantize_into", "digests_of_sent"])
+def test_memory_that_runs_out_in_the_middle_of_a_write_is_no_policy(generation, monkeypatch, where):
+    def exhausted(*args):
+        raise torch.OutOfMemoryError("out of memory")
+
+    generation.sync_weights()
+    with monkeypatch.context() as broken:
+        broken.setattr(writer, where, exhausted)
+        with pytest.raises(torch.OutOfMemoryError):
+            generation.sync_weights()
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        generation.generate([[5, 6]], None, 1)
+    generation.sync_weights()
+    assert generation.generate([[5, 6]], None, 1)
 
 
 def test_an_engine_that_fails_once_is_retried(generation):
@@ -226,12 +272,12 @@ def test_an_engine_that_fails_once_is_retried(generation):
                 raise RuntimeError("engine hiccup")
             yield item
 
-    engines.tamper(generation, fail_once)
+    engines.tamper(stream=fail_once)
     engines.perturb(generation.model, seed=1)
     generation.sync_weights()
     assert len(calls) == 2
     retried = engines.log_probs(generation.llm)
-    engines.tamper(generation, None)
+    engines.tamper()
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == retried
 

@@ -11,6 +11,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Delivery
 from trl_fp8.sync.pieces import Layout, Piece
+from trl_fp8.sync.writer import Writer
 
 
 RECIPE = FP8Recipe(fp8_modules=("proj",), kept_modules={"head": "output head"})
@@ -24,35 +25,25 @@ HELD = {
 
 
 class DictEngine:
-    """Writes its calls to `calls`. `break_load` (which attempts raise what) and `lose` (a name) go wrong."""
+    """Writes its calls to `calls`. `broken` (which attempts to write KV scales raise what) go wrong."""
 
     def __init__(self):
         self.held = {name: tensor.clone() for name, tensor in HELD.items()}
         owners = {name: SimpleNamespace(tensor=tensor) for name, tensor in self.held.items()}
-        pieces = {name: Piece(name, owners[name], "tensor", tensor.dtype) for name, tensor in self.held.items()}
-        self.layout = Layout(pieces, {})
-        self.calls, self.break_load, self.lose, self.running = [], {}, None, False
-        self.kv_scales = {}
+        self.layout = Layout(Piece(name, owners[name], "tensor", tensor.dtype) for name, tensor in self.held.items())
+        self.calls, self.broken, self.running = [], {}, False
+        self.kv_scales = None
 
     def wake(self):
         self.calls.append("wake")
 
-    def load(self, tensors):
-        self.calls.append("load")
-        for name, tensor in tensors:
-            if name == "head.weight" and (error := self.break_load.pop(self.calls.count("load"), None)):
-                raise error
-            if name.startswith("model.layers."):
-                self.kv_scales[name] = tensor.item()
-            elif name != self.lose:
-                self.held[name].copy_(tensor)
-
-    def abort(self):
-        self.calls.append("abort")
+    def write_kv_scales(self, scales):
+        self.calls.append("scales")
+        self.kv_scales = scales.values.clone()
 
     def verify_kv_scales(self, sent):
         self.calls.append("verify")
-        if set(self.kv_scales.values()) != set(sent.values.flatten().tolist()):
+        if not torch.equal(self.kv_scales, sent.values):
             raise RuntimeError("KV cache scales differ")
 
     def reset_prefix_cache(self):
@@ -71,12 +62,18 @@ class Policy(nn.Module):
 
 @pytest.fixture
 def made():
-    """(delivery, its engine, the policy); `calls` of the engine include the policy's tensors being closed."""
+    """(delivery, its engine, the policy); `calls` of the engine include the policy's tensors being opened and closed,
+    and attempts number `engine.broken` raise before the head.
+    """
     policy, engine = Policy(), DictEngine()
 
     def tensors():
+        engine.calls.append("write")
         try:
-            yield from policy.named_parameters()
+            for name, parameter in policy.named_parameters():
+                if name == "head.weight" and (error := engine.broken.pop(engine.calls.count("write"), None)):
+                    raise error
+                yield name, parameter
         finally:
             engine.calls.append("closed")
 
@@ -98,7 +95,7 @@ def refuses(delivery):
     return True
 
 
-DELIVERED = ["wake", "calibrate", "load", "closed", "verify", "reset"]
+DELIVERED = ["wake", "calibrate", "write", "closed", "scales", "verify", "reset"]
 
 
 def test_everything_in_its_order_and_what_came_of_it(made):
@@ -112,7 +109,7 @@ def test_everything_in_its_order_and_what_came_of_it(made):
     assert 0 <= report.quantize_seconds <= report.seconds and 0 < report.weight_relative_error < 2**-4
     assert torch.equal(engine.held["head.weight"], policy.head.weight.bfloat16())
     assert list(shared) == ["proj.weight"]
-    assert torch.equal(shared["proj.weight"].qdata.float(), engine.held["proj.weight"].float())
+    assert shared["proj.weight"].qdata.data_ptr() == engine.held["proj.weight"].data_ptr()
     delivery.require_whole()
     delivery.verify()
 
@@ -121,11 +118,11 @@ def test_without_an_fp8_kv_cache_nothing_is_calibrated_or_verified(made):
     delivery, engine, _ = made
     assert delivery.deliver().kv_scales is None
     delivery.verify()
-    assert engine.calls == ["wake", "load", "closed", "reset"]
+    assert engine.calls == ["wake", "write", "closed", "reset"]
 
 
 @pytest.mark.parametrize("bad", ["policy", "calibration"])
-def test_a_policy_that_cannot_be_sent_leaves_the_engine_whole(made, bad):
+def test_a_policy_that_cannot_be_calibrated_leaves_the_engine_whole(made, bad):
     delivery, engine, policy = made
     report = delivery.deliver(calibrated(engine))
     engine.calls.clear()
@@ -136,18 +133,35 @@ def test_a_policy_that_cannot_be_sent_leaves_the_engine_whole(made, bad):
     if bad == "policy":
         with torch.no_grad():
             policy.norm.weight[3] = float("inf")
-    with pytest.raises(ValueError, match={"policy": "norm.weight", "calibration": "zero amax"}[bad]):
+    with pytest.raises(ValueError, match={"policy": "norm.weight. Nothing was", "calibration": "zero amax"}[bad]):
         delivery.deliver(fails)
-    assert engine.calls == ([] if bad == "policy" else ["wake"])
+    assert engine.calls == ["wake"]
     delivery.verify()
     assert delivery.last is report and delivery.failures == 0
 
 
-def test_an_engine_that_fails_is_asked_once_more(made):
-    delivery, engine, _ = made
-    engine.break_load = {1: RuntimeError("hiccup")}
+@pytest.mark.parametrize("where", ["proj", "head", "norm"])
+def test_a_policy_that_is_not_finite_is_named_as_it_is_written(made, where):
+    delivery, engine, policy = made
+    report = delivery.deliver(calibrated(engine))
+    weight = policy.get_submodule(where).weight
+    with torch.no_grad():
+        kept = weight.view(-1)[5].item()
+        weight.view(-1)[5] = float("nan")
+    with pytest.raises(ValueError, match=f"1 of 3 parameters: {where}.weight. The engine refuses to generate until"):
+        delivery.deliver(calibrated(engine))
+    assert refuses(delivery) and delivery.last is report and delivery.failures == 0
+    with torch.no_grad():
+        weight.view(-1)[5] = kept
     delivery.deliver(calibrated(engine))
-    assert engine.calls == ["wake", "calibrate", "load", "closed", "abort", *DELIVERED[2:]]
+    delivery.verify()
+
+
+def test_a_write_that_fails_is_tried_once_more(made):
+    delivery, engine, _ = made
+    engine.broken = {1: RuntimeError("hiccup")}
+    delivery.deliver(calibrated(engine))
+    assert engine.calls == ["wake", "calibrate", "write", "closed", *DELIVERED[2:]]
     delivery.verify()
     assert delivery.failures == 0
 
@@ -161,39 +175,91 @@ def test_an_engine_that_fails_is_asked_once_more(made):
     ],
     ids=["twice", "another error", "interrupted"],
 )
-def test_an_engine_that_was_not_loaded_is_refused_until_it_is(made, errors, attempts):
+def test_an_engine_that_was_not_written_is_refused_until_it_is(made, errors, attempts):
     delivery, engine, _ = made
     report = delivery.deliver()
     engine.calls.clear()
-    engine.break_load = errors
+    engine.broken = errors
     with pytest.raises(type(errors[attempts]), match="last"):
         delivery.deliver()
-    assert engine.calls == ["wake", *["load", "closed", "abort"] * attempts]
+    assert engine.calls == ["wake", *["write", "closed"] * attempts]
     assert refuses(delivery) and delivery.last is report and delivery.failures == 0
     delivery.deliver()
     delivery.verify()
 
 
-def test_ranks_do_not_repeat_a_load_that_others_may_be_through(made):
+class OtherRank:
+    """Two ranks, of which the other one's write fails in attempts `fails` with a code; it holds the same policy."""
+
+    tensor_parallel_size, rank = 1, 0
+
+    def __init__(self, **fails):
+        self.fails, self.attempts = fails, 0
+
+    def reduce_max(self, tensor):
+        if tensor.dim() == 0:
+            self.attempts += 1
+            tensor.copy_(torch.maximum(tensor, torch.tensor(self.fails.get(f"attempt{self.attempts}", 0))))
+
+    def extremes(self, values):
+        return torch.stack([values, values])
+
+
+@pytest.mark.parametrize("ours", [None, RuntimeError("hiccup")], ids=["theirs", "both"])
+def test_what_failed_on_one_rank_is_repeated_on_all(made, ours):
     _, engine, policy = made
-    ranks = SimpleNamespace(reduce_max=lambda tensor: None)
-    delivery = Delivery(engine, policy, RECIPE, lambda: closing(iter(policy.named_parameters())), replicas=ranks)
-    engine.break_load = {1: RuntimeError("hiccup")}
-    with pytest.raises(RuntimeError, match="hiccup"):
+    delivery = Delivery(engine, policy, RECIPE, made[0]._tensors, replicas=OtherRank(attempt1=1))
+    engine.broken = {1: ours} if ours else {}
+    delivery.deliver()
+    assert engine.calls == ["wake", "write", "closed", "write", "closed", "reset"]
+    delivery.verify()
+
+
+@pytest.mark.parametrize("fails", [{"attempt1": 2}, {"attempt1": 1, "attempt2": 1}], ids=["for good", "twice"])
+def test_what_failed_on_one_rank_fails_on_all(made, fails):
+    _, engine, policy = made
+    delivery = Delivery(engine, policy, RECIPE, made[0]._tensors, replicas=OtherRank(**fails))
+    with pytest.raises(RuntimeError, match="failed on another rank"):
         delivery.deliver()
-    assert engine.calls == ["wake", "load", "abort"] and refuses(delivery)
+    assert refuses(delivery)
+
+
+def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):
+    """Each parameter is a collective: ranks that are not through would wait for this one for ever."""
+    _, engine, policy = made
+    gathered = []
+
+    def tensors():
+        for name, parameter in policy.named_parameters():
+            gathered.append(name)
+            yield name, parameter[:64] if name == "proj.weight" else parameter  # cannot be written
+
+    everything = [name for name, _ in policy.named_parameters()]
+    delivery = Delivery(
+        engine, policy, RECIPE, lambda: closing(tensors()), at_once=True, replicas=OtherRank(attempt2=2)
+    )
+    with pytest.raises(RuntimeError):
+        delivery.deliver()
+    assert gathered == 2 * everything and everything[0] == "proj.weight"
 
 
 @pytest.mark.parametrize("lost", ["norm.weight", "proj.weight_scale_inv", "KV scale"])
-def test_what_did_not_arrive_is_counted_and_refused(made, lost):
+def test_what_did_not_arrive_is_counted_and_refused(made, lost, monkeypatch):
     delivery, engine, _ = made
-    engine.lose = lost
     calibrate = calibrated(engine)
     if lost == "KV scale":
-        engine.verify_kv_scales = lambda sent: DictEngine.verify_kv_scales(engine, KVScales(sent.values * 2))
+        engine.write_kv_scales = lambda sent: DictEngine.write_kv_scales(engine, KVScales(sent.values * 2))
+    else:
+        write = Writer.write
+
+        def elsewhere(writer, *tensors):
+            writer._held = writer._held | {lost: engine.held[lost].clone()}
+            write(writer, *tensors)
+
+        monkeypatch.setattr(Writer, "write", elsewhere)
     with pytest.raises(RuntimeError, match="scales differ" if lost == "KV scale" else f"other bytes.*{lost}"):
         delivery.deliver(calibrate)
-    assert "reset" not in engine.calls and engine.calls.count("load") == 1
+    assert "reset" not in engine.calls and engine.calls.count("write") == 1
     assert refuses(delivery) and delivery.failures == 1 and delivery.last is None
 
 
@@ -210,7 +276,7 @@ def test_a_broken_seal_is_counted_once_and_refused_until_the_next_delivery(made,
     delivery, engine, _ = made
     delivery.deliver(calibrated(engine))
     if changed == "KV scale":
-        engine.kv_scales["model.layers.0.self_attn.k_scale"] = 2.0
+        engine.kv_scales[0, 1] = 2.0
     else:
         engine.held[changed].view(torch.uint8)[5, 7] ^= 1
     with pytest.raises(RuntimeError, match="scales differ" if changed == "KV scale" else f"changed since.*{changed}"):

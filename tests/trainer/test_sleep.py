@@ -13,6 +13,7 @@ from testing.runs import arguments, dataset, reward_digits, rows
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
+from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -41,20 +42,17 @@ def events(monkeypatch):
                 parameter.data.copy_(weight)
 
     def noted(name, original):
-        def call(llm, *args, **kwargs):
-            if name != "collective_rpc":
-                happened.append(name)
-            elif args[0] == "reload_weights":
-                happened.append("reload")
-            return original(llm, *args, **kwargs)
+        def call(*args, **kwargs):
+            happened.append(name)
+            return original(*args, **kwargs)
 
         return call
 
     monkeypatch.setattr(RolloutLLM, "__init__", lambda llm, enable_sleep_mode, **kw: LLM.__init__(llm, **kw))
     monkeypatch.setattr(LLM, "sleep", sleep)
     monkeypatch.setattr(LLM, "wake_up", wake_up)
-    for name in ("collective_rpc", "generate"):
-        monkeypatch.setattr(LLM, name, noted(name, getattr(LLM, name)))
+    monkeypatch.setattr(LLM, "generate", noted("generate", LLM.generate))
+    monkeypatch.setattr(Writer, "write", noted("write", Writer.write))
     return happened
 
 
@@ -63,7 +61,7 @@ def sleepy_trainer(checkpoint, folder, **flags):
     return FP8GRPOTrainer(checkpoint, reward_digits, args, dataset(), eval_dataset=dataset(2))
 
 
-SYNCED = ["wake weights", "reload", "wake kv_cache", "generate"]
+SYNCED = ["wake weights", "write", "wake kv_cache", "generate"]
 AS_BEFORE = ["wake weights", "wake kv_cache", "generate"]
 
 

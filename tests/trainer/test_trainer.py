@@ -159,9 +159,10 @@ def test_lora_trains_and_adapters_are_unmerged_after_a_broken_sync(checkpoint, t
             yield from (next(stream) for _ in range(9))
             raise OSError("link down")
 
-        engines.tamper(trainer.vllm_generation, broken)
+        engines.tamper(stream=broken)
         with pytest.raises(OSError, match="link down"):
             trainer.vllm_generation.sync_weights()
+        engines.tamper()
         after = dict(trainer.model.named_parameters())
         # merge and unmerge round once each in fp32
         assert all((after[name] - base[name]).abs().max() <= 2**-22 * base[name].abs().max() for name in base)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, listed
@@ -37,20 +38,38 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
         )
 
 
-def require_same_names(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
-    """Raise `ValueError` naming some of the tensors that an engine holds under other names than the policy's."""
-    # An audit would find them too, but could not tell a model that vLLM holds differently from a tensor that got lost
-    sent = {recipe.engine_name(name) for name in outline_of(model).parameters}
-    sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
+def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
+    """Raise `ValueError` naming some of the tensors that an engine holds under other names, or in another form."""
+    # A sync would fail too, but could not tell a model that vLLM holds differently from a tensor that got lost
+    sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # None: any, what is copied is rounded to it
+    for name, shape in outline_of(model).parameters.items():
+        fp8, spec = name in recipe.fp8_tensors, recipe.format
+        sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
+        if fp8:
+            rows, columns = spec.weight_block or shape[-2:]
+            blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
+            sent[recipe.scale_name(name)] = blocks, torch.float32
     unknown = [name for name in sent if name not in layout.pieces]
     empty = [name for name in layout.names if name not in sent]
+    reasons = []
     if unknown or empty:
-        reason = (
+        reasons.append(
             f"vLLM's class has {len(empty)} tensors under names that the policy does not have "
             f"({listed(sorted(empty), 4) or 'none'}), and the policy {len(unknown)} that the class does not have "
             f"({listed(sorted(unknown), 4) or 'none'})"
         )
-        raise ValueError(servable.unservable(recipe.model_type, reason))
+    elif other := [f"{name} {why}" for name, form in sent.items() if (why := _other_form(layout, name, *form))]:
+        reasons.append(f"its kernels keep {len(other)} tensors in another form ({listed(other, 4)})")
+    if reasons:
+        raise ValueError(servable.unservable(recipe.model_type, reasons[0]))
+
+
+def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
+    """How an engine's tensor differs from what is sent, if it does: then nothing could be written into it."""
+    held, part = layout.held[name], layout.pieces[name].of_sent(torch.empty(shape, device="meta"))
+    if held.shape != part.shape and not held.numel() == part.numel() == 1:
+        return f"is {list(held.shape)} where {list(part.shape)} are sent"
+    return f"is {held.dtype} where {dtype} is sent" if dtype not in (None, held.dtype) else None
 
 
 def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] | None = None) -> None:
@@ -74,9 +93,9 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
 def not_finite(names: list[str], among: int, consequence: str) -> str:
     """The message for tensors of a policy that hold NaN or infinities."""
     return (
-        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {among} parameters: {listed(names, 8)}. "
-        f"{consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and resume from the "
-        "last good checkpoint."
+        f"the policy holds NaN or infinite values (as BF16) in {len(names)} of {among} parameters: "
+        f"{listed(names, 8)}. {consequence} Look at the last optimizer step (learning_rate, max_grad_norm, loss), and "
+        "resume from the last good checkpoint."
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .writer import Named
+from .writer import Named, by_scale
 
 
 def weight_stream(
@@ -24,20 +24,15 @@ def weight_stream(
     What is BF16 already is the policy's own: the consumer copies it before it asks for the next. Besides what it holds
     the copies of one parameter are alive, or of the two or three that share a scale.
     """
-    due: dict[str, torch.Tensor] = {}  # whose scale is also that of a weight to come
-    for name, parameter in parameters:
-        group = recipe.sharing_scale(name)
-        rounded = parameter.detach().to(torch.bfloat16, copy=len(group) > 1)
-        if name not in recipe.fp8_tensors:
-            yield recipe.engine_name(name), rounded
-            continue
-        due[name] = rounded
-        if all(peer in due for peer in group):
-            weights = [due.pop(peer) for peer in group]
-            quantized = recipe.format.quantize_weights(weights, recipe.scale_format)
-            for peer, codes in zip(group, quantized, strict=True):
-                yield recipe.engine_name(peer), codes.qdata
-                yield recipe.scale_name(peer), recipe.format.sent_scale(codes)
+    for weights in by_scale(parameters, recipe, copy=True):
+        rounded = [weight.detach().to(torch.bfloat16) for weight in weights.values()]
+        if recipe.fp8_tensors.issuperset(weights):
+            quantized = recipe.format.quantize_weights(rounded, recipe.scale_format)
+            for name, codes in zip(weights, quantized, strict=True):
+                yield recipe.engine_name(name), codes.qdata
+                yield recipe.scale_name(name), recipe.format.sent_scale(codes)
+        else:
+            yield from zip(map(recipe.engine_name, weights), rounded, strict=True)
     for name, buffer in buffers:
         yield recipe.engine_name(name), buffer.detach()
     for layer, values in enumerate(kv_scales.values if kv_scales is not None else ()):

@@ -9,7 +9,7 @@ way, and nothing waits for the device. vLLM's own loader, which would gather the
 process the layer again, has no part in it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torchao.quantization import Float8Tensor
@@ -26,6 +26,26 @@ from .policy_checks import not_finite
 Named = tuple[str, torch.Tensor]
 Share = Callable[[str, Float8Tensor], None]
 SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
+
+
+def by_scale(parameters: Iterable[Named], recipe: FP8Recipe, copy: bool) -> Iterator[dict[str, torch.Tensor]]:
+    """Parameters one by one, FP8 weights that share a scale together, the first ones of them copied if `copy`.
+
+    `RuntimeError` in the end if a weight that is FP8 in the recipe was not among them.
+    """
+    due: dict[str, torch.Tensor] = {}
+    missing = set(recipe.fp8_tensors)
+    for name, parameter in parameters:
+        missing.discard(name)
+        group = recipe.sharing_scale(name)
+        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
+        if all(peer in due for peer in group):
+            yield {peer: due.pop(peer) for peer in group}
+    if missing:
+        raise RuntimeError(
+            f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
+            "Were modules renamed or replaced after the trainer was made?"
+        )
 
 
 class Writer:
@@ -47,32 +67,20 @@ class Writer:
 
     def write(self, parameters: Iterable[Named], buffers: Iterable[Named] = ()) -> None:
         """Write `(checkpoint name, full tensor)` of a policy in model order; `RuntimeError` if FP8 weights lack."""
-        recipe = self._recipe
-        pending: dict[str, torch.Tensor] = {}  # whose scale is also that of a weight to come
-        missing = set(recipe.fp8_tensors)
-        for name, parameter in parameters:
-            if name in recipe.fp8_tensors:
-                missing.discard(name)
-                group = recipe.sharing_scale(name)
-                keep = self._at_once and len(group) > 1
-                pending[name] = parameter.detach().to(torch.bfloat16, copy=True) if keep else parameter
-                if all(peer in pending for peer in group):
-                    self._quantize({peer: pending.pop(peer) for peer in group})
+        for weights in by_scale(parameters, self._recipe, copy=self._at_once):
+            if self._recipe.fp8_tensors.issuperset(weights):
+                self._quantize(weights)
             else:
-                self._copy(recipe.engine_name(name), parameter)
+                for name, parameter in weights.items():
+                    self._copy(self._recipe.engine_name(name), parameter)
             if self._at_once:
                 self._flush()
-        if missing:
-            raise RuntimeError(
-                f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
-                "Were modules renamed or replaced after the trainer was made?"
-            )
         for name, buffer in buffers:
-            self._copy(recipe.engine_name(name), buffer)
+            self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
 
     def share(self, share: Share) -> None:
-        """Call `share` with the name of each FP8 weight and Q(W): views of what the engine holds, which is all of it."""
+        """Call `share` with the name of each FP8 weight and Q(W): views of what the engine holds, all of it."""
         for name in self._recipe.fp8_tensors:
             share(name, self._codes(*(self._held[each] for each in self._names(name))))
 
@@ -158,7 +166,9 @@ class Writer:
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
         """Sums of squares of the error and of the weight, fp32 `[2]`."""
-        weight, codes, scale, _ = destination
-        rows = weight[..., :SAMPLED_ROWS, :].detach().to(torch.bfloat16).float()
-        error = rows - dequantize_weight(first_rows(self._codes(codes, scale), SAMPLED_ROWS), torch.float32)
+        codes = first_rows(self._codes(destination.codes, destination.scale), SAMPLED_ROWS)
+        weight = destination.weight.detach()
+        rows = (weight.flatten(1, 2) if weight.dim() == 4 else weight)[..., : codes.shape[-2], :]
+        rows = rows.to(torch.bfloat16).float()
+        error = rows - dequantize_weight(codes, torch.float32)
         return torch.stack([error.square().sum(), rows.square().sum()])

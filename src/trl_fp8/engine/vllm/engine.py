@@ -8,10 +8,10 @@ from vllm import LLM
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.policy_checks import require_same_names
+from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream import vllm as upstream
 
-from .kv_scales import attention_layers, fp8_attention_layers, verify_kv_scales, write_kv_scales
+from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
 from .layout import engine_layout
 from .numerics import engine_numerics, fp8_kernels, require_auditable
 
@@ -29,7 +29,7 @@ class ColocatedEngine:
         require_auditable(fp8_kernels(self.model))
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, buffers)
-        require_same_names(policy, recipe, self.layout)
+        require_same_tensors(policy, recipe, self.layout)
         self._attention = {}
         if recipe.fp8_kv_cache:
             self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)

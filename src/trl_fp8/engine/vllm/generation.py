@@ -38,7 +38,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        share: See `Delivery.deliver`. Not called under PEFT, where the trainer's own base is not the merged weight sent.
+        share: See `Delivery.deliver`. Not called where the trainer's own weights are not what the engine keeps.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.

@@ -1,0 +1,163 @@
+"""What a writer leaves in an engine's tensors, and how much work it is; the engine is a dict of tensors."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from testing import tiny_models
+from testing.held import layout_for
+from trl_fp8.quantization import blockwise
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.digest import digest
+from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.sync.weight_stream import weight_stream
+from trl_fp8.sync.writer import Writer
+
+
+def written(model, recipe, **options):
+    """(writer, layout) after a write of the whole policy."""
+    layout = layout_for(model, recipe)
+    writer = Writer(layout, recipe, **options)
+    writer.write(model.named_parameters(), persistent_buffers(model))
+    return writer, layout
+
+
+CASES = {
+    "blocks": ("qwen3", {}, {}),
+    "fp32 scales": ("qwen3", {}, {"scale_format": "fp32"}),
+    "per tensor": ("qwen3", {"intermediate_size": 208}, {"weight_format": "tensor"}),
+    "experts": ("qwen3_moe", {}, {}),
+    "other names": ("mixtral", {}, {}),
+    "buffers": ("glm4_moe", {}, {}),
+    "ragged head": ("qwen3", {"vocab_size": 61}, {}),
+}
+
+
+@pytest.mark.parametrize("together", [2**20, 2**14], ids=["stacked", "in parts"])
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES)
+def test_an_engine_holds_what_a_checkpoint_would(case, dtype, at_once, together, monkeypatch):
+    """And the checksums of what was sent are those of it."""
+    monkeypatch.setattr(blockwise, "_TOGETHER", together)
+    architecture, options, flags = CASES[case]
+    model = tiny_models.build(architecture, **options).to(dtype)
+    recipe = recipe_for_model(model, **flags)
+    writer, layout = written(model, recipe, at_once=at_once)
+    expected = dict(weight_stream(model.named_parameters(), recipe, buffers=persistent_buffers(model)))
+    assert writer.sums.keys() == expected.keys() == layout.held.keys() and not writer.unknown
+    for name, held in layout.held.items():
+        assert torch.equal(digest(held), digest(expected[name])), name
+        assert torch.equal(writer.sums[name], digest(held)), name
+    assert writer.fp8_weights == len(recipe.fp8_tensors)
+    error, dead = writer.inspect()
+    assert 0.02 < error < 0.03 and not dead
+
+
+def test_a_parameter_that_changes_once_the_next_is_asked_for_was_written(monkeypatch):
+    model = tiny_models.build(intermediate_size=208).bfloat16()
+    recipe = recipe_for_model(model, weight_format="tensor")  # three weights share a scale
+    _, expected = written(model, recipe)
+
+    def as_zero3_gathers_them():
+        for name, parameter in model.named_parameters():
+            gathered = parameter.detach().clone()
+            yield name, gathered
+            gathered.fill_(7)
+
+    layout = layout_for(model, recipe)
+    Writer(layout, recipe, at_once=True).write(as_zero3_gathers_them())
+    assert torch.equal(layout.sums(), expected.sums())
+    Writer(layout, recipe).write(as_zero3_gathers_them())
+    assert not torch.equal(layout.sums(), expected.sums())  # as it would be otherwise
+
+
+def test_what_lacks_and_what_nobody_wanted_is_named():
+    model = tiny_models.build()
+    recipe = recipe_for_model(model)
+    layout = layout_for(model, recipe)
+    few = [(name, p) for name, p in model.named_parameters() if "layers.1.mlp.up_proj" not in name]
+    with pytest.raises(RuntimeError, match=r"lacks 1 weights .*model\.layers\.1\.mlp\.up_proj\.weight"):
+        Writer(layout, recipe).write(few)
+    writer = Writer(layout, recipe)
+    writer.write([*model.named_parameters(), ("model.extra.weight", torch.ones(3))])
+    assert writer.unknown == ["model.extra.weight"]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_a_trainer_computes_with_the_engines_own_tensors(architecture):
+    model = tiny_models.build(architecture)
+    recipe = recipe_for_model(model)
+    writer, layout = written(model, recipe)
+    shared, parameters = {}, dict(model.named_parameters())
+    writer.share(shared.__setitem__)
+    assert shared.keys() == recipe.fp8_tensors
+    for name, codes in shared.items():
+        assert codes.shape == parameters[name].shape and codes.block_size[-2:] == [128, 128]
+        assert codes.qdata.data_ptr() == layout.held[name].data_ptr()
+        assert codes.scale.data_ptr() == layout.held[f"{name}_scale_inv"].data_ptr()
+        values, weight = dequantize_weight(codes, torch.float32), parameters[name]
+        assert (values - weight).norm() < 2**-4 * weight.norm()
+
+
+class Operations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(model) -> int:
+    """Operators dispatched by one write."""
+    recipe = recipe_for_model(model)
+    writer = Writer(layout_for(model, recipe), recipe)
+    with Operations() as counter:
+        writer.write(model.named_parameters())
+    return counter.count
+
+
+def test_the_work_of_a_sync_does_not_grow_with_the_number_of_experts():
+    few, many = (operations(tiny_models.build("qwen3_moe", num_experts=experts)) for experts in (4, 8))
+    assert few == many
+
+
+def test_the_work_of_a_sync_of_small_layers_does_not_grow_with_their_number():
+    """On CPU layers of one shape are quantized and summed up together; what is left are views."""
+    two, eight = (operations(tiny_models.build(num_hidden_layers=layers)) for layers in (2, 8))
+    assert eight - two < 6 * 7 * 5  # 6 layers more, 7 weights each
+
+
+def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
+    model = tiny_models.build("qwen3_moe")
+    experts = model.model.layers[1].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[0] = 0
+        experts.gate_up_proj[1] = 1e-30
+        experts.gate_up_proj[2] = 1e-9  # small, and alive
+        experts.down_proj[3, :, :64] = 1e-30  # half of a block: its other half decides the scale
+    writer, layout = written(model, recipe_for_model(model))
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    scale = layout.held[name + "_scale_inv"]
+    values = layout.held[name].float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert values.isfinite().all() and (scale > 1e-15).all()  # as the kernels need
+    assert (values[:2] == 0).all()
+    assert torch.allclose(values[2], torch.tensor(1e-9), rtol=1 / 16)
+    error, dead = writer.inspect()
+    assert dead == {name: 4}  # two experts of two blocks each
+    assert 0.02 < error < 0.03
+
+
+def test_all_ranks_refuse_what_one_of_them_wrote():
+    model = tiny_models.build()
+    recipe = recipe_for_model(model)
+    writer, _ = written(model, recipe)
+
+    def another_saw(flags):
+        assert flags.count_nonzero() == 0
+        flags[0] = 1
+
+    first = next(iter(writer.finite))
+    with pytest.raises(ValueError, match=f"1 of 25 parameters: {first}[.] The engine refuses"):
+        writer.inspect(another_saw)
