@@ -342,8 +342,8 @@ def main() -> None:
     elif options.peaks:
         print(json.dumps(peaks(syncs=3)))
     else:
-        results = paired(options.pairs) | {"memory": peaks_in_a_process_of_its_own()}
-        print(record.write("sync", options.pairs, results).read_text())
+        memory_of = peaks_in_a_process_of_its_own()  # before engines take this process's port
+        print(record.write("sync", options.pairs, paired(options.pairs) | {"memory": memory_of}).read_text())
 
 
 if __name__ == "__main__":
