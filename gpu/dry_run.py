@@ -6,7 +6,7 @@
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
 shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, and with the
-kernels left to vLLM; the CUDA model of it on fake tensors; what sync/ledger.py and engine/vllm/kv_scales.py say to its
+kernels left to vLLM; the CUDA model of it on fake tensors; what engine/vllm/{layout,kv_scales}.py say to its
 kernels. With the pinned ones also: weights are processed as after a load, names that are held are compared with those
 that a sync sends, and a decoder layer is called with prompts and with single tokens.
 

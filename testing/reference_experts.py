@@ -1,9 +1,9 @@
 """Block-FP8 experts for a CPU engine: everything of vLLM but the kernel,
-so that tests reach the loader and the reload.
+so that tests reach what surrounds it.
 
 vLLM 0.31 has FP8 expert kernels for GPUs and for CPUs with AMX only. Inside `reference_fp8_experts()` an engine that
 is started on any CPU chooses the TRITON backend, whose weights stay as they were loaded, and the class below instead
-of the Triton kernels. Loader, `Fp8MoEMethod` and layerwise reload are vLLM's own.
+of the Triton kernels. Loader and `Fp8MoEMethod` are vLLM's own.
 
 It lives in tests because its only use is to test what surrounds the kernel:
 a policy with FP8 experts is not offered on CPU.
@@ -90,8 +90,7 @@ class ReferenceExperts(TritonExperts):
 def reference_fp8_experts(scale_format: ScaleFormat = "fp32", fused_activation: bool = False) -> Iterator[None]:
     """Engines started inside the block compute their FP8 experts with `ReferenceExperts`, also after it.
 
-    Only the choice of the backend is replaced. vLLM makes it once per layer, when the model is built, and keeps the
-    class on the layer's `Fp8MoEMethod`, from which each reload makes its kernel anew.
+    Only the choice of the backend is replaced. vLLM makes it once per layer, when the model is built.
     """
     options = {"scale_format": scale_format, "fused_activation": fused_activation}
     experts = type("ReferenceExperts", (ReferenceExperts,), options)

@@ -2,7 +2,7 @@
 
 A step, and who takes part in it. Everything optional is a feature: an object with the hooks of features/feature.py.
 
-    rollouts due   -> [sync: KV scales, stream, audit] -> generate (FP8)     Syncs, KVCache, Routes
+    rollouts due   -> [sync: KV scales, write, audit] -> generate (FP8)     Syncs, KVCache, Routes
     old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes
     batch          -> importance ratios, mismatch/*, correction/*            RunLog, Correction, Flow
     loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes

@@ -161,8 +161,7 @@ def test_skipped_layers_stay_in_bf16_and_equal_a_fresh_engine(checkpoint, tmp_pa
     assert engines.fresh_log_probs(tmp_path / "fresh", generation, scales) == synced
 
 
-def test_bf16_weights_keep_their_scales_through_a_reload(checkpoint):
-    """vLLM resets scales at each reload of an unquantized model; the recipe's config must prevent that."""
+def test_bf16_weights_have_calibrated_scales_too(checkpoint):
     generation, _, scales = start(checkpoint("qwen3"), fp8_weights=False)
     before = engines.log_probs(generation.llm)
     generation.sync_weights()

@@ -15,10 +15,11 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from testing import engines
 from testing.reference_experts import ReferenceExperts, reference_fp8_experts
+from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.quantization.blockwise import quantize_weight
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.upstream.vllm import engine_model, reload_weights
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine
@@ -160,15 +161,17 @@ def distance(found, model, tensors, change=lambda scale: scale):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA engines have kernels of their own")
-def test_an_engine_holds_and_computes_with_what_was_written_and_what_is_reloaded(checkpoint, tmp_path):
+def test_an_engine_holds_and_computes_with_what_was_loaded_and_what_is_written_over_it(checkpoint, tmp_path):
     source = checkpoint("qwen3_moe", hidden_size=256, moe_intermediate_size=256)  # experts of several blocks
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-    written, reloaded = checkpoint_tensors(model, seed=1), checkpoint_tensors(model, seed=2)
-    llm = start(source, tmp_path / "fp8", written)
+    loaded, written = checkpoint_tensors(model, seed=1), checkpoint_tensors(model, seed=2)
+    llm = start(source, tmp_path / "fp8", loaded)
     addresses = {name: parameter.data_ptr() for name, parameter in held(llm).items()}
-    for tensors, others in (written, reloaded), (reloaded, written):
-        if tensors is reloaded:
-            reload_weights(llm, iter(tensors.items()))
+    for tensors, others in (loaded, written), (written, loaded):
+        if tensors is written:
+            layout = engine_layout(engine_model(llm))
+            for name, held_there in layout.held.items():
+                held_there.copy_(layout.pieces[name].of_sent(tensors[name]))
             llm.reset_prefix_cache()
         for name, parameter in held(llm).items():
             assert parameter.dtype == tensors[name].dtype and parameter.shape == tensors[name].shape, name

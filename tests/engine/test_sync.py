@@ -91,7 +91,7 @@ def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
 
 
 def test_storage_of_the_engine_stays_where_it_was(checkpoint):
-    """CUDA graphs and compiled code hold addresses: a reload must write into the same tensors."""
+    """CUDA graphs and compiled code hold addresses: a sync must write into the same tensors."""
     from trl_fp8.upstream.vllm import engine_model
 
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))

@@ -19,7 +19,6 @@ from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.model_loader.reload import layerwise
 from vllm.outputs import CompletionOutput
 from vllm.platforms import PlatformEnum
 from vllm.sampling_params import SamplingParams
@@ -170,14 +169,6 @@ def test_substitution_ends_with_the_block_even_after_an_error():
         assert trl_grpo.VLLMGeneration is not original
         raise RuntimeError
     assert trl_grpo.VLLMGeneration is original
-
-
-def test_vllm_reload_internals():
-    parameters = inspect.signature(GPUModelRunner.reload_weights).parameters
-    assert {"weights_iterator", "is_checkpoint_format"} <= set(parameters)
-    assert callable(layerwise._place_kernel_tensors) and callable(layerwise.LOADING_LAYERS.clear)
-    info = layerwise.LayerReloadingInfo.__dataclass_fields__
-    assert "kernel_tensors" in info and callable(layerwise.LayerReloadingInfo.can_load)
 
 
 def test_rotary_embeddings_are_kept_for_the_process_until_they_are_forgotten():

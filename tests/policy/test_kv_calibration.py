@@ -107,14 +107,41 @@ def test_tokens_are_bounded_and_repetitions_run_once():
     with forwards_of(model) as seen:
         observation = observe_sequences(model, hook, sequences * 3)
         assert seen[-1].shape == (3, 6) and observation.elements_L3[0, 1] == 13 * 2 * 64
-        observation = observe_sequences(model, hook, sequences, max_tokens=9)
+        observation = observe_sequences(model, hook, sequences, max_tokens=12)
         assert seen[-1].tolist() == [[5, 6, 7, 8, 9, 10], [11, 12, 13, 0, 0, 0]]  # the third would pass the bound
         assert observation.elements_L3[0, 1] == 9 * 2 * 64
-        observe_sequences(model, hook, [[], *sequences], max_tokens=10, pad_token_id=3)
+        observe_sequences(model, hook, [[], *sequences], max_tokens=12, pad_token_id=3)
         assert seen[-1].tolist() == [[5, 6, 7, 8, 9, 10], [11, 12, 13, 3, 3, 3]]
         observe_sequences(model, hook, sequences, max_tokens=4)
         assert seen[-1].tolist() == [[5, 6, 7, 8]]  # the first is cut, and nothing is left for the others
         assert len(seen) == 4
+
+
+def test_padding_counts_in_a_forward_and_no_row_is_lost_to_it():
+    """A long row among many short ones would be 33 times as many positions, if they were padded to it."""
+    model, generator = build(), torch.Generator().manual_seed(0)
+    hook = AttentionHook(model)
+    lengths = [[3] * 16 + [300] + [3] * 16, [5] * 7 + [40, 39, 11, 90, 2, 2, 64], [399, 1], [100] * 4]
+    rows = [[torch.randint(4, 60, (n,), generator=generator).tolist() for n in case] for case in lengths]
+    for case, forwards in zip(rows, (2, 2, 2, 1), strict=True):
+        case = list(map(list, dict.fromkeys(map(tuple, case))))
+        with forwards_of(model) as seen:
+            observation = observe_sequences(model, hook, case, max_tokens=400)
+        assert len(seen) == forwards
+        assert all(ids.numel() <= 400 for ids in seen)
+        assert sorted([token for token in row if token] for ids in seen for row in ids.tolist()) == sorted(case)
+        assert observation.elements_L3[0, 1] == sum(map(len, case)) * 2 * 64
+        alone = [observe_sequences(model, hook, [row]).amax_L3 for row in case]
+        # another shape, another order of sums: of at most 256 fp32 terms in six GEMMs, each off by 256 * 2**-24
+        torch.testing.assert_close(observation.amax_L3, torch.stack(alone).amax(0), rtol=1e-4, atol=0)
+
+
+def test_mean_squares_are_taken_only_where_they_are_asked_for():
+    model = build()
+    hook = AttentionHook(model)
+    with_moments, without = (observe_sequences(model, hook, PROMPTS, moments=moments) for moments in (True, False))
+    assert with_moments.logit_error_L.gt(0).all() and without.logit_error_L.eq(0).all()
+    assert torch.equal(with_moments.amax_L3, without.amax_L3)
 
 
 def test_no_token_is_an_error_and_not_a_default():
@@ -139,14 +166,14 @@ def test_observing_leaves_the_model_alone():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_prompts_and_rollouts_take_turns_in_a_bounded_forward():
+def test_prompts_and_rollouts_take_turns_in_bounded_forwards():
     model = build()
     made = calibrator(model, "policy", max_tokens=14)
     made.rollouts_arrived(ROLLOUTS, roomy(model))
     with forwards_of(model) as seen:
         made.next_scales(model)
-    rows = [[token for token in row if token] for row in seen[0].tolist()]
-    assert rows == [PROMPTS[0], ROLLOUTS[0], PROMPTS[1]]  # 3 + 6 + 4 of 14 tokens
+    rows = [[[token for token in row if token] for row in ids.tolist()] for ids in seen]
+    assert rows == [[ROLLOUTS[0], PROMPTS[1]], [PROMPTS[0]]]  # 6 + 4 + 3 of 14 tokens; 3 x 6 positions would be 18
 
 
 # --- whose weights ---------------------------------------------------------------------------------------------------
@@ -398,11 +425,27 @@ def test_ranks_agree_on_scales_from_a_forward():
 
     ranks = Ranks()
     alone, together = ranks.run(session)
-    assert ranks.calls == 4  # one collective for both tensors
-    assert ranks.contributed[0][0].shape == (2, 4)  # amax of q, k, v, and the expected error of the logits
+    assert ranks.calls == 8  # how many forwards; one collective for both tensors
+    assert ranks.contributed[0][1].shape == (2, 4)  # amax of q, k, v, and the expected error of the logits
     assert torch.equal(together[0], together[1])
     assert torch.equal(together[0], torch.maximum(*alone))
     assert not torch.equal(together[0], alone[0]) and not torch.equal(together[0], alone[1])
+
+
+def test_ranks_run_the_same_number_of_forwards():
+    """Each gathers the weights of a sharded policy, and a rank that ran one less would wait for the others forever."""
+
+    def session(rank, reduce_max):
+        model = build()
+        made = calibrator(model, "policy", max_tokens=20, reduce_max=reduce_max)
+        made.coming_prompts = [[list(range(5, 20)), [4]], [[5, 6, 7], [11, 12, 13]]][rank]
+        with forwards_of(model) as seen:
+            made.next_scales(model)
+        return [tuple(ids.shape) for ids in seen]
+
+    alone, together = Ranks().run(session)
+    assert alone == [[(1, 15), (1, 1)], [(2, 3)]]
+    assert together == [[(1, 15), (1, 1)], [(2, 3), (2, 3)]]
 
 
 def test_ranks_agree_on_scales_and_margin_from_what_was_watched():

@@ -27,7 +27,7 @@ def wrong_by_one(monkeypatch):
     return play
 
 
-@pytest.mark.parametrize("name", ["checksum", "weights (pow2)", "scales of activations (fp32)"])
+@pytest.mark.parametrize("name", ["checksum", "weights (pow2)", "scales of activations (fp32)", "weights in place"])
 def test_a_device_that_computes_something_else_is_refused(name, wrong_by_one):
     wrong_by_one(name)
     with pytest.raises(RuntimeError, match=f"on meta, Triton .* for: {re.escape(name)}\\."):

@@ -9,7 +9,7 @@ import torch
 from torchao.quantization import Float8Tensor
 
 from tests.quantization.interpreted import Launches, cast_as_torch, results_of
-from trl_fp8.quantization import kernels
+from trl_fp8.quantization import blockwise, kernel_check, kernels
 from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.e4m3 import E4M3
@@ -36,7 +36,7 @@ def examples():
             made[f"{dtype} {shape}"] = values.to(dtype)
     dead, poisoned = made["torch.bfloat16 (130, 300)"].clone(), made["torch.float32 (130, 300)"].clone()
     dead[128:], dead[:, :128] = 0, 1e-38
-    poisoned[5, 7], poisoned[129, 290], poisoned[64, 200] = torch.nan, torch.inf, -torch.inf
+    poisoned[5, 7], poisoned[129, 290], poisoned[64, 200] = torch.inf, torch.nan, -torch.inf
     made |= {"dead": dead, "poisoned": poisoned, "transposed": poisoned.t(), "every second": dead[:, ::2]}
     made["negative zeros"] = torch.where(dead == 0, -0.0, dead)
     made["rounds to infinity"] = torch.full((3, 5), torch.finfo(torch.float32).max)
@@ -95,7 +95,7 @@ def differences_of_parts(device="cpu"):
     """The tensors whose parts, as ranks hold them, do not add up to the checksums of the whole."""
     found = []
     generator = torch.Generator().manual_seed(0)
-    for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((5, 40, 260), 2), ((5, 40, 33), 3)]:
+    for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((3, 130, 260), 1), ((5, 40, 33), 3)]:
         whole = torch.randn(shape, generator=generator)
         for square in (True, False):
             codes, scale = _quantize_by_torch(whole, (128, 128) if square else (128,), "pow2", 1e-12)
@@ -148,6 +148,15 @@ def dequantize_differences(dtypes, place=lambda tensor: tensor):
     return found
 
 
+def refused_by_the_kernel_check():
+    """What the check at start finds wrong with the interpreter in place of a GPU."""
+    sample = torch.randn(160, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = kernel_check._results(sample)
+    blockwise.casts_in_hardware = kernel_check.casts_in_hardware = lambda device: True
+    found = kernel_check._results(sample)
+    return [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
 def interpreted():
     cast_as_torch()
     return {
@@ -155,13 +164,14 @@ def interpreted():
         "parts": differences_of_parts(),
         "dequantize": dequantize_differences([torch.float32, torch.bfloat16]),
         "far apart": far_apart(),
+        "kernel check": refused_by_the_kernel_check(),
         "launches": launches(),
     }
 
 
 def test_results_are_those_of_torch():
-    expected = {"quantize": [], "parts": [], "dequantize": [], "far apart": True, "launches": [1, True]}
-    assert results_of("test_kernels") == expected
+    same = dict.fromkeys(("quantize", "parts", "dequantize", "kernel check"), [])
+    assert results_of("test_kernels") == same | {"far apart": True, "launches": [1, True]}
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from trl_fp8.policy.attention.calibration import KVCalibrator, layers_with_outli
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.ledger import all_reduce_max
+from trl_fp8.sync.audit import all_reduce_max
 
 from .feature import Batch, Feature, Rollouts
 

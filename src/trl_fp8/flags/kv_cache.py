@@ -27,8 +27,8 @@ class KVCacheFlags:
     kv_calibration: str | None = flag(
         None,
         "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the "
-        "latest rollouts, which runs anyway) or 'policy' (an extra forward of the updated weights over coming "
-        "prompts and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
+        "latest rollouts, which runs anyway) or 'policy' (the updated weights are run over coming prompts "
+        "and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
         "or 'policy' where that pass does not see every token: with vllm_importance_sampling_correction=False TRL "
         "leaves it out, with mask_truncated_completions=True it hides truncated completions from it.",
     )
@@ -40,8 +40,9 @@ class KVCacheFlags:
     )
     kv_calibration_tokens: int = flag(
         8192,
-        "Most tokens per process that an extra forward for calibration runs through the policy. They are "
-        "taken from the coming prompts and the previous rollouts.",
+        "Most tokens per process that calibration runs through the policy, taken from the coming prompts and the "
+        "previous rollouts; and most positions of a forward, padding included. Sequences of unlike lengths take "
+        "several forwards.",
     )
     simulate_kv_cache: bool | None = flag(
         None,

@@ -118,7 +118,7 @@ def quantize_into(
 
         sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
         for (weight, codes, scale, _), row in zip(destinations, sums, strict=True):
-            options = {"round_to_bf16": weight.dtype != torch.bfloat16, "into": (codes, scale), "sums": row}
+            options = {"round_to_bf16": True, "into": (codes, scale), "sums": row}
             quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
         return sums
     alike: dict[tuple, list[int]] = {}

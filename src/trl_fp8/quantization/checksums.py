@@ -104,7 +104,7 @@ def _table(
         entries.append([*entry, first_row, taken, slot])
         programs.append(count)
         taken += count
-    pinned = tensors[0].is_cuda  # else the host would wait for the device
+    pinned = torch.cuda.is_available()  # from other memory the host may wait for the device
     on_host = torch.tensor(entries, dtype=torch.int64, pin_memory=pinned)
     counts = torch.tensor(programs, pin_memory=pinned)
     device = tensors[0].device

@@ -60,7 +60,7 @@ def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
-    if tensors and tensors[0].is_cuda:
+    if tensors and tensors[0].is_cuda and all(dtype.is_floating_point for dtype in dtypes):
         from .checksums import sum_sent  # Triton compiles for GPUs only
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)

@@ -83,4 +83,8 @@ def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch
     """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged, of
     saturated elements too (arXiv 2601.14243), which `fp8/kv_saturation_fraction` counts.
     """
+    if casts_in_hardware(states.device):
+        from .cache_kernels import round_trip  # Triton compiles for GPUs only
+
+        return straight_through(states, lambda s: round_trip(s, scale))
     return straight_through(states, lambda s: cache_codes(s, scale).float().mul_(scale).to(s.dtype))

@@ -6,9 +6,12 @@ from importlib.metadata import version
 
 import torch
 
-from .blockwise import dequantize_weight, quantize_activation, quantize_weight
-from .digest import digest
+from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
+from .digest import Table, digest, digests_of_sent
+from .e4m3 import E4M3, cache_round_trip
+from .formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
 from .formats.spec import SCALE_FORMATS
+from .magnitudes import add_magnitudes
 
 
 def require_exact_kernels(device: torch.device) -> None:
@@ -35,4 +38,32 @@ def _results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
             results[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
             results[f"scales of {kind} ({scale_format})"] = quantized.scale
             results[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
-    return results
+    return results | _delivered(sample) | _cached(sample.view(2, 5, 32, 160))
+
+
+def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP32 values, which BF16 rounds up and down, quantized into parts of larger tensors, and copied."""
+    between = sample.float() * (1 + 7 / 2048)  # the product is exact; CUDA does not divide by a number exactly
+    whole = torch.zeros(400, 340, dtype=torch.uint8, device=sample.device).view(E4M3)
+    whole_scale = torch.zeros(5, 4, device=sample.device)
+    parts = whole[200:360, 12:332], whole_scale[2:4, :3]
+    sent = quantize_into([Destination(between, *parts)], "fp32", (BLOCK, BLOCK), WEIGHT_AMAX_FLOOR)
+    copied = [between, sample, torch.full((2, 8), torch.finfo(torch.float32).max, device=sample.device)]
+    sums, finite = digests_of_sent(copied, [torch.bfloat16] * len(copied))
+    return {
+        "weights in place": whole.view(torch.uint8),
+        "scales in place": whole_scale,
+        "checksums of weights in place": sent,
+        "checksums of views": Table(parts).sums(),
+        "checksums of unquantized tensors": torch.where(finite, sums, 0),
+        "unquantized tensors that are finite": finite,
+    }
+
+
+def _cached(states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a KV cache; `states` are `[B, H, T, D]`."""
+    real_BT = torch.arange(64, device=states.device).view(2, 32) % 3 > 0
+    amax, limit, scale = (torch.full((), value, device=states.device) for value in (0.0, 3.5, 0.01))
+    counts = torch.zeros(2, dtype=torch.float64, device=states.device)
+    add_magnitudes(states, real_BT, amax, counts[0], limit, counts[1])
+    return {"KV amax": amax, "KV saturation": counts, "KV cache round trip": cache_round_trip(states, scale)}

@@ -1,1 +1,1 @@
-"""Policy -> engine, without an engine: the stream of tensors, the ledger that proves it, what is refused."""
+"""Policy -> engine, without an engine: the writer of tensors, the audit that proves it, what is refused."""

@@ -1,9 +1,9 @@
 """Bringing an engine to its policy, and keeping it from generating where that did not succeed.
 
-    deliver:   wake -> calibrate KV scales -> [write weights and scales] -> finite? -> audit -> verify KV scales
+    deliver:   wake -> calibrate KV scales -> [write weights and scales -> finite? -> verify KV scales -> audit]
                -> reset prefix cache
-    failure:   in brackets the engine is neither the old policy nor the new one: require_whole raises until a delivery
-               succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
+    failure:   in brackets the engine is neither the old policy nor known to be the new one: require_whole raises until
+               a delivery succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
     generate:  require_whole, and verify: nobody wrote to weights or scales since
 
 Nothing here knows what an engine is made of: `Engine` is all that is asked of one.
@@ -23,7 +23,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .ledger import Replicas, Seal, audit
+from .audit import Replicas, Seal, audit
 from .pieces import Layout
 from .policy_checks import require_finite
 from .writer import Named, Share, Writer
@@ -100,8 +100,8 @@ class Delivery:
         writer = self._written(kv_scales)
         written = time.perf_counter()
         error, dead_blocks = writer.inspect(self._replicas and self._replicas.reduce_max)
-        with self._audited(kv_scales):
-            seal = audit(self._engine.layout, writer, kv_scales, self._replicas)
+        with self._counted():
+            seal = self._proven(writer, kv_scales)
         self._engine.reset_prefix_cache()
         if share is not None:
             writer.share(share)
@@ -130,8 +130,10 @@ class Delivery:
     def verify(self) -> None:
         """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered."""
         self.require_whole()
-        with self._audited(self.last.kv_scales):
+        with self._counted():
             self._seal.require_unbroken()
+            if self.last.kv_scales is not None:
+                self._engine.verify_kv_scales(self.last.kv_scales)
 
     def _calibrated(self, calibrate: Callable[[], KVScales]) -> KVScales:
         try:
@@ -172,13 +174,27 @@ class Delivery:
         except Exception as error:
             return error
 
+    def _proven(self, writer: Writer, kv_scales: KVScales | None) -> Seal:
+        """The seal of what was written. `RuntimeError` if weights or KV scales did not arrive, here or on a rank."""
+        lost = None
+        if kv_scales is not None:
+            try:
+                self._engine.verify_kv_scales(kv_scales)
+            except RuntimeError as error:
+                lost = error
+        try:
+            seal = audit(self._engine.layout, writer, kv_scales, self._replicas, kv_scales_arrived=lost is None)
+        except RuntimeError as differs:
+            raise lost or differs from None
+        if lost is not None:
+            raise lost
+        return seal
+
     @contextmanager
-    def _audited(self, kv_scales: KVScales | None) -> Iterator[None]:
-        """Weights are compared inside the block, KV scales after it; a difference is counted, and breaks the seal."""
+    def _counted(self) -> Iterator[None]:
+        """A difference that is found in the block is counted, and breaks the seal."""
         try:
             yield
-            if kv_scales is not None:
-                self._engine.verify_kv_scales(kv_scales)
         except RuntimeError:
             self.failures, self._seal = self.failures + 1, None
             raise

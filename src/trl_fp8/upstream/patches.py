@@ -56,6 +56,7 @@ _PATCHES = {  # how -> target -> (by, why)
         "torch.nn.Linear": ("policy/flow/linear.py", "The class: names and state_dict stay."),
         "torch.nn.Module": ("policy/flow/bf16_modules.py", "The class of what lies between linears."),
         "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
+        f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },
 }

@@ -16,8 +16,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, SyncReport
-from trl_fp8.sync.ledger import Replicas, all_reduce_max
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.writer import Named, Share
 from trl_fp8.upstream import vllm as upstream

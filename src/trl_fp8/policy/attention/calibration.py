@@ -4,7 +4,7 @@ vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibrat
 
     rollout   the old-log-prob pass over the latest rollouts, which TRL runs anyway: no forward is added, every token
               is seen, but with the weights of one optimizer step ago
-    policy    a forward of the new weights over a bounded number of tokens: the coming prompts and the latest rollouts
+    policy    the new weights are run over a bounded number of tokens: the coming prompts and the latest rollouts
 
 Before the first rollouts there are only prompts, with either. The same old-log-prob pass shows how many elements the
 scales in force did not hold; too many of them widen the margin.
@@ -70,11 +70,20 @@ class KVCalibrator:
         if self._rollout_amax_L3 is not None:
             return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
-        options = {"pad_token_id": self.pad_token_id, "fused_lm_head": self.fused_lm_head}
-        observation = observe_sequences(model, self.hook, list(sequences), max_tokens=self.max_tokens, **options)
+        only_prompts = not self._rollouts  # once, before the first rollouts
+        observation = observe_sequences(
+            model,
+            self.hook,
+            list(sequences),
+            pad_token_id=self.pad_token_id,
+            max_tokens=self.max_tokens,
+            fused_lm_head=self.fused_lm_head,
+            moments=only_prompts,
+            reduce_max=self.reduce_max,
+        )
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
-        if not self._rollouts:  # once, before the first rollouts
+        if only_prompts:
             self.margin_used *= PROMPTS_ONLY_MARGIN
             errors = outlier_layers(error_L1[:, 0])
             if errors := {layer: error for layer, error in errors.items() if layer not in self.hook.skip_layers}:
@@ -179,7 +188,8 @@ def layers_with_outliers(
     fused_lm_head: bool = False,
 ) -> dict[int, float]:
     """Layers of the policy whose k has outliers on `prompts` (token ids): number -> expected error of the logits."""
-    error_L = observe_sequences(model, hook, prompts, fused_lm_head=fused_lm_head).logit_error_L
+    options = {"fused_lm_head": fused_lm_head, "reduce_max": reduce_max}
+    error_L = observe_sequences(model, hook, prompts, **options).logit_error_L
     if reduce_max is not None:
         reduce_max(error_L)
     return outlier_layers(error_L)
@@ -204,35 +214,60 @@ def observe_sequences(
     pad_token_id: int = 0,
     max_tokens: int = 8192,
     fused_lm_head: bool = False,
+    moments: bool = True,
+    reduce_max: Callable[[Tensor], None] | None = None,
 ) -> QKVObservation:
-    """Run `sequences` through the policy and observe q, k, v of their tokens, with moments.
+    """Run `sequences` through the policy and observe q, k, v of their tokens.
 
     Args:
         model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
         sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
         pad_token_id: Any valid token id; padding is masked.
-        max_tokens: Bound on the tokens of the forward.
+        max_tokens: Bound on the tokens of all forwards without padding, and on those of each forward with it.
         fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
+        moments: Measure `logit_error_L`, too.
+        reduce_max: Makes a tensor its maximum over ranks, which then run the same number of forwards: each is a
+            collective for a sharded policy. None on one process.
     """
-    rows = _bounded(sequences, max_tokens)
-    if not rows:
+    batches = _batches(_bounded(sequences, max_tokens), max_tokens)
+    if not batches:
         raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
-    length = max(map(len, rows))
-    ids = torch.tensor([row + [pad_token_id] * (length - len(row)) for row in rows], device=hook.device)
-    mask = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows], device=hook.device)
-    observation = QKVObservation(hook.layers, hook.device, moments=True)
-    # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no module
-    # call: a forward that made it one would have the next one gather it twice
-    head = {"labels": torch.full_like(ids, -100), "fused_lm_head": True} if fused_lm_head else {"logits_to_keep": 1}
+    forwards = len(batches)
+    if reduce_max is not None:
+        reduce_max(most := torch.tensor(forwards, device=hook.device))
+        forwards = int(most)
+    observation = QKVObservation(hook.layers, hook.device, moments=moments)
     with torch.no_grad(), hook.observing(observation):
-        model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
+        for number in range(forwards):
+            rows = batches[min(number, len(batches) - 1)]  # the smallest again: it changes no maximum
+            length = len(rows[0])
+            padding = [length - len(row) for row in rows]
+            ids = [row + [pad_token_id] * pad for row, pad in zip(rows, padding, strict=True)]
+            mask = [[1] * (length - pad) + [0] * pad for pad in padding]
+            ids, mask = torch.tensor(ids, device=hook.device), torch.tensor(mask, device=hook.device)
+            # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no
+            # module call: a forward that made it one would have the next one gather it twice
+            unused = {"labels": torch.full_like(ids, -100), "fused_lm_head": True}
+            head = unused if fused_lm_head else {"logits_to_keep": 1}
+            model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
     return observation
 
 
 def _bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The first different ones of `sequences` that together have at most `max_tokens`, each cut to as many."""
     rows, left = [], max_tokens
     for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):
         if row and len(row) <= left:
             rows.append(list(row))
             left -= len(row)
     return rows
+
+
+def _batches(rows: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
+    """`rows`, the longest first, in batches that have at most `max_tokens` when padded to their first row."""
+    batches = []
+    for row in sorted(rows, key=len, reverse=True):
+        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > max_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches

@@ -45,7 +45,7 @@ class AttentionHook:
         self._query_rounded = self._in_fp64 = False
         self._weight_offset: float | None = None
         self.skip(skip_layers)
-        self._mask_BT: Tensor | None = None
+        self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
@@ -134,9 +134,8 @@ class AttentionHook:
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         if self.observation is not None:
-            mask = self._mask_BT
-            real_BT = torch.ones_like(key[:, 0, :, 0], dtype=torch.bool) if mask is None else mask.bool()
-            self.observation.add(layer, (query, key, value), real_BT, scaling or query.shape[-1] ** -0.5)
+            states = query, key, value
+            self.observation.add(layer, states, self._real_BT, scaling or query.shape[-1] ** -0.5)
         if self._simulates(layer):
             q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
             key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
@@ -147,12 +146,12 @@ class AttentionHook:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Note the padding mask; under scales also give real tokens the positions that they have in the engine."""
         mask = kwargs.get("attention_mask")
-        self._mask_BT = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if self.scales_L3 is None or self._mask_BT is None or kwargs.get("position_ids") is not None:
+        self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if self.scales_L3 is None or self._real_BT is None or kwargs.get("position_ids") is not None:
             return None
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
-        return args, kwargs | {"position_ids": (self._mask_BT.long().cumsum(-1) - 1).clamp_min(0)}
+        return args, kwargs | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
 
 
 def _wrap_registered(name: str) -> None:

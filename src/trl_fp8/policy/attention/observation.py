@@ -8,13 +8,15 @@ from torch import Tensor
 
 from trl_fp8.quantization.e4m3 import E4M3_MAX
 from trl_fp8.quantization.kv_scales import logit_error
+from trl_fp8.quantization.magnitudes import add_magnitudes
 
 
 class QKVObservation:
     """Magnitudes of real tokens, accumulated over forwards, on the model's device.
 
     With `scales_L3`, fp32 `[L, 3]`, elements beyond `448 * scale` are counted; with `moments` mean squares of q and k
-    per channel are taken, which `logit_error_L` needs.
+    per channel are taken, which `logit_error_L` needs. On a GPU each of q, k and v is one kernel; mean squares, which
+    are taken once before the first rollouts, are torch's operations.
     """
 
     def __init__(self, layers: int, device: torch.device, *, scales_L3: Tensor | None = None, moments: bool = False):
@@ -23,28 +25,30 @@ class QKVObservation:
         # Elements beyond 448 * scale, and all elements, of real tokens
         self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
-        self.logit_error_L = torch.zeros(layers, device=device) if moments else None  # the largest over forwards
+        self.logit_error_L = torch.zeros(layers, device=device)  # the largest over forwards; 0 without `moments`
+        self._moments = moments
+        self._real = torch.ones((), dtype=torch.bool, device=device)
 
     @property
     def saturated_fraction_L3(self) -> Tensor:
         """Share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
-    def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor, scaling: float) -> None:
-        """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count."""
-        tokens = real_BT.sum()
+    def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float) -> None:
+        """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count; None: all."""
+        states = tuple(tensor.detach() for tensor in states)
+        if real_BT is None:
+            real_BT = self._real.expand(states[1].shape[0], states[1].shape[2])
         for column, tensor in enumerate(states):
-            values = tensor.detach().abs()  # vector_norm needs no temporary, but takes ten times as long on CPU
-            largest = values.amax((1, 3)).masked_fill(~real_BT, 0).amax().float()
-            self.amax_L3[layer, column] = torch.maximum(self.amax_L3[layer, column], largest)
-            self.elements_L3[layer, column] += tokens * (values.shape[1] * values.shape[3])
+            cells = [self.amax_L3[layer, column], self.elements_L3[layer, column]]
             if self.limits_L3 is not None and column > 0:  # q is not cached
-                beyond_BT = values.gt_(self.limits_L3[layer, column]).sum((1, 3), dtype=torch.float32)
-                self.saturated_L3[layer, column] += beyond_BT.masked_fill(~real_BT, 0).sum()
-        if self.logit_error_L is not None:
-            q_HD, k_HD = (_mean_squares(tensor.detach(), real_BT, tokens) for tensor in states[:2])
-            self.logit_error_L[layer] = torch.maximum(self.logit_error_L[layer], logit_error(q_HD, k_HD, scaling))
+                cells += [self.limits_L3[layer, column], self.saturated_L3[layer, column]]
+            add_magnitudes(tensor, real_BT, *cells)
+        if self._moments:
+            q_HD, k_HD = (_mean_squares(tensor, real_BT) for tensor in states[:2])
+            error = self.logit_error_L[layer]
+            torch.maximum(error, logit_error(q_HD, k_HD, scaling), out=error)
 
 
-def _mean_squares(values: Tensor, real_BT: Tensor, tokens: Tensor) -> Tensor:
-    return values.float().square().mul_(real_BT[:, None, :, None]).sum((0, 2)) / tokens
+def _mean_squares(values: Tensor, real_BT: Tensor) -> Tensor:
+    return values.float().square().mul_(real_BT[:, None, :, None]).sum((0, 2)) / real_BT.sum()

@@ -1,7 +1,7 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
-vLLM's CPU kernels pack experts, at the first load only: nothing could be read back, and after a reload they would
-compute with noise. The reference computes what `TritonExperts` computes on CUDA, the order of sums apart:
+vLLM's CPU kernels pack experts as it loads them: nothing could be written there, or read back. The reference
+computes what `TritonExperts` computes on CUDA, the order of sums apart:
 
     pairs of token and expert, sorted by expert -> gate_up in fp32 -> BF16 -> act(gate) * up in BF16 -> down in fp32,
     times the router's weight -> BF16; the sum over a token's experts is fp32 and rounded once

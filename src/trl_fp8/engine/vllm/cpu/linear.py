@@ -1,8 +1,8 @@
 """The linear layers of a CPU engine, whose weights stay as they were loaded.
 
 vLLM's own kernels for block-FP8 need AMX or leave activations unquantized. Those for unquantized layers pack weights
-for the host's instruction set: an audit could not read them back, a reload would leave a tied output head as it was,
-and the same policy would sample other tokens on another host. Here torch's own linear runs.
+for the host's instruction set: a sync could not write there, nor an audit read back, and the same policy would sample
+other tokens on another host. Here torch's own linear runs.
 
 The reference kernels compute what the CUDA kernels compute, W8A8, and add the products in FP64: after rounding to BF16
 their order does not show, so that neither rows in a batch, nor tensor parallel shards, nor the host's vector units

@@ -63,10 +63,18 @@ class Seal:
             )
 
 
-def audit(layout: Layout, written: Writer, kv_scales: KVScales | None, replicas: Replicas | None = None) -> Seal:
+def audit(
+    layout: Layout,
+    written: Writer,
+    kv_scales: KVScales | None,
+    replicas: Replicas | None = None,
+    *,
+    kv_scales_arrived: bool = True,
+) -> Seal:
     """Compare what was written with what is held; `RuntimeError` names what differs. Waits for the device once.
 
-    With `replicas` a collective, which also compares the `kv_scales` that were sent. Every rank lists all names.
+    With `replicas` a collective, which also compares the `kv_scales` that were sent, and whether they arrived on this
+    rank. Every rank lists all names.
     """
     names, sent = layout.names, written.sums
     held = layout.sums()
@@ -74,8 +82,9 @@ def audit(layout: Layout, written: Writer, kv_scales: KVScales | None, replicas:
     values = [*held.unbind(), *(sent.get(name, nothing) for name in names)]
     labels = [*(f"{name} (in the engine)" for name in names), *names]
     if replicas:
-        labels.append("KV cache scales")
+        labels += ["KV cache scales", "KV cache scales (in the engine)"]
         values.append(nothing if kv_scales is None else digest(kv_scales.values).to(held.device))
+        values.append(nothing + int(kv_scales_arrived))
     own = torch.stack(values) if values else held
     largest, smallest = replicas.extremes(own) if replicas else (own, own)
     own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
