@@ -2,9 +2,9 @@
 as many sequences as the cache holds.
 
 "fp8_linears_kv_followed" is the last of them with its roundings kept for a trainer that follows (fp8_forward="full").
-"fp8_linears_kv_deep_gemm" and "fp8_linears_kv_triton" are the same engine with other GEMM kernels than the CUTLASS
-ones that are pinned (GPU). No weights are sent to any of these engines, so that kernels run here whose weights a sync
-could not read back: "auditable" says whether a trainer would take them.
+All run the GEMM kernel that a trainer would choose on this device; "fp8_linears_kv_cutlass", "..._deep_gemm" and
+"..._triton" run the one of that name (GPU). No weights are sent to any of these engines: "auditable" says whether a
+sync could write what their kernels read.
 
     python -m benchmarks.bench_rollout [--size qwen3_8b] [--lengths 16384 4096 1024] [--precisions bf16 fp8_linears_kv]
 
@@ -25,6 +25,7 @@ import os
 import tempfile
 
 import torch
+from accelerate import PartialState
 from torch import nn
 
 from . import harness, record, shapes
@@ -36,7 +37,11 @@ SLICE = {"tiny": 8}
 SPARE_BLOCKS = 2
 FOLLOWED = "followed"
 # vLLM's name of a backend for linears -> its kernel
-KERNELS = {"deep_gemm": "DeepGemmFp8BlockScaledMMKernel", "triton": "TritonFp8BlockScaledMMKernel"}
+KERNELS = {
+    "cutlass": "CutlassFp8BlockScaledMMKernel",
+    "deep_gemm": "DeepGemmFp8BlockScaledMMKernel",
+    "triton": "TritonFp8BlockScaledMMKernel",
+}
 ORDER = ("bf16", "fp8_linears_kv", "fp8_linears", f"fp8_linears_kv_{FOLLOWED}")
 PARTS = (*ORDER, *(f"fp8_linears_kv_{name}" for name in KERNELS))
 
@@ -67,6 +72,7 @@ def start(options: argparse.Namespace, folder: str):
 
     from vllm import LLM
 
+    from trl_fp8.engine.vllm.gemms import pinned_gemm
     from trl_fp8.engine.vllm.platforms import platform_of
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.recipe.recipe import recipe_for_model
@@ -80,8 +86,11 @@ def start(options: argparse.Namespace, folder: str):
     )
     user |= options.engine_kwargs
     arguments = platform.arguments(recipe, model.config, **sizes, match_rounding=variant == FOLLOWED, user=user)
+    PartialState()
     shapes.as_a_single_rank()
     with platform.ready(recipe):
+        device, backends = torch.device(platform.name), platform.linear_backends(recipe)
+        arguments |= pinned_gemm(backends, recipe, model, device, user, list)
         llm = LLM(
             model=folder,
             distributed_executor_backend="external_launcher",
@@ -123,12 +132,18 @@ def kernels_of(model: nn.Module, part: str) -> dict:
     Raises:
         RuntimeError: They are not those of `part`: vLLM falls back to others where one does not take a layer.
     """
-    from trl_fp8.engine.vllm.numerics import AUDITABLE_KERNELS, fp8_kernels
+    from trl_fp8.engine.vllm.auditable import require_auditable
+    from trl_fp8.engine.vllm.numerics import fp8_kernels
 
     found, expected = dict(fp8_kernels(model)), KERNELS.get(precision_and_variant(part)[1])
     if expected is not None and set(found) != {expected}:
         raise RuntimeError(f"{part}: expected are linears on {expected}, found are {found}.")
-    return {"kernels": found, "auditable": set(found) <= set(AUDITABLE_KERNELS)}
+    try:
+        require_auditable(model)
+    except RuntimeError as reason:
+        print(reason, flush=True)
+        return {"kernels": found, "auditable": False}
+    return {"kernels": found, "auditable": True}
 
 
 def measure(options: argparse.Namespace) -> None:

@@ -5,10 +5,11 @@
     python -m gpu.dry_run --capabilities 9.0 --layers 2 --json found.json
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each
-shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, and with the
-kernels left to vLLM; the CUDA model of it on fake tensors; what engine/vllm/{layout,kv_scales}.py say to its
-kernels. With the pinned ones also: weights are processed as after a load, names that are held are compared with those
-that a sync sends, and a decoder layer is called with prompts and with single tokens.
+shape: vLLM's configuration from this project's engine arguments, without and with a trainer that follows, for each
+kernel of linears that could be chosen, and with the kernels left to vLLM; the CUDA model of it on fake tensors, its
+weights processed as after a load; what engine/vllm/{auditable,layout,kv_scales}.py say to it. With the pinned ones
+also: names that are held are compared with those that a sync sends, and a decoder layer is called with prompts and
+with single tokens.
 
 The exit status is 1 if, with the pinned kernels, an operator does not answer or the layout is not what is sent.
 """
@@ -71,6 +72,7 @@ class Found:
     """One shape on one GPU.
 
     Attributes:
+        backend: Of linears, one of those that could be chosen.
         refused: By whom and why; what follows is then what was found before.
         kernels: Of FP8 linears and experts -> number of layers.
         scales: Of activations, of linears and of experts: "fp32" or "pow2".
@@ -87,6 +89,7 @@ class Found:
     model: str
     capability: str
     choice: str
+    backend: str | None = None
     refused: list[str] = field(default_factory=list)
     kernels: dict[str, int] = field(default_factory=dict)
     scales: list[str] = field(default_factory=list)
@@ -113,10 +116,40 @@ def look(capability: str, layers: int | None) -> list[dict]:
         become_a_rank(Path(folder))
         for model in SHAPES:
             policy = policy_on_meta(Path(folder) / model, model, layers)
+            candidates = _candidates(policy)
             for choice in (PINNED, FOLLOWED, OWN):
-                found.append(Found(model, capability, choice))
-                _look_at(found[-1], policy)
+                for backend in [None] if choice == OWN else candidates:
+                    found.append(Found(model, capability, choice, backend))
+                    _look_at(found[-1], policy)
     return [asdict(each) for each in found]
+
+
+def _candidates(policy: "PreTrainedModel") -> list[str]:
+    """Kernels of linears that could be chosen: vLLM has them, and they pass what needs no values of the check."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from trl_fp8.engine.vllm.auditable import why_linear_unverifiable
+    from trl_fp8.engine.vllm.gemms import CHECKED, CHECKED_ROWS, Gemm
+    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.recipe.recipe import recipe_for_model
+
+    device, recipe = torch.device("cuda"), recipe_for_model(policy)
+    candidates = []
+    for name in platform_of(device).linear_backends(recipe):
+        gemm = Gemm(name, recipe.format, recipe.scale_format, device, policy.config)
+        try:
+            with FakeTensorMode(), calls_recorded():
+                kernel, layer = gemm.made(CHECKED)
+                kernel.process_weights_after_loading(layer)
+                reason = why_linear_unverifiable(kernel, layer)
+                for rows in [] if reason else CHECKED_ROWS:
+                    kernel.apply_weights(layer, torch.empty(rows, CHECKED[1], dtype=torch.bfloat16, device=device))
+        except ValueError as error:
+            reason = str(error)
+        candidates += [] if reason else [name]
+        print(f"{name}: {reason or 'can be chosen'}", file=sys.stderr)
+    return candidates
 
 
 def _pair(capability: str) -> tuple[int, int]:
@@ -167,9 +200,9 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
             torch.device("cuda"),
         ):
             engine = initialize_model(vllm_config=config, model_config=config.model_config)
+            found.reshaped = process_weights(engine)
             _note_kernels(found, config, engine)
             if found.choice != OWN:
-                found.reshaped = process_weights(engine)
                 _note_layout(found, engine, recipe, policy)
                 _call_a_layer(found, config, engine)
     except Exception as error:  # a report of whatever happens
@@ -178,17 +211,18 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
 
 def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig":
     """vLLM's configuration as TRL and this project make it."""
+    import torch
     from vllm.engine.arg_utils import EngineArgs
 
-    from trl_fp8.engine.vllm.platforms import Cuda
+    from trl_fp8.engine.vllm.platforms import platform_of
 
-    ours = Cuda(_pair(found.capability)).arguments(
+    ours = platform_of(torch.device("cuda")).arguments(
         recipe,
         policy.config,
         max_num_seqs=SEQUENCES,
         max_model_len=LENGTH,
         match_rounding=found.choice == FOLLOWED,
-        user=OWN_CHOICE if found.choice == OWN else None,
+        user=OWN_CHOICE if found.choice == OWN else {"linear_backend": found.backend},
     )
     trls = dict(
         model=policy.config._name_or_path,
@@ -205,8 +239,9 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 
 
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
+    from trl_fp8.engine.vllm.auditable import require_auditable
     from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
-    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels, require_auditable
+    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
@@ -219,7 +254,7 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
     found.kernels = dict(fp8_kernels(engine))
     found.attention = dict(Counter(_attention_name(layer) for layer in attention_layers(engine).values()))
     found.kv_cache = config.cache_config.cache_dtype + (", q too" if quantizes_query(engine) else "")
-    for check in (lambda: require_auditable(found.kernels), lambda: fp8_attention_layers(engine)):
+    for check in (lambda: require_auditable(engine), lambda: fp8_attention_layers(engine)):
         try:
             check()
         except RuntimeError as refusal:

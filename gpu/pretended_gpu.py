@@ -78,6 +78,7 @@ def driver_environment(folder: Path) -> dict[str, str]:
 def pretend(capability: tuple[int, int]) -> None:
     """From now on this process has one of `GPUS`. Before vLLM is imported: much of it decides on import."""
     gpu = GPUS[capability]
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what vLLM compiles by itself runs on fake tensors as it is
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM then keeps Triton although no driver is active (triton_utils)
     import torch
     from vllm import platforms
@@ -127,6 +128,7 @@ def pretend(capability: tuple[int, int]) -> None:
     _pretend_to_triton(capability)
     PretendedGPU.import_kernels()
     _complete_flash_attention()
+    _complete_deep_gemm(capability)
 
 
 def _pretend_to_triton(capability: tuple[int, int]) -> None:
@@ -158,6 +160,29 @@ def _complete_flash_attention() -> None:
         return [out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), nothing, nothing]
 
 
+def _complete_deep_gemm(capability: tuple[int, int]) -> None:
+    """What vLLM calls in DeepGEMM, without the device that it asks for (`csrc/apis/layout.hpp` and `gemm.hpp`)."""
+    import torch
+    from vllm.utils import deep_gemm
+
+    def transform(sf, mn, k, recipe, num_groups, is_sfa, disable_ue8m0_cast):
+        """Scales of weights: the same tensor on Hopper, packed for each row on Blackwell."""
+        if capability[0] == 9 or disable_ue8m0_cast:
+            return sf
+        return sf.new_empty(num_groups, -(-k // 512), mn, dtype=torch.int32).transpose(1, 2)
+
+    def gemm(a, b, d, disable_ue8m0_cast):
+        (codes, scales), (weight, weight_scales), (rows, columns) = a, b, d.shape
+        assert capability[0] == 9 and d.dtype == torch.bfloat16 and codes.stride(1) == weight.stride(1) == 1
+        assert codes.shape == (rows, weight.shape[1]) and weight.shape[0] == columns
+        blocks = -(-codes.shape[1] // 128)
+        assert scales.dtype == weight_scales.dtype == torch.float32 and scales.shape == (rows, blocks)
+        assert weight_scales.shape == (-(-columns // 128), blocks)
+
+    deep_gemm._lazy_init()
+    deep_gemm._transform_sf_into_required_layout_impl, deep_gemm._fp8_gemm_nt_impl = transform, gemm
+
+
 def become_a_rank(folder: Path) -> None:
     """This process is the only one of its process groups; they meet in `folder`. Once, after `pretend`."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")  # what vLLM's external launcher reads
@@ -173,18 +198,10 @@ def become_a_rank(folder: Path) -> None:
 
 
 def process_weights(engine: "nn.Module") -> list[str]:
-    """As vLLM does after a load; returns the parameters that are then stored otherwise, and what was computed."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+    """As vLLM does after a load; returns the parameters that are then stored otherwise than they were loaded."""
     from vllm.model_executor.layers.attention import Attention
 
     changed = []
-
-    class Computations(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            if not operator.is_view:
-                changed.append(f"{name}: {operator}")
-            return operator(*args, **(kwargs or {}))
-
     for name, module in engine.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None:
@@ -194,8 +211,7 @@ def process_weights(engine: "nn.Module") -> list[str]:
                 delattr(module, scale)
             continue
         loaded = _stored(module)
-        with Computations():
-            method.process_weights_after_loading(module)
+        method.process_weights_after_loading(module)
         changed += [f"{name}.{key}" for key, stored in _stored(module).items() if stored != loaded.get(key)]
     return changed
 

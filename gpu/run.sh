@@ -4,7 +4,7 @@
 #   gpu/run.sh bundle DIR     take the parts of a bundle that are in DIR; unpack once all of them have come
 #   gpu/run.sh 1              imports, two syncs of a tiny model, rollouts with CUDA graphs, KV scales
 #   gpu/run.sh 2 [OPTIONS]    mismatch ladder       (options go to the stage's first benchmark)
-#   gpu/run.sh 3 [OPTIONS]    rollouts of 16k responses: BF16, and FP8 with three GEMM kernels
+#   gpu/run.sh 3 [OPTIONS]    rollouts of 16k responses: BF16, and FP8 with the GEMM kernel that is chosen, DeepGEMM, Triton
 #   gpu/run.sh 4 [OPTIONS]    weight sync
 #   gpu/run.sh 5 [OPTIONS]    rollouts of other lengths and precisions, KV calibration
 #   gpu/run.sh 6 [OPTIONS]    FP8 linears of the trainer

@@ -66,7 +66,7 @@ def start(
 def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
     """`loaded_log_probs` from a checkpoint, written to `folder`, of what `generation` was last sent."""
     write_checkpoint(folder, generation, kv_scales)
-    return loaded_log_probs(folder, generation.recipe, generation.engine_kwargs)
+    return loaded_log_probs(folder, generation.recipe, generation.pinned | (generation.engine_kwargs or {}))
 
 
 def loaded_log_probs(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> list[tuple]:

@@ -16,6 +16,7 @@ import tarfile
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -103,14 +104,17 @@ def test_a_part_that_had_to_be_ended_has_failed(benchmarks, tmp_path, monkeypatc
 def test_kernels_that_no_trainer_takes_are_labelled(benchmarks, tmp_path, monkeypatch):
     from benchmarks.bench_rollout import kernels_of, precision_and_variant
     from benchmarks.table import rollout
-    from trl_fp8.engine.vllm import numerics
+    from trl_fp8.engine.vllm import auditable, numerics
 
     assert precision_and_variant("fp8_linears_kv_deep_gemm") == ("fp8_linears_kv", "deep_gemm")
     assert precision_and_variant("fp8_linears_kv_followed") == ("fp8_linears_kv", "followed")
     assert precision_and_variant("fp8_linears_kv") == ("fp8_linears_kv", None)
     monkeypatch.setattr(numerics, "fp8_kernels", lambda model: Counter(model))
     cutlass, deep_gemm = {"CutlassFp8BlockScaledMMKernel": 144}, {"DeepGemmFp8BlockScaledMMKernel": 144}
+    monkeypatch.setattr(auditable, "require_auditable", lambda model: None)
     assert kernels_of(cutlass, "fp8_linears_kv")["auditable"]
+    packed = Mock(side_effect=RuntimeError("keeps weight_scale_inv as int32"))  # DeepGEMM on Blackwell
+    monkeypatch.setattr(auditable, "require_auditable", packed)
     found = kernels_of(deep_gemm, "fp8_linears_kv_deep_gemm")
     assert found == {"kernels": deep_gemm, "auditable": False}
     with pytest.raises(RuntimeError, match="deep_gemm: expected are linears on DeepGemm.*found are.*Cutlass"):

@@ -94,7 +94,7 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str) -> d
         engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.kv_scales)
     shape = list(engine_model(generation.llm).model.layers[0].self_attn.qkv_proj.weight.shape)
     trainer.accelerator.wait_for_everyone()
-    llm = engines.load(folder / "fresh", trainer.recipe)
+    llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
     fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
     return described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts}
 

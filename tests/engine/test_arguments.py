@@ -5,11 +5,12 @@ import torch
 
 from testing import tiny_models
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
+from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
 RECIPE = FP8Recipe(fp8_modules=("a",), kept_modules={"lm_head": "output head"})
-HOPPER, ADA = Cuda((9, 0)), Cuda((8, 9))
+HOPPER, ADA = Cuda((9, 0), flash_attention=3), Cuda((8, 9), flash_attention=2)
 
 
 def arguments(recipe=RECIPE, platform=HOPPER, **options):
@@ -23,13 +24,18 @@ def test_dummy_weights_and_the_recipes_config():
     assert made["hf_overrides"]["quantization_config"]["modules_to_not_convert"] == ["lm_head"]
 
 
-def test_backends_are_pinned_per_gpu_generation_and_the_user_can_choose():
-    assert (arguments()["linear_backend"], arguments()["attention_backend"]) == ("cutlass", "FLASH_ATTN")
-    made = arguments(platform=ADA)
-    assert (made["linear_backend"], made["attention_backend"]) == ("triton", "TRITON_ATTN")
-    assert arguments(user={"linear_backend": "triton"})["linear_backend"] == "triton"
-    assert "linear_backend" not in arguments(FP8Recipe(fp8_modules=()))
+def test_attention_is_pinned_to_what_reads_the_scales_anew():
+    assert arguments()["attention_backend"] == "FLASH_ATTN"
+    assert arguments(platform=ADA)["attention_backend"] == "TRITON_ATTN"
     assert "attention_backend" not in arguments(FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto"))
+
+
+def test_linears_are_left_to_what_is_measured():
+    assert "linear_backend" not in arguments()
+    assert arguments(user={"linear_backend": "triton"})["linear_backend"] == "triton"
+    assert HOPPER.linear_backends(RECIPE) == ("cutlass", "deep_gemm", "triton")
+    assert HOPPER.linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("cutlass",)
+    assert Cpu().linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("auto",)
 
 
 def test_a_trainer_that_follows_pins_where_the_engine_rounds():
@@ -51,20 +57,16 @@ def test_the_users_settings_win_one_by_one():
     assert arguments(match_rounding=True, user={"compilation_config": 0})["compilation_config"] == 0
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3), (12, 0), (12, 1)])
-def test_blackwell_gets_the_kernels_that_can_be_verified_there(capability):
+@pytest.mark.parametrize(("capability", "flash"), [((10, 0), 4), ((11, 0), None), ((12, 1), 2), ((13, 0), 4)])
+def test_later_gpus_get_experts_and_attention_that_can_be_verified_anywhere(capability, flash):
     experts = FP8Recipe(fp8_modules=("a",), fp8_experts=("b",))
-    made = arguments(experts, Cuda(capability))
-    assert (made["linear_backend"], made["moe_backend"], made["attention_backend"]) == (
-        "triton",
-        "triton",
-        "TRITON_ATTN",
-    )
+    made = arguments(experts, Cuda(capability, flash))
+    assert (made["moe_backend"], made["attention_backend"]) == ("triton", "TRITON_ATTN")
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5), (11, 0), (13, 0)])
-def test_gpus_that_cannot_be_verified_are_refused(capability):
-    with pytest.raises(ValueError, match=rf"compute capability {capability[0]}\.{capability[1]}.*fp8_weights=False"):
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (7, 5)])
+def test_gpus_without_fp8_units_are_refused(capability):
+    with pytest.raises(ValueError, match=rf"capability {capability[0]}\.{capability[1]}, which has no units for e4m3"):
         arguments(platform=Cuda(capability))
 
 

@@ -111,11 +111,21 @@ def test_near_dead_experts_serve_finite_log_probs_and_are_reported(checkpoint, s
     assert all(row.isfinite().all() for row in rows)
 
 
-def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint):
-    from trl_fp8.engine.vllm.numerics import require_auditable
+def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint, started, monkeypatch):
+    from trl_fp8.engine.vllm.auditable import require_auditable
+    from trl_fp8.engine.vllm.numerics import fp8_experts
 
-    with pytest.raises(RuntimeError, match="'moe_backend': 'triton'"):
-        require_auditable({"Fp8MoeBackend.FLASHINFER_CUTLASS": 48})
+    model = engine_model(started(checkpoint("qwen3_moe")).llm)
+    require_auditable(model)
+    layer = fp8_experts(model)[1]
+    weight, backend = layer.w2_weight, layer.quant_method.fp8_backend
+    layer.w2_weight = torch.nn.Parameter(weight.transpose(1, 2), requires_grad=False)
+    with pytest.raises(RuntimeError, match=r"TRITON keeps w2_weight as .*first model.layers.1.mlp.experts"):
+        require_auditable(model)
+    layer.w2_weight = weight
+    monkeypatch.setattr(layer.quant_method, "fp8_backend", type(backend).FLASHINFER_CUTLASS)
+    with pytest.raises(RuntimeError, match="(?s)FLASHINFER_CUTLASS is not known to .*'moe_backend': 'triton'"):
+        require_auditable(model)
 
 
 def test_what_is_called_verified_is_tested_here():

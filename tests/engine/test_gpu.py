@@ -5,19 +5,22 @@ is one (testing/engines.py starts the engine on it).
 """
 
 import gc
+import logging
 
 import pytest
 import torch
+from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 
-from testing import engines
+from testing import engines, tiny_models
 from testing.rollouts import agreement, calls_of, flow_of, sample
+from trl_fp8.engine.vllm.gemms import Gemm
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.precision_flow import PrecisionFlow
-from trl_fp8.quantization.formats.spec import ActivationScaling
+from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
 
@@ -27,9 +30,46 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 WITH_AND_WITHOUT_GRAPHS = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
 
 
-@pytest.mark.parametrize("linear_backend", ["cutlass", "triton"])
+KERNELS = pytest.mark.parametrize("linear_backend", ["cutlass", "deep_gemm", "triton"])
+
+
+def require_offered(linear_backend, scale_format="pow2"):
+    """The check passes, or the kernel is not for this GPU, as DeepGEMM is not for Ada and, packing, for Blackwell."""
+    device, capability = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_capability()
+    gemm = Gemm(linear_backend, BLOCKS, scale_format, device, tiny_models.config())
+    try:
+        gemm.check()
+    except ValueError as reason:
+        assert linear_backend != "triton"
+        assert linear_backend != "deep_gemm" or capability[0] < 10 or "int32" in str(reason)
+        pytest.skip(str(reason))
+    return gemm
+
+
+@KERNELS
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_kernels_pass_the_check_and_can_be_timed(linear_backend, scale_format):
+    gemm = require_offered(linear_backend, scale_format)
+    few, many = (gemm.seconds((4096, 4096), rows) for rows in (64, 4096))
+    assert 1e-6 < few < many < 0.1
+
+
+def test_the_fastest_kernel_is_pinned_and_said(checkpoint, caplog):
+    PartialState()
+    with caplog.at_level(logging.INFO, logger="trl_fp8"):
+        generation = engines.start(checkpoint("qwen3"))
+    chosen = generation.pinned["linear_backend"]
+    assert chosen in ("cutlass", "deep_gemm", "triton")
+    assert any(chosen.replace("_", "") in name.lower() for name in generation.numerics.kernels)
+    alone = "triton" == chosen and torch.cuda.get_device_capability() == (8, 9)
+    assert alone or f"FP8 linears run on {chosen!r}" in caplog.text
+    engines.shutdown(generation.llm)
+
+
+@KERNELS
 @WITH_AND_WITHOUT_GRAPHS
 def test_two_syncs_equal_fresh_engines(linear_backend, enforce_eager, checkpoint, tmp_path):
+    require_offered(linear_backend)
     kwargs = {"linear_backend": linear_backend, "enforce_eager": enforce_eager}
     generation = engines.start(checkpoint("qwen3"), engine_kwargs=kwargs)
     results = []
@@ -86,12 +126,12 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     scales = kv_scales_from_amax(observe_sequences(generation.model, hook, engines.PROMPTS).amax_L3)
     generation.calibrate = lambda: scales
     generation.sync_weights()
-    assert generation.numerics.query_rounded and generation.numerics.linears.scale_format == "fp32"
+    assert generation.numerics.query_rounded
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
     hook.simulate(scales.values.cuda())
     hook.follow(query_rounded=True)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), hook)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=generation.numerics.linears), hook)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)
 
@@ -109,7 +149,7 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     rollouts = engines.log_probs(generation.llm)
     hook.simulate(scales.values.cuda())
     hook.follow(query_rounded=True)
-    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), hook)
+    PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=generation.numerics.linears), hook)
     without = distance(generation.model, rollouts)
     hook.follow(True, generation.numerics.attention_weight_offset)
     engines.shutdown(generation.llm)
@@ -225,7 +265,7 @@ def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkp
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation=scaling, fused_activation=fused)
     PrecisionFlow(
-        generation.model, generation.recipe, FP8Flow(activation=ActivationScaling("fp32")), hook, experts_flow
+        generation.model, generation.recipe, FP8Flow(activation=generation.numerics.linears), hook, experts_flow
     )
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)

@@ -182,6 +182,7 @@ def test_a_server_serves_the_fp8_policy_that_was_streamed_to_it(checkpoint, tmp_
         model.config,
         max_num_seqs=SIZES["max_num_seqs"],
         max_model_len=SIZES["max_model_len"],
+        user=generation.pinned,
     )
     arguments = pinned | SIZES | COMMON | {"gpu_memory_utilization": 0.2, "max_num_batched_tokens": 4096}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")

@@ -108,7 +108,7 @@ def test_vllm_loads_an_export_and_computes_the_same(checkpoint, tmp_path):
     assert "e4m3 per tensor with `weight_scale`" in (folder / "README.md").read_text()
     ensure_master_addr_port()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    llm = engines.load(folder, recipe)
+    llm = engines.load(folder, recipe, generation.pinned)
     loaded = engines.log_probs(llm)
     engines.shutdown(llm)
     assert loaded == sent

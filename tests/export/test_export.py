@@ -33,7 +33,7 @@ def test_vllm_loads_what_the_engine_was_sent(architecture, options, checkpoint, 
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
     folder = export_fp8(generation.model, generation.processing_class, tmp_path / "fp8", scales)
-    assert engines.loaded_log_probs(folder, generation.recipe) == synced
+    assert engines.loaded_log_probs(folder, generation.recipe, generation.pinned) == synced
     assert verify_export(folder) >= 5
 
 
@@ -51,7 +51,7 @@ def test_experts_are_written_one_by_one_and_vllm_loads_them(architecture, checkp
     one = "block_sparse_moe.experts.3.w1" if architecture == "mixtral" else "mlp.experts.3.gate_proj"
     assert {f"model.layers.1.{one}.weight", f"model.layers.1.{one}.weight_scale_inv"} <= names.keys()
     with reference_fp8_experts():
-        assert engines.loaded_log_probs(folder, generation.recipe) == synced
+        assert engines.loaded_log_probs(folder, generation.recipe, generation.pinned) == synced
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "llama", "qwen2"])
@@ -187,4 +187,4 @@ def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path, 
         with pytest.raises(RuntimeError, match="main process could not write the export: .*is not empty"):
             trainer.save_fp8_model(tmp_path / "fp8")
         assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())  # adapters unmerged
-    assert engines.loaded_log_probs(tmp_path / "fp8", trainer.recipe) == held
+    assert engines.loaded_log_probs(tmp_path / "fp8", trainer.recipe, trainer.vllm_generation.pinned) == held

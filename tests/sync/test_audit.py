@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 
 from testing import engines
+from trl_fp8.engine.vllm.auditable import require_auditable
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.kv_scales import attention_layers
-from trl_fp8.engine.vllm.numerics import require_auditable
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
 from trl_fp8.upstream.vllm import engine_model
@@ -296,7 +297,50 @@ def test_requests_in_flight_at_a_sync_are_an_error(generation):
         engine.step()
 
 
-def test_kernels_that_repack_weights_are_refused_by_name():
-    require_auditable({"CutlassFp8BlockScaledMMKernel": 28})
-    with pytest.raises(RuntimeError, match="DeepGemmFp8BlockScaledMMKernel.*linear_backend"):
-        require_auditable({"CutlassFp8BlockScaledMMKernel": 1, "DeepGemmFp8BlockScaledMMKernel": 27})
+def kept_as(layer, name, tensor):
+    setattr(layer, name, torch.nn.Parameter(tensor, requires_grad=False))
+
+
+WEIGHT = r"weight as torch.float8_e4m3fn \[256, 128\] with strides \[1, 256\], sent is .* strides \[256, 1\]"
+SCALE = (
+    r"weight_scale_inv as torch.int32 \[128, 1\].*sent is torch.float32 \[1, 2\].*first model.layers.0.mlp.down_proj"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "message"),
+    [
+        ("weight", lambda weight: weight.t(), WEIGHT),
+        ("weight_scale_inv", lambda scale: torch.zeros(128, 1, dtype=torch.int32), SCALE),  # as DeepGEMM on Blackwell
+        (
+            "weight_scale_inv",
+            lambda scale: torch.zeros(2, 4)[:, :1].t(),
+            r"weight_scale_inv as .*strides \[1, 4\], sent .* strides \[2, 1\]",
+        ),
+    ],
+)
+def test_kernels_that_store_weights_otherwise_are_refused_by_what_they_hold(generation, name, stored, message):
+    model = engine_model(generation.llm)
+    layer = model.get_submodule("model.layers.0.mlp.down_proj")
+    held = getattr(layer, name)
+    require_auditable(model)
+    kept_as(layer, name, stored(held.data))
+    try:
+        with pytest.raises(RuntimeError, match=f"ReferenceFp8BlockKernel keeps {message}"):
+            require_auditable(model)
+    finally:
+        setattr(layer, name, held)
+    require_auditable(model)
+
+
+def test_kernels_that_are_not_known_or_follow_the_batch_are_refused_by_name(generation, monkeypatch):
+    model = engine_model(generation.llm)
+    kernel = model.get_submodule("model.layers.0.mlp.down_proj").quant_method.fp8_linear
+    known = type(kernel)
+    monkeypatch.setattr(kernel, "__class__", type("MarlinFP8ScaledMMLinearKernel", (known,), {}))
+    with pytest.raises(RuntimeError, match="(?s)Marlin.* is not known to read weight and scales anew.*linear_backend"):
+        require_auditable(model)
+    both = {"base_type": known, "fallback_type": known}
+    monkeypatch.setattr(kernel, "__class__", type("Both", (known, Fp8BlockScaledDynamicMMLinearKernel), both))
+    with pytest.raises(RuntimeError, match="Both takes Ref.* or Ref.* by the number of rows, so that results depend"):
+        require_auditable(model)

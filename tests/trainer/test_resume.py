@@ -1,5 +1,6 @@
 """A run that was interrupted and resumed takes the steps that it would have taken anyway, bit for bit."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,20 @@ def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path)
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trajectory(trainer)[:2] == whole[:2] and trajectory(trainer)[2:] != whole[2:]
+
+
+def test_another_kernel_than_before_is_named(checkpoint, tmp_path, caplog):
+    args = arguments(tmp_path, save_strategy="steps", save_steps=1, max_steps=2)
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train()
+    folder = tmp_path / "checkpoint-1"
+    assert json.loads((folder / "engine.json").read_text()) == {"linear_backend": "auto"}
+    for written, warned in (({"linear_backend": "auto"}, False), ({"linear_backend": "deep_gemm"}, True)):
+        (folder / "engine.json").write_text(json.dumps(written))
+        caplog.clear()
+        with training(checkpoint("qwen3"), args) as trainer:
+            trainer.train(resume_from_checkpoint=str(folder))
+        assert ("vllm_engine_kwargs={'linear_backend': 'deep_gemm'} it does" in caplog.text) == warned
 
 
 @pytest.mark.parametrize("ranks, rank", [(1, 0), (3, 0), (3, 2)])

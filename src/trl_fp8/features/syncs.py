@@ -1,6 +1,8 @@
 """What the engine is told before it generates, which prompts it takes, and what its syncs came to."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
@@ -12,6 +14,8 @@ from .feature import Feature, Rollouts
 
 
 logger = get_logger(__name__)
+
+PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the device that it ran on
 
 
 class Syncs(Feature):
@@ -53,6 +57,21 @@ class Syncs(Feature):
         if self.trainer.recipe.fp8_weights:
             rollouts.metrics["fp8/weight_relative_error"] = sync.weight_relative_error
             rollouts.metrics["fp8/dead_blocks"] = float(sum(sync.dead_blocks.values()))
+
+    def save(self, folder: str) -> None:
+        if self.trainer.accelerator.is_main_process:
+            Path(folder, PINNED).write_text(json.dumps(self.trainer.vllm_generation.pinned))
+
+    def load(self, folder: str) -> None:
+        """Engines start before a trainer is told what it resumes from: all that is left is to say so."""
+        path, now = Path(folder, PINNED), self.trainer.vllm_generation.pinned
+        before = json.loads(path.read_text()) if path.exists() else {}
+        if before and before != now:
+            logger.warning(
+                f"the engine of resume_from_checkpoint={str(folder)!r} had {before}, this one has {now}: its kernels "
+                "round elsewhere, so that the run does not continue exactly as it would have. With "
+                f"vllm_engine_kwargs={before} it does."
+            )
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:

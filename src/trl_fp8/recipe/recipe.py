@@ -10,6 +10,7 @@ embeddings, norms, routers and gates of shared experts stay in high precision.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -73,6 +74,14 @@ class FP8Recipe:
         module = name.removesuffix(".weight")
         peers = _fused_with(module) if self.format.fused_share_scale else []
         return tuple(n for peer in peers if (n := f"{peer}.weight") in self.fp8_tensors) or (name,)
+
+    def gemms(self, outline: Outline) -> Counter[tuple[int, int]]:
+        """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
+        rows = Counter()
+        for name in self.fp8_modules:
+            part, columns = _shard(outline, name, self.tensor_parallel_size)
+            rows[(_fused_with(name) or [name])[0], int(columns)] += int(part)
+        return Counter((part, columns) for (_, columns), part in rows.items())
 
     @property
     def fp8_kv_cache(self) -> bool:
@@ -174,19 +183,24 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         if spec.fits(intermediate / tp_size, hidden):
             return None
         return f"experts of {intermediate / tp_size:g} x {hidden}{at}, not multiples of {spec.alignment}"
-    match = _PROJECTION.search(name)
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
-    if match is None or is_vision(name):
+    if not _PROJECTION.search(name) or is_vision(name):
         return "not named as a projection of Llama's decoder layers"
-    rows, columns = outline.linears[name]  # of one rank's shard from here on; fractions where tp_size does not divide
-    if match["kind"] in ROW_PARALLEL:
-        columns /= tp_size
-    else:  # with fewer KV heads than ranks, heads are replicated
-        rows /= min(tp_size, outline.kv_heads) if match["kind"] in ("k_proj", "v_proj") else tp_size
+    rows, columns = _shard(outline, name, tp_size)
     if spec.fits(rows, columns):
         return None
     return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+
+
+def _shard(outline: Outline, name: str, tp_size: int) -> tuple[float, float]:
+    """N and K of one rank's part of a projection; fractions where `tp_size` does not divide."""
+    rows, columns = outline.linears[name]
+    kind = name.rpartition(".")[2]
+    if kind in ROW_PARALLEL:
+        return rows, columns / tp_size
+    # with fewer KV heads than ranks, heads are replicated
+    return rows / (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size), columns
 
 
 def _fused_with(name: str) -> list[str]:

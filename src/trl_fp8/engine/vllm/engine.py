@@ -11,9 +11,10 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream import vllm as upstream
 
+from .auditable import require_auditable
 from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
 from .layout import engine_layout
-from .numerics import engine_numerics, fp8_kernels, require_auditable
+from .numerics import engine_numerics
 
 
 class ColocatedEngine:
@@ -26,7 +27,7 @@ class ColocatedEngine:
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], None]):
         self.llm, self.wake = llm, wake
         self.model = upstream.engine_model(llm)
-        require_auditable(fp8_kernels(self.model))
+        require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, buffers)
         require_same_tensors(policy, recipe, self.layout)

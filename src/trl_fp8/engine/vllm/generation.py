@@ -8,6 +8,7 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 
+import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
@@ -24,6 +25,7 @@ from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
 from .engine import ColocatedEngine
+from .gemms import pinned_gemm
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
 
@@ -44,6 +46,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         **kwargs: As for TRL's `VLLMGeneration`.
     """
 
+    pinned: dict[str, str]  # what was chosen on this device, as `vllm_engine_kwargs` would say it
     replicas: Replicas | None = None  # the ranks that have to hold the same bytes; None on one process
 
     def __init__(
@@ -71,6 +74,10 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours["routes_from"] = platform.routes_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         with platform.ready(self.recipe), as_rollout_llm:
+            backends = platform.linear_backends(self.recipe)
+            device = self.accelerator.device
+            self.pinned = pinned_gemm(backends, self.recipe, self.model, device, self.engine_kwargs, self._largest)
+            ours |= self.pinned
             super()._init_vllm()
         if self.match_rounding:
             platform.rounding.require(upstream.engine_config(self.llm))
@@ -83,6 +90,13 @@ class FP8VLLMGeneration(VLLMGeneration):
         options = {"at_once": at_once, "replicas": self.replicas}
         self.delivery = Delivery(self.engine, self.model, self.recipe, self.policy_tensors, **options)
         logger.info(f"engine: {self.numerics}")
+
+    def _largest(self, values: list[float]) -> list[float]:
+        """Of each over all ranks of the job."""
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            all_reduce_max(tensor)
+        return tensor.tolist()
 
     @property
     def last_sync(self) -> SyncReport | None:

@@ -9,14 +9,9 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 from .kv_scales import attention_weight_offset, quantizes_query
-
-
-# Kernels that keep an FP8 weight and its scales as they were loaded. Others repack or requantize them.
-AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
@@ -38,18 +33,6 @@ def fp8_kernels(model: nn.Module) -> Counter[str]:
     return Counter([*(type(kernel).__name__ for kernel in _kernels(model)), *backends])
 
 
-def require_auditable(kernels: dict[str, int]) -> None:
-    """Raise `RuntimeError` if one of `kernels` changes weights after loading: no audit is possible."""
-    refused = {name: count for name, count in kernels.items() if name not in AUDITABLE_KERNELS}
-    if refused:
-        raise RuntimeError(
-            f"vLLM chose FP8 kernels that repack or requantize weights: {refused}. What they hold cannot be "
-            f"compared with what was sent. Auditable kernels: {list(AUDITABLE_KERNELS)}; choose one with "
-            "vllm_engine_kwargs={'linear_backend': 'cutlass'} (Hopper) or {'linear_backend': 'triton'}, and for "
-            "experts {'moe_backend': 'triton'}."
-        )
-
-
 def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
     """The engine's layers of experts that are FP8, in order."""
     layers = [module for module in model.modules() if isinstance(module, RoutedExperts)]
@@ -58,22 +41,25 @@ def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     """`EngineNumerics.linears`. `RuntimeError` if they differ: no single flow of a trainer could follow them."""
-    found = set()
-    for kernel in _kernels(model):
-        quant = kernel.quant_fp8
-        native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
-        if quant.is_group_quant:
-            floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
-            found.add(ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor))
-        else:  # always fp32 scales that are floored; the torch path multiplies by their reciprocal
-            scope = "token" if quant.group_shape.is_per_token() else "tensor"
-            found.add(ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native))
+    found = {kernel_scaling(kernel) for kernel in _kernels(model)}
     if len(found) > 1:
         raise RuntimeError(
             f"the engine's FP8 linears quantize activations in {len(found)} ways: {sorted(found)}. Pin one kernel: "
             "vllm_engine_kwargs={'linear_backend': 'cutlass'}."
         )
     return found.pop() if found else None
+
+
+def kernel_scaling(kernel: object) -> ActivationScaling:
+    """How a linear kernel of vLLM's quantizes activations."""
+    quant = kernel.quant_fp8
+    native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
+    if quant.is_group_quant:
+        floor = FLOORED_SCALE_AMAX if native else ACTIVATION_AMAX_FLOOR
+        return ActivationScaling("pow2" if quant.use_ue8m0 else "fp32", floor)
+    scope = "token" if quant.group_shape.is_per_token() else "tensor"
+    # always fp32 scales that are floored; the torch path multiplies by their reciprocal
+    return ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native)
 
 
 def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:

@@ -2,7 +2,8 @@
 
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
 policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice depends on the
-batch size (FlashInfer below 32 rows, DeepGEMM above) and takes some whose weights or scales could not be read back.
+batch size (FlashInfer below 32 rows, DeepGEMM above) and takes some whose weights or scales could not be written in
+place. Those of linears are chosen by what they do on the device (gemms.py).
 """
 
 from abc import ABC, abstractmethod
@@ -13,6 +14,7 @@ from typing import ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -32,6 +34,10 @@ class Platform(ABC):
     name: ClassVar[str]  # as torch calls the device
     rounding: ClassVar[RoundingPoints]  # vLLM's implementations that round where transformers does
     routes_from: ClassVar[Literal["vllm", "routers"]]  # where `RolloutLLM` gets the experts that routers choose
+
+    @abstractmethod
+    def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
+        """vLLM's kernels for FP8 linears that may be taken, see `gemms.pinned_gemm`."""
 
     def arguments(
         self,
@@ -90,6 +96,9 @@ class Cpu(Platform):
     routes_from = "routers"
     block = 128  # tokens per KV cache block
 
+    def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
+        return ("auto",)  # the reference kernel stands first
+
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         forget_rotary_embeddings()
@@ -120,9 +129,10 @@ class Cpu(Platform):
 
 @dataclass(frozen=True)
 class Cuda(Platform):
-    """A GPU of `capability`, e.g. (9, 0)."""
+    """An NVIDIA GPU."""
 
-    capability: tuple[int, int]
+    capability: tuple[int, int]  # e.g. (9, 0)
+    flash_attention: int | None = None  # the version that vLLM runs on it; None: none
 
     name = "cuda"
     rounding = RoundingPoints(
@@ -130,9 +140,10 @@ class Cuda(Platform):
         custom_ops={"rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
     )
     routes_from = "vllm"
-    # Capability's first number -> linears and attention that keep weights as loaded and read KV scales anew each time.
-    # On 10 and 12 (Blackwell) vLLM itself takes DeepGEMM and FlashInfer, which do not (docs/gpu_kernels.md)
-    backends: ClassVar = {9: ("cutlass", "FLASH_ATTN")} | dict.fromkeys((8, 10, 12), ("triton", "TRITON_ATTN"))
+
+    def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
+        only = recipe.format.linear_backend
+        return (only,) if only else ("cutlass", "deep_gemm", "triton")
 
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
@@ -142,18 +153,17 @@ class Cuda(Platform):
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability
-        if recipe.quantization_config is not None and (self.capability < (8, 9) or major not in self.backends):
+        if recipe.quantization_config is not None and self.capability < (8, 9):
             raise ValueError(
                 f"fp8_weights={recipe.fp8_weights}, kv_cache_dtype={recipe.kv_cache_dtype!r} on a GPU of compute "
-                f"capability {major}.{minor}: supported are Ada (8.9), Hopper (9.0) and Blackwell (10.x, 12.x). Older "
-                "GPUs have no FP8 units; of others it is not known which of vLLM's FP8 kernels keep weights and KV "
-                "scales as they were sent, so that delivery could not be verified. Switch FP8 off: fp8_weights=False, "
-                "kv_cache_dtype='auto'."
+                f"capability {major}.{minor}, which has no units for e4m3: vLLM would store FP8 and compute in BF16. "
+                "FP8 starts with Ada (8.9) and Hopper (9.0). Switch it off: fp8_weights=False, kv_cache_dtype='auto'."
             )
-        linear, attention = self.backends.get(major, (None, None))
-        arguments = {"linear_backend": recipe.format.linear_backend or linear} if recipe.fp8_weights else {}
-        arguments |= {"attention_backend": attention} if recipe.fp8_kv_cache else {}
-        # other kernels for experts shuffle them, so that they could not be read back
+        # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
+        # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
+        attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
+        arguments = {"attention_backend": attention} if recipe.fp8_kv_cache else {}
+        # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
@@ -182,7 +192,7 @@ def platform_of(device: torch.device | None = None) -> Platform:
             f"the trainer runs on {kind!r}: FP8 rollouts run on NVIDIA GPUs, and on CPU (use_cpu=True) to try them. "
             f"Elsewhere train without FP8 and vLLM: {WITHOUT_ENGINE_WORDS}."
         )
-    return Cuda(torch.cuda.get_device_capability()) if kind == Cuda.name else Cpu()
+    return Cuda(torch.cuda.get_device_capability(), get_flash_attn_version()) if kind == Cuda.name else Cpu()
 
 
 def _merged(ours: dict, users: dict) -> dict:

@@ -21,6 +21,7 @@ BLOCKS = FormatSpec(
     kernels=(
         "ReferenceFp8BlockKernel",
         "CutlassFp8BlockScaledMMKernel",
+        "DeepGemmFp8BlockScaledMMKernel",
         "TritonFp8BlockScaledMMKernel",
         "BlockWiseTorchFP8ScaledMMLinearKernel",
         "Fp8MoeBackend.TRITON",

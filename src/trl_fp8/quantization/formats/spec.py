@@ -43,9 +43,9 @@ class FormatSpec:
     scale_suffix: str  # appended to a weight's checkpoint name, gives its scale's
     alignment: int  # both sides of each weight's shard are multiples of it
     requirement: str  # the same in words, after "shards that"
-    kernels: tuple[str, ...]  # vLLM's that keep weights and scales as loaded, so that an audit can read them back
+    kernels: tuple[str, ...]  # vLLM's that read weight and scales anew in each call and compute each row by itself
     readers: str  # who loads a checkpoint, for its model card
-    linear_backend: str | None = None  # vLLM's on CUDA; None: depends on the GPU (engine/vllm/platforms.py)
+    linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
     why_no_experts: str | None = None  # why experts stay in high precision; None: they need not
     fused_share_scale: bool = False  # weights that vLLM fuses (q, k, v and gate, up) have one scale in common

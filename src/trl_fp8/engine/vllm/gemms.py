@@ -1,0 +1,270 @@
+"""Which of vLLM's kernels multiplies with FP8 weights: the fastest of those that pass a check, on this device.
+
+    check    a weight is quantized as for a sync and written to a layer as one holds it after its start; the kernel's
+             product is compared with that of the same codes in FP64
+    timing   the model's own shapes, as vLLM fuses and shards them: with 64 rows, which is what decoding a batch looks
+             like and decides; with 1 and 4096 rows for the log, while time is left
+
+All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from accelerate.logging import get_logger
+from torch import nn
+from torchao.quantization import Float8Tensor
+from transformers import PretrainedConfig
+from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
+from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+from vllm.model_executor.layers.quantization.utils.quant_utils import (
+    GroupShape,
+    create_fp8_quant_key,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
+
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
+from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.recipe import FP8Recipe
+
+from .auditable import why_linear_unverifiable
+from .numerics import kernel_scaling
+
+
+logger = get_logger(__name__)
+
+Shape = tuple[int, int]  # of a weight, [N, K]
+DECIDES, FOR_THE_LOG = 64, (1, 4096)  # rows
+SECONDS = 2.0  # beyond which nothing is timed for the log
+REPETITIONS = 5  # of which the median counts
+CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
+Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
+
+
+class Candidate(Protocol):
+    """A kernel to choose."""
+
+    name: str
+
+    def check(self) -> None:
+        """Raise what speaks against it: `ValueError` if it is not meant for this device, anything else if it fails."""
+
+    def seconds(self, shape: Shape, rows: int) -> float:
+        """Of one call with a weight of `shape`."""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A candidate of vLLM's, without an engine around it.
+
+    Attributes:
+        name: Value of vLLM's `linear_backend`.
+        scale_format: Of the weights' scales.
+        config: The policy's; vLLM refuses DeepGEMM for some.
+    """
+
+    name: str
+    spec: FormatSpec
+    scale_format: ScaleFormat
+    device: torch.device
+    config: PretrainedConfig
+
+    @torch.no_grad()
+    def check(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        weight, x = (_uneven(rows, CHECKED[1], generator).to(self.device) for rows in (CHECKED[0], CHECKED_ROWS[-1]))
+        kernel, layer = self.made(CHECKED)
+        kernel.process_weights_after_loading(layer)
+        if reason := why_linear_unverifiable(kernel, layer):
+            raise ValueError(reason)
+        [codes] = self.spec.quantize_weights([weight], self.scale_format)
+        layer.write(codes)
+        w = dequantize_weight(codes, torch.float32).double()
+        for rows in CHECKED_ROWS:
+            found = kernel.apply_weights(layer, x[:rows]).double()
+            quantized = self.spec.quantize_activation(x[:rows], kernel_scaling(kernel))
+            a = dequantize_weight(quantized, torch.float32).double()
+            expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
+            # A rounding to BF16 is off by 2^-9 at most. Tensor cores cut the products of 32 elements, and what they
+            # are added to, to 14 bits, four times in the 128 elements after which kernels go on in FP32
+            wrong = ~((found - expected).abs() <= 2.0**-9 * expected.abs() + 4 * 2.0**-13 * magnitudes)  # NaN is, too
+            if wrong.any():
+                row, column = wrong.nonzero()[0].tolist()
+                raise RuntimeError(
+                    f"of a product with {rows} rows {int(wrong.sum())} of {wrong.numel()} outputs are wrong, first at "
+                    f"{[row, column]}: {found[row, column]:g}, expected {expected[row, column]:g}"
+                )
+
+    @torch.no_grad()
+    def seconds(self, shape: Shape, rows: int) -> float:
+        """From a CUDA graph, so without the launches, and with nothing in the GPU's cache, as in a decode step."""
+        kernel, layer = self.made(shape)  # stored as after a start: that was checked
+        x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
+        kernel.apply_weights(layer, x)  # compiles
+        graph, times = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may watch collectives
+            kernel.apply_weights(layer, x)
+        cache = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
+        flush = torch.empty(cache, dtype=torch.int8, device=self.device)
+        for _ in range(REPETITIONS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            flush.zero_()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1000)
+        return median(times)
+
+    def made(self, shape: Shape) -> tuple[Any, "_Layer"]:
+        """vLLM's kernel, which makes a `ValueError` if there is none for this, and a layer as it is loaded."""
+        if blocks := self.spec.weight_block:
+            weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*blocks))
+            activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, blocks[1]))
+        else:
+            weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
+        with self._configured():
+            dtypes = {"input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
+            kernel = init_fp8_linear_kernel(activations, weights, weight_shape=shape, **dtypes)
+        return kernel, _Layer(shape, self.spec, self.device)
+
+    def _configured(self) -> AbstractContextManager[None]:
+        """As much of an engine's configuration as kernels read; vLLM's own operator quantizes activations in both."""
+        compilation = CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"])
+        kernels = SimpleNamespace(linear_backend=self.name, linear_backend_per_quant=None)
+        model = SimpleNamespace(hf_text_config=self.config)
+        config = SimpleNamespace(compilation_config=compilation, kernel_config=kernels, model_config=model)
+        return set_current_vllm_config(config)
+
+
+class _Layer(nn.Module):
+    """What a linear layer of vLLM's is to a kernel, of random codes; one that has one scale stands transposed."""
+
+    def __init__(self, shape: Shape, spec: FormatSpec, device: torch.device):
+        super().__init__()
+        self.output_size_per_partition, self.input_size_per_partition = shape
+        self.weight_block_size = spec.weight_block and list(spec.weight_block)
+        self.input_scale = None
+        codes = torch.randint(0x7F, shape, dtype=torch.uint8, device=device).view(E4M3)  # all are finite
+        blocks = [size // block for size, block in zip(shape, spec.weight_block or (), strict=False)]
+        self.weight = nn.Parameter(codes if spec.weight_block else codes.t(), requires_grad=False)
+        self.scale_name = f"weight{spec.scale_suffix}"
+        self.register_parameter(self.scale_name, nn.Parameter(torch.ones(blocks, device=device), requires_grad=False))
+
+    def write(self, codes: Float8Tensor) -> None:
+        """As a sync does."""
+        self.weight.copy_(codes.qdata if self.weight_block_size else codes.qdata.t())
+        scale = getattr(self, self.scale_name)
+        scale.copy_(codes.scale.view(scale.shape))
+
+
+def pinned_gemm(
+    backends: Sequence[str],
+    recipe: FP8Recipe,
+    policy: nn.Module,
+    device: torch.device,
+    user: dict | None,
+    agree: Agree,
+) -> dict[str, str]:
+    """`linear_backend` for `LLM(...)`: the best of `backends`; what the user asks for is checked only.
+
+    Nothing if no linear is FP8, or if the user asks for one that is not among them: what its layers hold is looked at
+    when the engine has started.
+    """
+    asked = (user or {}).get("linear_backend")
+    names = [name for name in backends if asked in (None, name)]
+    if not (recipe.fp8_modules and names):
+        return {}
+    config = policy.config.get_text_config()
+    candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config) for name in names]
+    chosen = fastest(candidates, recipe.gemms(outline_of(policy)), agree)
+    if device.type == "cuda":  # vLLM counts what is free
+        torch.cuda.empty_cache()
+    return {"linear_backend": chosen.name}
+
+
+def fastest(
+    candidates: Sequence[Candidate],
+    gemms: Mapping[Shape, int],
+    agree: Agree = list,
+    clock: Callable[[], float] = perf_counter,
+) -> Candidate:
+    """The candidate whose calls with 64 rows take the least time in all layers, among those that pass their check.
+
+    Args:
+        candidates: The same on all ranks.
+        gemms: Shape of a weight -> number of layers that have it.
+
+    Raises:
+        RuntimeError: None passes; the message has the reason of each.
+    """
+    reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
+    passed = _agreed(candidates, reasons, agree)
+    if len(passed) == 1:
+        return passed[0]
+    begun, times = clock(), {}
+    for rows in (DECIDES, *FOR_THE_LOG):
+        for shape in gemms:
+            for each in passed:
+                if reasons[each.name] is None and (rows == DECIDES or clock() - begun < SECONDS):
+                    measured = _tried(each, partial(each.seconds, shape, rows))
+                    times[each.name, rows, shape], reasons[each.name] = measured
+    passed = _agreed(passed, reasons, agree)
+    slowest = agree([sum(n * times[each.name, DECIDES, shape] for shape, n in gemms.items()) for each in passed])
+    chosen = passed[slowest.index(min(slowest))]
+    logger.info(f"FP8 linears run on {chosen.name!r}, microseconds of a call:\n{_table(passed, gemms, times)}")
+    return chosen
+
+
+def _agreed(candidates: Sequence[Candidate], reasons: Mapping[str, str | None], agree: Agree) -> list[Candidate]:
+    """Those that have no reason against them, on any rank."""
+    failed = agree([float(reasons[each.name] is not None) for each in candidates])
+    if all(failed):
+        between = "\n  "
+        against = (f"{each.name}: {reasons[each.name] or 'failed on another rank'}" for each in candidates)
+        raise RuntimeError(
+            f"none of vLLM's kernels can be used for FP8 linears on this device:\n  {listed(against, 8, between)}\n"
+            "Check that vLLM was built for the installed torch and for this GPU, or set fp8_weights=False."
+        )
+    return [each for each, bad in zip(candidates, failed, strict=True) if not bad]
+
+
+def _tried(candidate: Candidate, use: Callable[[], float | None]) -> tuple[float | None, str | None]:
+    """What `use` returns, and why it did not."""
+    try:
+        return use(), None
+    except ValueError as reason:
+        logger.info(f"linear_backend={candidate.name!r} is not for this device: {reason}")
+        return None, str(reason)
+    except Exception as error:  # whatever a kernel dies of
+        reason = f"{type(error).__name__}: {error}"
+        logger.warning(f"linear_backend={candidate.name!r} is not used: {reason}", main_process_only=False)
+        return None, reason
+
+
+def _table(candidates: Sequence[Candidate], gemms: Mapping[Shape, int], times: Mapping) -> str:
+    """A line for each shape and number of rows; "-" where there was no time left."""
+    lines = [["layers", "N", "K", "rows", *(each.name for each in candidates)]]
+    for (n, k), layers in gemms.items():
+        for rows in sorted((DECIDES, *FOR_THE_LOG)):
+            found = [times.get((each.name, rows, (n, k))) for each in candidates]
+            lines.append([layers, n, k, rows, *("-" if time is None else f"{1e6 * time:.1f}" for time in found)])
+    return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
+
+
+def _uneven(rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """BF16 numbers whose magnitude differs between blocks, so that an exchange of scales shows."""
+    factors = torch.exp2(torch.randint(4, (-(-rows // 128), columns // 128), generator=generator).float())
+    spread = factors.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)
+    return (torch.randn(rows, columns, generator=generator) * spread).bfloat16()

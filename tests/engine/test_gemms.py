@@ -1,0 +1,243 @@
+"""The choice of a kernel for FP8 linears: its logic with kernels that are made up, its check with a real one."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from testing import engines, tiny_models
+from trl_fp8.engine.vllm import gemms
+from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel, register_cpu_kernel
+from trl_fp8.engine.vllm.gemms import DECIDES, Gemm, fastest, pinned_gemm
+from trl_fp8.quantization.formats import FORMATS
+from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.upstream.vllm import engine_model
+
+
+SHAPES = {(512, 256): 2, (256, 128): 10}
+
+
+@dataclass
+class Kernel:
+    """A candidate whose calls take `times[shape]` at the rows that decide, and no time otherwise."""
+
+    name: str
+    times: dict = field(default_factory=dict)
+    broken: Exception | None = None
+    called: list = field(default_factory=list)
+
+    def check(self):
+        if self.broken:
+            raise self.broken
+
+    def seconds(self, shape, rows):
+        self.called.append((rows, shape))
+        time = self.times[shape] if rows == DECIDES else 0.0
+        if isinstance(time, Exception):
+            raise time
+        return time
+
+
+@pytest.fixture(autouse=True)
+def accelerates_logger():
+    PartialState()
+
+
+def kernels(**times):
+    return [Kernel(name, dict(zip(SHAPES, each, strict=True))) for name, each in times.items()]
+
+
+def test_the_fastest_over_all_layers_is_taken():
+    """The second is faster at one shape, and slower where most layers are."""
+    candidates = kernels(cutlass=(8e-6, 2e-6), triton=(1e-6, 4e-6))
+    assert fastest(candidates, SHAPES).name == "cutlass"
+    assert fastest(candidates, dict.fromkeys(SHAPES, 1)).name == "triton"
+
+
+def test_one_candidate_is_not_timed():
+    [only] = kernels(triton=(1e-6, 1e-6))
+    assert fastest([only], SHAPES) is only and only.called == []
+
+
+def test_what_fails_its_check_is_named_and_not_timed(caplog):
+    first, second = kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6))
+    first.broken = RuntimeError("3 of 9 outputs are wrong")
+    with caplog.at_level(logging.INFO):
+        assert fastest([first, second], SHAPES) is second
+    assert first.called == []
+    [warned] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "linear_backend='cutlass' is not used: RuntimeError: 3 of 9 outputs are wrong" in warned
+
+
+def test_what_is_not_for_the_device_is_no_warning(caplog):
+    first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
+    first.broken = ValueError("Currently, only Hopper and Blackwell GPUs are supported.")
+    with caplog.at_level(logging.INFO):
+        assert fastest([first, second], SHAPES) is second
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert "linear_backend='deep_gemm' is not for this device: Currently, only Hopper" in caplog.text
+
+
+def test_a_kernel_that_fails_while_it_is_timed_is_dropped(caplog):
+    candidates = kernels(cutlass=(1e-6, RuntimeError("out of shared memory")), triton=(2e-6, 2e-6))
+    assert fastest(candidates, SHAPES).name == "triton"
+    assert "'cutlass' is not used: RuntimeError: out of shared memory" in caplog.text
+    assert candidates[0].called == [(DECIDES, (512, 256)), (DECIDES, (256, 128))]
+
+
+def test_if_none_is_left_the_reason_of_each_is_said():
+    first, second = kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6))
+    first.broken, second.broken = ValueError("not for this GPU"), TypeError("unexpected argument")
+    with pytest.raises(RuntimeError, match=r"(?s)cutlass: not for this GPU\n  triton: TypeError: unexpected argument"):
+        fastest([first, second], SHAPES)
+
+
+def test_the_budget_ends_what_is_for_the_log_and_not_what_decides(caplog):
+    ticks = iter([0.0, *[0.5] * 3, *[9.0] * 99])
+    candidates = kernels(cutlass=(3e-6, 3e-6), triton=(2e-6, 2e-6))
+    with caplog.at_level(logging.INFO):
+        assert fastest(candidates, SHAPES, clock=lambda: next(ticks)).name == "triton"
+    assert candidates[0].called == [(DECIDES, (512, 256)), (DECIDES, (256, 128)), (1, (512, 256)), (1, (256, 128))]
+    assert candidates[1].called == candidates[0].called[:3]
+    lines = [line.split() for line in caplog.text.splitlines()]
+    assert ["2", "512", "256", "64", "3.0", "2.0"] in lines and ["10", "256", "128", "1", "0.0", "-"] in lines
+    assert ["10", "256", "128", "4096", "-", "-"] in lines
+
+
+def agreed(ranks):
+    """`fastest` on each of `ranks`, lists of candidates, one after another: what the others say is looked up."""
+    said, chosen = [[] for _ in ranks], []
+    for _ in range(4):  # until all collectives of all ranks are known
+        chosen = []
+        for rank, candidates in enumerate(ranks):
+            turn = iter(range(9))
+
+            def agree(values, rank=rank, turn=turn):
+                call = next(turn)
+                said[rank][call:] = [values]
+                others = [each[call] for each in said if len(each) > call]
+                return [max(column) for column in zip(*others, strict=True)]
+
+            chosen.append(fastest(candidates, SHAPES, agree).name)
+    assert len({len(each) for each in said}) == 1, "ranks make another number of collectives: they would hang"
+    return chosen
+
+
+def test_all_ranks_take_the_kernel_whose_slowest_rank_is_fastest():
+    ranks = [kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6)), kernels(cutlass=(9e-6, 9e-6), triton=(2e-6, 2e-6))]
+    assert [fastest(each, SHAPES).name for each in ranks] == ["cutlass", "triton"]
+    assert agreed(ranks) == ["triton", "triton"]
+
+
+def test_what_one_rank_fails_none_takes():
+    ranks = [kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6)) for _ in range(2)]
+    ranks[1][0].broken = RuntimeError("wrong")
+    assert agreed(ranks) == ["triton", "triton"]
+    with pytest.raises(RuntimeError, match="triton: failed on another rank"):
+        fastest(ranks[1], SHAPES, lambda values: [1.0] * len(values))
+
+
+@pytest.mark.parametrize("format_name", list(FORMATS))
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_the_reference_kernel_passes_the_check(format_name, scale_format):
+    register_cpu_kernel()
+    reference(format_name, scale_format).check()
+
+
+def reference(format_name="blocks", scale_format="pow2"):
+    return Gemm("auto", FORMATS[format_name], scale_format, torch.device("cpu"), tiny_models.config())
+
+
+BREAKS = {
+    "a scale of another block": lambda A, B, As, Bs: (A, B, As, Bs.flip(1)),
+    "scales of activations one group off": lambda A, B, As, Bs: (A, B, As.roll(1, 1), Bs),
+    "one code": lambda A, B, As, Bs: (A, one_code_off(B), As, Bs),
+    "no scale of activations": lambda A, B, As, Bs: (A, B, torch.ones_like(As), Bs),
+    "not a number": lambda A, B, As, Bs: (A, B, As, Bs * torch.nan),
+}
+
+
+def one_code_off(codes):
+    codes = codes.clone()
+    codes.view(torch.uint8)[3, int(codes[3].float().abs().argmax())] ^= 0x80  # the sign of a row's largest
+    return codes
+
+
+@pytest.mark.parametrize("broken", BREAKS)
+def test_a_kernel_that_computes_something_else_is_found(broken, monkeypatch):
+    register_cpu_kernel()
+    apply = ReferenceFp8BlockKernel.apply_block_scaled_mm
+    monkeypatch.setattr(
+        ReferenceFp8BlockKernel,
+        "apply_block_scaled_mm",
+        lambda self, *args, **named: apply(self, *BREAKS[broken](*args, **named)),
+    )
+    with pytest.raises(RuntimeError, match=r"outputs are wrong, first at \[\d+, \d+\]: .* expected"):
+        reference().check()
+
+
+def test_other_activation_scales_than_numerics_says_are_found(monkeypatch):
+    register_cpu_kernel()
+    scaling = gemms.kernel_scaling
+    monkeypatch.setattr(gemms, "kernel_scaling", lambda kernel: scaling(kernel)._replace(scale_format="pow2"))
+    with pytest.raises(RuntimeError, match="outputs are wrong"):
+        reference().check()
+
+
+def test_a_kernel_that_stores_scales_otherwise_is_found_before_an_engine_starts(monkeypatch):
+    def packs(self, layer):
+        layer.weight_scale_inv = torch.nn.Parameter(layer.weight_scale_inv.int(), requires_grad=False)
+
+    register_cpu_kernel()
+    monkeypatch.setattr(ReferenceFp8BlockKernel, "process_weights_after_loading", packs)
+    with pytest.raises(ValueError, match="keeps weight_scale_inv as torch.int32"):
+        reference().check()
+
+
+def test_the_user_asks_for_one_of_them_or_for_something_else(monkeypatch):
+    asked = []
+    monkeypatch.setattr(gemms, "fastest", lambda candidates, *_: asked.append(candidates) or candidates[-1])
+    policy = tiny_models.build("qwen3")
+    recipe = recipe_for_model(policy)
+
+    def pinned(user, recipe=recipe):
+        return pinned_gemm(("cutlass", "triton"), recipe, policy, torch.device("cpu"), user, list)
+
+    assert pinned(None) == pinned({"seed": 1}) == pinned({"linear_backend": "triton"}) == {"linear_backend": "triton"}
+    assert pinned({"linear_backend": "cutlass"}) == {"linear_backend": "cutlass"}
+    assert [[each.name for each in candidates] for candidates in asked] == [
+        ["cutlass", "triton"],
+        ["cutlass", "triton"],
+        ["triton"],
+        ["cutlass"],
+    ]
+    assert pinned({"linear_backend": "marlin"}) == pinned(None, FP8Recipe(fp8_modules=())) == {}
+    assert len(asked) == 4
+
+
+@pytest.mark.engine
+def test_the_engine_runs_the_shapes_that_are_timed(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    held = Counter()
+    for module in engine_model(generation.llm).modules():
+        if getattr(getattr(module, "quant_method", None), "fp8_linear", None) is not None:
+            held[tuple(module.weight.shape)] += 1
+    engines.shutdown(generation.llm)
+    assert generation.recipe.gemms(outline_of(generation.model)) == held and len(held) == 2
+
+
+def test_shapes_are_those_of_one_ranks_shards():
+    """4 heads and 2 KV heads of 128: with 4 ranks each holds one head of q, and of k and v a copy."""
+    policy = tiny_models.build("qwen3", hidden_size=512, intermediate_size=1024, head_dim=128)
+    qkv_o_gate_up_down = {
+        1: [(1024, 512), (512, 512), (2048, 512), (512, 1024)],
+        2: [(512, 512), (512, 256), (1024, 512), (512, 512)],
+        4: [(384, 512), (512, 128), (512, 512), (512, 256)],
+    }
+    for ranks, shapes in qkv_o_gate_up_down.items():
+        recipe = recipe_for_model(policy, tensor_parallel_size=ranks)
+        assert recipe.gemms(outline_of(policy)) == Counter(2 * shapes)
