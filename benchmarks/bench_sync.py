@@ -1,16 +1,23 @@
-"""A sync of a 28-layer model (0.5 B parameters, random weights) into a real engine, in FP8 and in BF16.
+"""A sync into a real engine, against other ways to bring a policy there.
 
-    python -m benchmarks.bench_sync [--rounds 3] [--syncs 4]
+    python -m benchmarks.bench_sync [--pairs 21]
     python -m benchmarks.bench_sync --size qwen3_8b [--dtype float32]       the parts of a sync, and TRL's own (GPU)
 
-Both go through the same reload. Rounds alternate between the two engines, and the first sync of each is not counted.
-Memory is the process's peak during a sync over what it had before, in BF16 decoder layers of the model. vLLM reloads
-module by module, so embeddings, which are larger than a layer, set the peak; "fp8_small_vocabulary" is without them.
-It is measured in a process of its own, whose allocator returns freed memory at once, which costs time.
+Without a size, on CPU: one process holds an FP8 and a BF16 engine of 36 small layers, which are brought to a policy in
+turns of each way; ratios are of one turn. Proof and KV scales are part of a sync, calibration is not.
+
+    inplace          this project's: weights are quantized to where the engine reads them
+    reload           the same bytes and checks through vLLM's `reload_weights`, which copies and processes each layer
+    bf16_load        TRL's own sync, into the BF16 engine: `load_weights` for each parameter, and no check
+    bf16_load_once   the same in a single call of `load_weights`
+
+Memory is the process's peak during a sync over what it had before, on 28 larger layers, in bytes and in units of the
+codes of a decoder layer and of the engine's largest linear layer. It is measured in a process of its own, whose
+allocator returns freed memory at once, which costs time.
 
 With `--size` the model is made on the device and each engine has a process of its own, in alternating rounds.
-"seconds" are of a whole sync, between two waits for the device; "parts" of one more, with a wait around each part,
-"quantize" of the stream alone, without an engine. "trl_bf16" is TRL's own sync of the same policy into a BF16 engine.
+"seconds" are of a whole sync, between two waits for the device; "parts" of one more, with a wait around each part, and
+"verify" is the check before each generation. "trl_bf16" is TRL's own sync of the same policy into a BF16 engine.
 Rates are bytes that the engine holds per second, beside those of a copy on the device (bytes read, once).
 """
 
@@ -23,54 +30,174 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import harness, record, shapes
 
 
-SHAPE = dict(  # the decoder of Qwen3-0.6B, with a vocabulary that brings it to 0.5 B
+DEEP = dict(
+    hidden_size=256,
+    intermediate_size=768,
+    num_hidden_layers=36,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.02,
+)
+LARGE = dict(  # the decoder of Qwen3-0.6B
     hidden_size=1024,
     intermediate_size=3072,
     num_hidden_layers=28,
     num_attention_heads=16,
     num_key_value_heads=8,
     head_dim=128,
-    vocab_size=32768,
+    initializer_range=0.02,
 )
+VOCABULARIES = (1024, 32768, 131072)  # the second one brings it to 0.5 B parameters
 BF16 = {"fp8_weights": False, "kv_cache_dtype": "auto"}
-# name -> size of the vocabulary, what is FP8
-ENGINES = {"fp8": (SHAPE["vocab_size"], {}), "bf16": (SHAPE["vocab_size"], BF16), "fp8_small_vocabulary": (1024, {})}
 
 
-def measure(folder: str, rounds: int, syncs: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds and peak memory of `syncs` syncs after a first one, in alternating rounds;
-    engine -> figure -> values.
-    """
+class Operations(TorchDispatchMode):
+    """Counts what torch dispatches, views included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def engine_of(folder: str, shape: dict, **flags):
+    """A colocated engine that holds no policy yet; with KV scales, unless there are `flags`."""
     from testing import engines, tiny_models
 
-    measured = {name: {"seconds": [], "quantize_seconds": [], "peak_bytes": [], "bytes_sent": []} for name in ENGINES}
-    for size in {size for size, _ in ENGINES.values()}:
-        shape = SHAPE | {"vocab_size": size}
-        tiny_models.save_checkpoint(Path(folder, str(size)), initializer_range=0.02, **shape)
-    for name, (size, flags) in rounds * list(ENGINES.items()):
-        scales = None if flags else engines.some_scales(SHAPE["num_hidden_layers"], 1)
-        generation = engines.start(f"{folder}/{size}", scales, **flags)
+    scales = None if flags else engines.some_scales(shape["num_hidden_layers"], 1)
+    return engines.start(tiny_models.save_checkpoint(Path(folder), **shape), scales, **flags)
+
+
+def change(policy: torch.nn.Module) -> None:
+    with torch.no_grad():
+        policy.model.layers[0].mlp.down_proj.weight.add_(0.001)
+
+
+def reload(generation) -> None:
+    """The baseline: finite? -> [quantize -> statistics -> checksum -> vLLM's loader] -> checksums -> KV scales."""
+    from torchao.quantization import Float8Tensor
+
+    from trl_fp8.quantization.blockwise import dequantize_weight, first_rows
+    from trl_fp8.quantization.digest import digest
+    from trl_fp8.sync.policy_checks import require_finite
+    from trl_fp8.sync.weight_stream import weight_stream
+    from trl_fp8.sync.writer import SAMPLED_ROWS
+
+    model, recipe, pieces = generation.model, generation.recipe, generation.engine.layout.pieces
+    scales, weights, sent, statistics = generation.calibrate(), dict(model.named_parameters()), {}, []
+    block, dead_scale = recipe.format.weight_block, recipe.format.dead_scale(recipe.scale_format)
+
+    def statistics_of(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        rows = weight.detach()[:SAMPLED_ROWS].bfloat16().float()
+        quantized = Float8Tensor(codes, scale, block_size=list(block), dtype=torch.bfloat16)
+        error = rows - dequantize_weight(first_rows(quantized, SAMPLED_ROWS), torch.float32)
+        return torch.stack([error.square().sum(), rows.square().sum(), (scale <= dead_scale).sum().float()])
+
+    def noted(stream):
+        before = None
+        for name, tensor in stream:
+            if name in pieces:
+                sent[name] = digest(pieces[name].of_sent(tensor), pieces[name].dtype)
+            if (weight := name.removesuffix("_scale_inv")) != name:
+                statistics.append(statistics_of(weights[weight], before, tensor))
+            yield name, tensor
+            before = tensor
+
+    require_finite(model)
+    with generation.policy_tensors() as parameters:
+        stream = noted(weight_stream(parameters, recipe, scales))
+        arguments = {"weights_iterator": stream, "is_checkpoint_format": True}
+        generation.llm.collective_rpc("reload_weights", kwargs=arguments)
+    held = torch.stack([digest(piece.of_engine()) for piece in pieces.values()])
+    if held.tolist() != torch.stack([sent[name] for name in pieces]).tolist():
+        raise RuntimeError("the engine holds other bytes than were sent")
+    generation.engine.verify_kv_scales(scales)
+    generation.engine.reset_prefix_cache()
+    torch.stack(statistics).tolist()
+
+
+def load_once(generation) -> None:
+    generation.engine.model.load_weights(generation.model.named_parameters())
+    generation.engine.reset_prefix_cache()
+
+
+def require_equal_bytes(generation) -> None:
+    """Both ways leave the same in an engine that held zeros."""
+    layout, found = generation.engine.layout, []
+    for way in (generation.sync_weights, lambda: reload(generation)):
+        for tensor in layout.held.values():
+            tensor.zero_()
+        way()
+        found.append(layout.sums().tolist())
+    if found[0] != found[1] or not all(found[0]):
+        raise RuntimeError("a sync in place and a reload leave different bytes")
+
+
+def paired(turns: int) -> dict:
+    """Seconds of each way, their ratios turn by turn, and operations of one sync."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    with tempfile.TemporaryDirectory() as folder:
+        fp8, bf16 = engine_of(f"{folder}/fp8", DEEP), engine_of(f"{folder}/bf16", DEEP, **BF16)
+    require_equal_bytes(fp8)
+    ways = {
+        "inplace": fp8.sync_weights,
+        "reload": lambda: reload(fp8),
+        "bf16_load": lambda: VLLMGeneration.sync_weights(bf16),
+        "bf16_load_once": lambda: load_once(bf16),
+    }
+    seconds = {name: [] for name in ways}
+    for turn in range(turns + 1):
+        change(fp8.model)
+        change(bf16.model)
+        for name, way in ways.items():
+            took = shapes.seconds_of(way)
+            if turn:  # the first of each makes what is kept
+                seconds[name].append(took)
+    dispatched = {}
+    for name, way in ways.items():
+        with Operations() as operations:
+            way()
+        dispatched[name] = operations.count
+    over = {f"inplace_over_{name}": harness.ratios(seconds["inplace"], seconds[name]) for name in list(ways)[1:]}
+    return over | {
+        "dispatched_operations": dispatched.pop("inplace"),
+        "dispatched_operations_of_others": dispatched,
+        "seconds": {name: record.spread(found) for name, found in seconds.items()},
+    }
+
+
+def peaks(syncs: int) -> dict:
+    """Size of the vocabulary -> bytes of its embedding and of an engine's layers, peak of each sync."""
+    from testing import engines
+
+    found = {}
+    for vocabulary in VOCABULARIES:
+        with tempfile.TemporaryDirectory() as folder:
+            generation = engine_of(folder, LARGE | {"vocab_size": vocabulary})
         generation.sync_weights()
+        layer = generation.engine.model.model.layers[0]
+        codes = [parameter.nbytes for parameter in layer.parameters() if parameter.element_size() == 1]
+        found[vocabulary] = {
+            "embedding_bytes": generation.engine.model.model.embed_tokens.weight.nbytes,
+            "decoder_layer_bytes": sum(codes),
+            "largest_linear_bytes": max(codes),
+            "peaks": [],
+        }
         for _ in range(syncs):
-            with torch.no_grad():
-                generation.model.model.layers[0].mlp.down_proj.weight.add_(0.001)
-            reset_peak()
+            change(generation.model)
+            Path("/proc/self/clear_refs").write_text("5")  # forget the peak (Linux)
             before = memory("VmRSS")
             generation.sync_weights()
-            measured[name]["peak_bytes"].append(memory("VmHWM") - before)
-            for figure in ("seconds", "quantize_seconds", "bytes_sent"):
-                measured[name][figure].append(getattr(generation.last_sync, figure))
+            found[vocabulary]["peaks"].append(memory("VmHWM") - before)
         engines.shutdown(generation.llm)
-    return measured
-
-
-def reset_peak() -> None:
-    """Make the kernel forget the process's peak resident memory (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
+    return found
 
 
 def memory(which: str) -> int:
@@ -79,11 +206,17 @@ def memory(which: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(which)).split()[1])
 
 
-def peaks_in_a_process_of_its_own() -> dict[str, list[float]]:
+def peaks_in_a_process_of_its_own() -> dict:
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}
     command = [sys.executable, "-m", "benchmarks.bench_sync", "--peaks"]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    results = {}
+    for vocabulary, found in json.loads(done.stdout.splitlines()[-1]).items():
+        peaks, units = found.pop("peaks"), {"bytes": 1}
+        units |= {f"{of}s": found[f"{of}_bytes"] for of in ("decoder_layer", "largest_linear")}
+        spreads = {f"peak_{unit}": record.spread([peak / size for peak in peaks]) for unit, size in units.items()}
+        results[f"vocabulary_{vocabulary}"] = found | spreads
+    return results
 
 
 def start(name: str, folder: str, options: argparse.Namespace):
@@ -140,24 +273,17 @@ def measure_part(options: argparse.Namespace) -> None:
 
 def parts(generation) -> dict[str, float]:
     """Seconds of the parts of one sync."""
-    from trl_fp8.sync import delivery as module
-    from trl_fp8.sync.audit import Ledger
-    from trl_fp8.sync.weight_stream import WeightStream
+    from trl_fp8.sync import delivery
+    from trl_fp8.sync.writer import Writer
 
-    def quantize() -> None:
-        scales = generation.last_sync.kv_scales
-        parameters = generation.model.named_parameters()
-        for _ in WeightStream(parameters, generation.recipe, scales, round_here=False):
-            pass
-
-    found = {"quantize": shapes.seconds_of(quantize)}
     watch = shapes.Stopwatch()
-    watch.time(module, "require_finite", "finite")
-    watch.time(generation.delivery, "_load", "reload")
-    watch.time(Ledger, "audit", "audit")
+    watch.time(Writer, "write", "write")
+    watch.time(Writer, "inspect", "inspect")
+    watch.time(delivery, "audit", "audit")
+    watch.time(generation.engine, "write_kv_scales", "scales")
     watch.time(generation.engine, "verify_kv_scales", "scales")
     generation.sync_weights()
-    return found | watch.seconds
+    return dict(watch.seconds) | {"verify": shapes.seconds_of(generation.delivery.verify)}
 
 
 def of_size(options: argparse.Namespace) -> None:
@@ -200,45 +326,24 @@ def summarize(rows: dict[str, list[dict]], baseline: str) -> dict:
 def main() -> None:
     parser = harness.parser(__doc__, budget=460)
     parser.set_defaults(size=None)
-    parser.add_argument("--rounds", type=int, help="3; with --size 2")
-    parser.add_argument("--syncs", type=int, default=4)
+    parser.add_argument("--pairs", type=int, default=21, help="turns; without --size")
+    parser.add_argument("--rounds", type=int, default=2, help="with --size")
+    parser.add_argument("--syncs", type=int, default=4, help="of each engine in a round; with --size")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default="float32", help="of the policy; with --size"
     )
     parser.add_argument("--utilization", type=float, default=0.3, help="the engine's share of the GPU; with --size")
     parser.add_argument("--peaks", action="store_true", help="print peak memory as JSON; used by the benchmark itself")
     options = parser.parse_args()
-    options.rounds = options.rounds or (2 if options.size else 3)
     if options.part:
-        return measure_part(options)
-    if options.size:
-        return of_size(options)
-    with tempfile.TemporaryDirectory() as folder:
-        if options.peaks:
-            measured = measure(folder, rounds=1, syncs=3)
-            print(json.dumps({name: figures["peak_bytes"] for name, figures in measured.items()}))
-            return
-        measured = measure(folder, options.rounds, options.syncs)
-    peaks = peaks_in_a_process_of_its_own()
-
-    from testing import tiny_models
-
-    model = tiny_models.build(**SHAPE)
-    layer_bytes = 2 * sum(parameter.numel() for parameter in model.model.layers[0].parameters())
-    pairs = zip(measured["fp8"]["seconds"], measured["bf16"]["seconds"], strict=True)
-    results = {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layer_bytes_bf16": layer_bytes,
-        "fp8_over_bf16": record.spread([fp8 / bf16 for fp8, bf16 in pairs]),
-    }
-    for name, figures in measured.items():
-        results[name] = {
-            "sync_seconds": record.spread(figures["seconds"]),
-            "quantize_seconds": record.spread(figures["quantize_seconds"]),
-            "peak_layers": record.spread([peak / layer_bytes for peak in peaks[name]]),
-            "bytes_sent": figures["bytes_sent"][0],
-        }
-    record.write("sync", options.rounds * options.syncs, results)
+        measure_part(options)
+    elif options.size:
+        of_size(options)
+    elif options.peaks:
+        print(json.dumps(peaks(syncs=3)))
+    else:
+        memory_of = peaks_in_a_process_of_its_own()  # before engines take this process's port
+        print(record.write("sync", options.pairs, paired(options.pairs) | {"memory": memory_of}).read_text())
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def look(capability: str, layers: int | None) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
         become_a_rank(Path(folder))
         for model in SHAPES:
-            policy = _policy(Path(folder) / model, model, layers)
+            policy = policy_on_meta(Path(folder) / model, model, layers)
             candidates = _candidates(policy)
             for choice in (PINNED, FOLLOWED, OWN):
                 for backend in [None] if choice == OWN else candidates:
@@ -157,7 +157,7 @@ def _pair(capability: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _policy(folder: Path, model: str, layers: int | None) -> "PreTrainedModel":
+def policy_on_meta(folder: Path, model: str, layers: int | None) -> "PreTrainedModel":
     """A policy without memory, and the folder with the config that vLLM reads."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

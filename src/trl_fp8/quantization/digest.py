@@ -113,7 +113,8 @@ def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
         from .checksums import sum_table, table_of  # Triton compiles for GPUs only
 
         return sum_table(table_of(list(words), first_row=first_row))
-    by_row, by_column = words.sum(2, dtype=torch.int64), words.sum(1, dtype=torch.int64)
+    wide = words.long()  # each sum would make its own, more slowly
+    by_row, by_column = wide.sum(2), wide.sum(1)
     return by_row @ _row_keys(first_row, words.shape[1]) + by_column @ _column_keys(words.shape[2])
 
 
