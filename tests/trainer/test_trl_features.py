@@ -112,7 +112,7 @@ def test_lora_trains_adapters_and_the_engine_holds_the_merged_weights(lora, tied
     merged_codes, base_codes = (quantize_weight(weight.bfloat16()).qdata.view(torch.uint8) for weight in policies)
     assert not torch.equal(merged_codes, base_codes)
 
-    source = SimpleNamespace(recipe=trainer.recipe, model=merged, engine_kwargs=None)
+    source = SimpleNamespace(recipe=trainer.recipe, model=merged, engine_kwargs=None, pinned={})
     scales = trainer.vllm_generation.last_sync.kv_scales
     assert engines.fresh_log_probs(tmp_path / "fresh", source, scales) == synced
 

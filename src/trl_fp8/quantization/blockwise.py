@@ -24,7 +24,7 @@ from .formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
 from .formats.spec import ACTIVATION_AMAX_FLOOR, ScaleFormat
 
 
-_TOGETHER = 2**20  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
+_TOGETHER = 2**19  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
 
 
 def quantize_weight(

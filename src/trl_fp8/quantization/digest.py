@@ -16,7 +16,7 @@ import torch
 
 
 _P = 0x1E3779B97F4A7C15  # any large odd number that fits into int64
-_PART = 2**20  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small
+_PART = 2**18  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small
 
 
 def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: int = 0) -> torch.Tensor:

@@ -116,11 +116,8 @@ class Writer:
         errors = torch.stack(self._errors).sum(0) if self._errors else nothing.expand(2)
         error, weight, *found = torch.cat([errors, bad, smallest]).tolist()
         if bad_names := [name for name, flag in zip([*self.finite, *names], found, strict=False) if flag]:
-            raise ValueError(
-                not_finite(
-                    bad_names, len(self.finite) + len(names), "The engine refuses to generate until a sync ends."
-                )
-            )
+            consequence = "The engine refuses to generate until a sync ends."
+            raise ValueError(not_finite(bad_names, len(self.finite) + len(names), consequence))
         lowest = zip(names, scales, found[len(bad) :], strict=True)
         dead = {name: int((scale <= dead_scale).sum()) for name, scale, least in lowest if least <= dead_scale}
         return (error / weight) ** 0.5 if weight else 0.0, dead
@@ -136,11 +133,9 @@ class Writer:
             if unknown := [each for each in (codes_name, scale_name) if each not in self._pieces]:
                 self.unknown += unknown
                 continue
-            codes, scale = self._held[codes_name], self._held[scale_name]
-            part = self._pieces[codes_name].of_sent(weight)
-            self._weights.append(
-                (name, Destination(part, codes, scale if scale.dim() > 1 else scale.view(1, 1), amax))
-            )
+            part, scale = self._pieces[codes_name].of_sent(weight), self._held[scale_name]
+            scale = scale if scale.dim() > 1 else scale.view(1, 1)  # of the whole weight
+            self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._pieces:
@@ -179,10 +174,10 @@ class Writer:
         return Float8Tensor(codes, scale, block_size=[1] * (codes.dim() - 2) + list(block), dtype=torch.bfloat16)
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
-        """Sums of squares of the error and of the weight, fp32 `[2]`."""
-        codes = first_rows(self._codes(destination.codes, destination.scale), SAMPLED_ROWS)
-        weight = destination.weight.detach()
-        rows = (weight.flatten(1, 2) if weight.dim() == 4 else weight)[..., : codes.shape[-2], :]
-        rows = rows.to(torch.bfloat16).float()
+        """Sums of squares of the error and of the weight, of the first rows (of the first expert), fp32 `[2]`."""
+        first = (0,) * (destination.weight.dim() - 2)
+        weight, codes, scale = (tensor[first] for tensor in destination[:3])
+        codes = first_rows(self._codes(codes, scale), SAMPLED_ROWS)
+        rows = weight[: codes.shape[-2]].detach().to(torch.bfloat16).float()
         error = rows - dequantize_weight(codes, torch.float32)
         return torch.stack([error.square().sum(), rows.square().sum()])
