@@ -65,7 +65,7 @@ def digests_of_sent(
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
         return sums, bad == 0
-    found = torch.zeros(len(tensors), 2, dtype=torch.int64)
+    found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for dtype in dict.fromkeys(dtypes):
         members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
         found[members] = _in_batches([tensors[index].detach() for index in members], _sent_as(dtype))
@@ -76,7 +76,7 @@ def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
     def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
         """Checksum of each of `[G, ...]`, and how many of its two extremes are not finite: `[G, 2]`."""
         batch = batch.to(dtype)
-        flat, bad = batch.flatten(1), torch.zeros(len(batch), dtype=torch.int64)
+        flat, bad = batch.flatten(1), torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
         if batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
             bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
         return torch.stack([_sums(_words(batch), row), bad], 1)

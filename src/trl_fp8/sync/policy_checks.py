@@ -70,7 +70,7 @@ def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype
     try:
         part = layout.pieces[name].of_sent(torch.empty(shape, device="meta")).shape
     except RuntimeError:  # too small
-        part = shape
+        part = torch.Size(shape)
     if held.shape != part and not held.numel() == part.numel() == 1:
         return f"is {list(held.shape)} where {list(part)} is sent"
     return f"is {held.dtype} where {dtype} is sent" if dtype not in (None, held.dtype) else None
