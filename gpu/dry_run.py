@@ -311,15 +311,9 @@ def _call_own_kernels() -> None:
     """What a sync launches."""
     import torch
 
-    from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
-    from trl_fp8.quantization.digest import digest
-    from trl_fp8.quantization.formats.spec import SCALE_FORMATS
+    from trl_fp8.quantization.kernel_check import results
 
-    tensor = torch.empty(160, 320, dtype=torch.bfloat16)
-    digest(tensor)
-    for scale_format in SCALE_FORMATS:
-        dequantize_weight(quantize_weight(tensor, scale_format, check_finite=False))
-        dequantize_weight(quantize_activation(tensor, scale_format))
+    results(torch.empty(160, 320, dtype=torch.bfloat16))
 
 
 def _contradictions(found: Found) -> list[str]:

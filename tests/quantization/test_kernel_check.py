@@ -14,7 +14,7 @@ def wrong_by_one(monkeypatch):
     """`wrong_by_one(name)`: the device's results are those of CPU but for that of `name`; None: all of them are."""
 
     def play(name):
-        computed, original = {}, kernel_check._results
+        computed, original = {}, kernel_check.results
 
         def results(sample):
             if sample.device.type == "cpu":
@@ -22,7 +22,7 @@ def wrong_by_one(monkeypatch):
                 return computed
             return computed | ({name: computed[name] + 1} if name else {})
 
-        monkeypatch.setattr(kernel_check, "_results", results)
+        monkeypatch.setattr(kernel_check, "results", results)
 
     return play
 

@@ -103,7 +103,7 @@ class Writer:
         names, dead_scale = sorted(self._recipe.fp8_tensors), self._recipe.format.dead_scale(self._recipe.scale_format)
         scales = [self._held[self._recipe.scale_name(name)] for name in names]
         finite = list(self.finite.values())
-        nothing = torch.zeros(1, device=finite[0].device if finite else scales[0].device)
+        nothing = torch.zeros(1, dtype=torch.float32, device=finite[0].device if finite else scales[0].device)
         flags, smallest = [~torch.stack(finite)] if finite else [], nothing[:0]
         if scales:
             # A weight that is not finite has scales that are not
