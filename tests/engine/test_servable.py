@@ -20,8 +20,10 @@ from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync.audit import audit
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.sync.weight_stream import weight_stream
+from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_class
 
 
@@ -110,6 +112,11 @@ def deliver(policy, folder) -> None:
     sent = dict(weight_stream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):
         engine.load_weights(iter(sent.items()))
+    loaded = layout.sums()
+    writer = Writer(layout, recipe)
+    writer.write(((name, parameter.bfloat16()) for name, parameter in policy.named_parameters()), buffers.items())
+    audit(layout, writer, None)
+    assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
     for name, piece in layout.pieces.items():
         ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, sent[name]))
         assert torch.equal(ours, theirs), "other bytes"

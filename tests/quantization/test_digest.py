@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.digest import Table, _holds_words, digest, digests_of_sent
 
 
 def sample(dtype, shape, seed=0):
@@ -41,6 +41,36 @@ def test_large_tensors_are_taken_in_parts(words, shape, monkeypatch):
     assert torch.equal(digest(tensor), whole)
     strided = tensor.transpose(0, -1)
     assert torch.equal(digest(strided), digest(strided.contiguous()))
+
+
+def test_tables_take_any_shapes_at_once():
+    """Numbers without dimensions and odd rows among them, as Apertus has them."""
+    made = [
+        sample(dtype, shape, seed) for seed in (0, 1) for shape in SHAPES for dtype in (torch.bfloat16, torch.float32)
+    ]
+    made += [sample(torch.bfloat16, (1,)), torch.tensor(7), sample(torch.float32, (0, 4))]
+    expected = [digest(tensor).item() for tensor in made]
+    assert Table(made).sums().tolist() == expected
+    made = made[:-2]
+    sums, finite = digests_of_sent(made, [torch.bfloat16] * len(made))
+    assert sums.tolist() == [digest(tensor, torch.bfloat16).item() for tensor in made] and finite.all()
+    made[3], made[-1] = torch.full((3, 64), torch.inf), torch.tensor([torch.nan])
+    _, finite = digests_of_sent(made, [torch.bfloat16] * len(made))
+    assert finite.logical_not().nonzero().flatten().tolist() == [3, len(made) - 1]
+
+
+def test_large_tensors_are_cast_in_parts(monkeypatch):
+    monkeypatch.setattr("trl_fp8.quantization.digest._PART", 40)
+    for shape in ((40, 3), (40, 12), (5, 8, 6)):
+        master = sample(torch.float32, shape)
+        assert digests_of_sent([master], [torch.bfloat16])[0] == digest(master.bfloat16())
+
+
+def test_what_a_table_of_pointers_can_read():
+    odd = sample(torch.bfloat16, (4, 9))
+    assert list(map(_holds_words, (odd, odd[0], odd[0, 0], odd[:, :4], odd[0, 1:3], odd.float()[:, :3]))) == [
+        *(False, False, False, True, False, True)
+    ]
 
 
 def test_a_cast_is_part_of_the_checksum():

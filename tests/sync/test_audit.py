@@ -10,6 +10,7 @@ from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
+from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -281,6 +282,21 @@ def test_an_engine_that_fails_once_is_retried(generation):
     engines.tamper()
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == retried
+
+
+def test_a_policy_that_was_resized_is_refused(generation, checkpoint):
+    model = generation.model
+    kept = {name: module.weight for name, module in (("in", model.model.embed_tokens), ("out", model.lm_head))}
+    model.resize_token_embeddings(128, mean_resizing=False)
+    with pytest.raises(
+        ValueError, match=r"embed_tokens.weight has 128 elements in dim 0 where .* part of 64\. Was the"
+    ):
+        generation.sync_weights()
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is \[64, 128\] where \[128, 128\] is sent"):
+        require_same_tensors(model, generation.recipe, generation.engine.layout)
+    model.resize_token_embeddings(64, mean_resizing=False)
+    model.model.embed_tokens.weight, model.lm_head.weight = kept["in"], kept["out"]
+    generation.sync_weights()
 
 
 def test_requests_in_flight_at_a_sync_are_an_error(generation):

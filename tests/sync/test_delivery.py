@@ -1,5 +1,6 @@
 """What a delivery does in which order, what it repeats and what it refuses: on an engine that is a dict of tensors."""
 
+import weakref
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -32,10 +33,11 @@ class DictEngine:
         owners = {name: SimpleNamespace(tensor=tensor) for name, tensor in self.held.items()}
         self.layout = Layout(Piece(name, owners[name], "tensor", tensor.dtype) for name, tensor in self.held.items())
         self.calls, self.broken, self.running = [], {}, False
-        self.kv_scales = None
+        self.kv_scales, self.slept_without = None, False
 
     def wake(self):
         self.calls.append("wake")
+        return self.slept_without
 
     def write_kv_scales(self, scales):
         self.calls.append("scales")
@@ -140,6 +142,15 @@ def test_a_policy_that_cannot_be_calibrated_leaves_the_engine_whole(made, bad):
     assert delivery.last is report and delivery.failures == 0
 
 
+def test_an_engine_that_slept_without_its_weights_holds_none_if_calibration_fails(made):
+    delivery, engine, _ = made
+    delivery.deliver(calibrated(engine))
+    engine.slept_without = True
+    with pytest.raises(ValueError, match="zero amax"):
+        delivery.deliver(lambda: (_ for _ in ()).throw(ValueError("zero amax")))
+    assert refuses(delivery)
+
+
 @pytest.mark.parametrize("where", ["proj", "head", "norm"])
 def test_a_policy_that_is_not_finite_is_named_as_it_is_written(made, where):
     delivery, engine, policy = made
@@ -222,6 +233,32 @@ def test_what_failed_on_one_rank_fails_on_all(made, fails):
     with pytest.raises(RuntimeError, match="failed on another rank"):
         delivery.deliver()
     assert refuses(delivery)
+
+
+def test_what_a_failed_attempt_held_is_gone_before_the_next(made):
+    _, engine, policy = made
+    held = []
+
+    def tensors():
+        assert not any(each() is not None for each in held)
+        large = torch.ones(128, 256)
+        held.append(weakref.ref(large))
+        yield "proj.weight", large
+        if len(held) == 1:
+            raise torch.OutOfMemoryError("gathering")
+        yield from list(policy.named_parameters())[1:]
+
+    Delivery(engine, policy, RECIPE, lambda: closing(tensors())).deliver()
+    assert len(held) == 2
+
+
+def test_an_engine_that_changed_on_one_rank_is_refused_on_all(made):
+    _, engine, policy = made
+    delivery = Delivery(engine, policy, RECIPE, made[0]._tensors, replicas=OtherRank(attempt2=1))
+    delivery.deliver()
+    with pytest.raises(RuntimeError, match="the engine of another rank has changed"):
+        delivery.verify()
+    assert refuses(delivery) and delivery.failures == 1
 
 
 def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):

@@ -114,14 +114,13 @@ def quantize_into(
         int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
         weights of one shape are quantized together and large ones in parts: copies of `_TOGETHER` elements are alive.
     """
-    if destinations and block == (BLOCK, BLOCK) and casts_in_hardware(destinations[0].weight.device):
-        from .kernels import quantize_blocks  # Triton compiles for GPUs only
-
-        sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
-        for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
-            options = {"round_to_bf16": True, "into": (codes, scale), "sums": row}
-            quantize_blocks(weight.detach(), True, scale_format, amax_floor, first_rows=rows, **options)
-        return sums
+    if not destinations:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    device, options = destinations[0].weight.device, (scale_format, block, amax_floor)
+    if device.type != "cpu":
+        if block == (BLOCK, BLOCK) and casts_in_hardware(device):
+            return _quantize_by_kernel(destinations, scale_format, amax_floor)
+        return torch.cat([_quantize_batch([destination], *options) for destination in destinations])
     alike: dict[tuple, list[int]] = {}
     for index, (weight, _, _, amax, rows) in enumerate(destinations):
         alike.setdefault((weight.shape, weight.dtype, rows, amax is not None and index), []).append(index)
@@ -130,9 +129,23 @@ def quantize_into(
         together = max(1, _TOGETHER // shape.numel())
         for start in range(0, len(members), together):
             order += (batch := members[start : start + together])
-            sums.append(_quantize_batch([destinations[index] for index in batch], scale_format, block, amax_floor))
+            sums.append(_quantize_batch([destinations[index] for index in batch], *options))
     places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(sums)[places] if sums else torch.zeros(0, 2, dtype=torch.int64)
+    return torch.cat(sums)[places]
+
+
+def _quantize_by_kernel(
+    destinations: Sequence[Destination], scale_format: ScaleFormat, amax_floor: float
+) -> torch.Tensor:
+    from .kernels import quantize_blocks  # Triton compiles for GPUs only
+
+    sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
+    for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
+        options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
+        quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
+        # As torch's own writes do: a backward through what was there before is then an error
+        torch.autograd.graph.increment_version([codes, scale])
+    return sums
 
 
 def _quantize_batch(
@@ -141,7 +154,7 @@ def _quantize_batch(
     """Checksums `[G, 2]` of weights of one shape; a single one in parts of about `_TOGETHER` elements."""
     first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
     rows_before, scales_before = first.rows_before
-    if len(batch) == 1 and first.weight.numel() > _TOGETHER:
+    if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
         scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
         for where, scales_where, row in _row_parts(first.weight.shape, block):
             part = first.weight[where].detach().to(torch.bfloat16)

@@ -40,20 +40,37 @@ class Table:
     """Tensors of one device that stay where they are, whose checksums are taken again and again."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        self._tensors = [tensor.detach() for tensor in tensors]
-        self._on_gpu = bool(tensors) and tensors[0].is_cuda
-        if self._on_gpu:
+        self._rest = [tensor.detach() for tensor in tensors]  # what is stacked, and padded, each time
+        self._table = None
+        if tensors and tensors[0].is_cuda:
             from .checksums import table_of  # Triton compiles for GPUs only
 
-            self._table = table_of(self._tensors)
+            order = sorted(range(len(tensors)), key=lambda index: not _holds_words(tensors[index]))
+            in_table = sum(map(_holds_words, tensors))
+            self._table = table_of([self._rest[index] for index in order[:in_table]]) if in_table else None
+            self._rest = [self._rest[index] for index in order[in_table:]]
+            self._places = torch.tensor(_places(order)).to(tensors[0].device)
 
     def sums(self) -> torch.Tensor:
         """int64 `[n]` on the device: `digest` of each tensor as it is now."""
-        if self._on_gpu:
-            from .checksums import sum_table
+        rest = _in_batches(self._rest, lambda batch, row: _sums(_words(batch), row))
+        if self._table is None:
+            return rest
+        from .checksums import sum_table
 
-            return sum_table(self._table)
-        return _in_batches(self._tensors, lambda batch, row: _sums(_words(batch), row))
+        sums = sum_table(self._table)
+        return torch.cat([sums, rest])[self._places] if self._rest else sums
+
+
+def _holds_words(tensor: torch.Tensor) -> bool:
+    """Whether each row is whole words of 4 bytes, and begins at one."""
+    size = tensor.element_size()
+    return size % 4 == 0 or (tensor.shape[-1:].numel() * size % 4 == 0 and tensor.data_ptr() % 4 == 0)
+
+
+def _places(order: Sequence[int]) -> list[int]:
+    """Where in `order` each number is."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def digests_of_sent(
@@ -68,15 +85,18 @@ def digests_of_sent(
     found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for dtype in dict.fromkeys(dtypes):
         members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
-        found[members] = _in_batches([tensors[index].detach() for index in members], _sent_as(dtype))
+        found[members] = _in_batches([tensors[index].detach() for index in members], _sent_as(dtype), dtype)
     return found[:, 0], found[:, 1] == 0
 
 
 def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
     def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
         """Checksum of each of `[G, ...]`, and how many of its two extremes are not finite: `[G, 2]`."""
-        batch = batch.to(dtype)
-        flat, bad = batch.flatten(1), torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
+        batch = batch.to(dtype).contiguous()
+        flat, bad = (
+            batch.view(len(batch), batch.shape[1:].numel()),
+            torch.zeros(len(batch), dtype=torch.int64, device=batch.device),
+        )
         if batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
             bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
         return torch.stack([_sums(_words(batch), row), bad], 1)
@@ -84,9 +104,13 @@ def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
     return looked_at
 
 
-def _in_batches(tensors: Sequence[torch.Tensor], look: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+def _in_batches(
+    tensors: Sequence[torch.Tensor],
+    look: Callable[[torch.Tensor, int], torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """What `look` finds of each tensor, in order: it gets stacks of one shape, or parts of one tensor and their row,
-    over which it is added up.
+    over which it is added up. `dtype` is that of the words, if `look` casts.
     """
     alike: dict[tuple, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -102,9 +126,8 @@ def _in_batches(tensors: Sequence[torch.Tensor], look: Callable[[torch.Tensor, i
                 found.append(look(torch.stack([tensors[index] for index in batch]), 0))
             else:
                 tensor = tensors[batch[0]]
-                found.append(sum(look(part[None], row) for part, row in _parts(tensor, tensor.dtype)))
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(found)[places] if found else torch.zeros(0, dtype=torch.int64)
+                found.append(sum(look(part[None], row) for part, row in _parts(tensor, dtype or tensor.dtype)))
+    return torch.cat(found)[_places(order)] if found else torch.zeros(0, dtype=torch.int64)
 
 
 def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:

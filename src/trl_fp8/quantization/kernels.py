@@ -30,7 +30,6 @@ def quantize_blocks(
     round_to_bf16: bool = False,
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     sums: torch.Tensor | None = None,
-    bad: torch.Tensor | None = None,
     first_rows: tuple[int, int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize in blocks of 128x128 (`square`) or 128 of a row, in one launch that does not wait for the device.
@@ -40,7 +39,6 @@ def quantize_blocks(
         round_to_bf16: Quantize `values.bfloat16()`, which is rounded in registers.
         into: Codes and scales to write to, in the shapes that are returned and any strides. None: new ones.
         sums: int64 `[2]`: the checksums (`digest`) of the codes and of the scales are added to it.
-        bad: int64 0-d: becomes 1 if any of `values` is not finite (after rounding), and else stays as it is.
         first_rows: Rows of codes and of scales, leading dims counted, that come before these in a larger tensor:
             `sums` of all its parts add up to its checksums.
 
@@ -69,7 +67,7 @@ def quantize_blocks(
     if values.numel():
         with torch.cuda.device_of(values):
             _quantize[triton.cdiv(rows, height), blocks, count](
-                *(matrices, code_matrices, scale_matrices, sums, bad, rows, columns),
+                *(matrices, code_matrices, scale_matrices, sums, rows, columns),
                 *(*matrices.stride(), *code_matrices.stride(), *scale_matrices.stride(), *first_rows, amax_floor),
                 SQUARE=square,
                 POW2=scale_format == "pow2",
@@ -136,7 +134,6 @@ def _quantize(
     codes,
     scale,
     sums,
-    bad,
     rows,
     columns,
     matrix_stride,
@@ -202,8 +199,6 @@ def _quantize(
         else:
             keyed = tl.where(row < rows, word * (2 * (first_scale_row + row + step) + 1), 0)
             tl.atomic_add(sums + 1, tl.sum(keyed, axis=0), sem="relaxed")
-    if bad is not None:
-        tl.store(bad, 1, mask=(amax if SQUARE else tl.max(amax, axis=0)) >= 0x7F800000)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 A scale one step too small saturates K and destroys the attention (measured on a tiny Qwen3: mean log-prob difference
 0.06 -> 5.0). One several steps too large costs next to nothing: e4m3's relative error is the same anywhere in its
 normal range. Hence amax times a margin, rounded up to a power of two, which is exact in BF16 too (vLLM reads a
-checkpoint's scales as BF16 at first load and as FP32 on reload).
+checkpoint's scales as BF16).
 """
 
 from dataclasses import dataclass

@@ -6,8 +6,9 @@
     ranks:   so is each that differs over ranks, which would train on rollouts of different policies
     seal:    the same checksums of the engine, taken again before anything is sampled
 
-Two writes into one place, a view of the wrong rows, a stray write: all of these leave a checksum that differs, or a
-name in only one of the lists.
+Two writes into one place, a byte lost on the way, a stray write: all of these leave a checksum that differs, or a name
+in only one of the lists. What is written and what is read back are found by the same `Layout`, whose names and shapes
+are compared with the policy's at the start; that a layout is right is a matter of tests, against vLLM's own loader.
 """
 
 from collections.abc import Callable

@@ -37,7 +37,7 @@ class Engine(Protocol):
 
     layout: Layout  # where its weights are
 
-    def wake(self) -> None: ...  # have memory for the weights, if asleep
+    def wake(self) -> bool: ...  # have memory for the weights, if asleep; True: what was there is lost
     def write_kv_scales(self, scales: KVScales) -> None: ...  # let the KV cache use them
     def verify_kv_scales(self, sent: KVScales) -> None: ...  # the KV cache uses what was sent
     def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
@@ -86,13 +86,14 @@ class Delivery:
                 the weight changes, or the next delivery.
 
         Raises:
-            ValueError: The policy cannot be calibrated: the engine keeps the previous one. Or it holds NaN or
-                infinities: that was seen as it was written.
+            ValueError: The policy cannot be calibrated: the engine keeps the previous one, unless it slept without.
+                Or it holds NaN or infinities: that was seen as it was written.
             RuntimeError: Writing (tried twice) or the audit failed, here or on another rank. The next success allows
                 generation.
         """
         start = time.perf_counter()
-        self._engine.wake()
+        if self._engine.wake():
+            self._seal = None
         awake = time.perf_counter()
         kv_scales = self._calibrated(calibrate) if calibrate else None
         calibrated = time.perf_counter()
@@ -128,12 +129,20 @@ class Delivery:
             )
 
     def verify(self) -> None:
-        """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered."""
+        """Before each generation: raise `RuntimeError` unless engines still hold what was delivered. A collective."""
         self.require_whole()
         with self._counted():
-            self._seal.require_unbroken()
-            if self.last.kv_scales is not None:
-                self._engine.verify_kv_scales(self.last.kv_scales)
+            changed = None
+            try:
+                self._seal.require_unbroken()
+                if self.last.kv_scales is not None:
+                    self._engine.verify_kv_scales(self.last.kv_scales)
+            except RuntimeError as error:
+                changed = error
+            if self._worst(int(changed is not None)):  # ranks that share an engine would wait for this one
+                raise changed or RuntimeError(
+                    "the engine of another rank has changed since the last sync: see its log."
+                )
 
     def _calibrated(self, calibrate: Callable[[], KVScales]) -> KVScales:
         try:
@@ -146,18 +155,25 @@ class Delivery:
         """Weights and scales written, on all ranks; what was raised in the last attempt is, if one of them failed."""
         attempts = 0
         while True:
-            writer, attempts = Writer(self._engine.layout, self._recipe, at_once=self._at_once), attempts + 1
+            # What a failed attempt holds is let go of first: memory may be what it lacked
+            attempts, writer, error = attempts + 1, None, None
+            writer = Writer(self._engine.layout, self._recipe, at_once=self._at_once)
             error = self._write(writer, kv_scales)
-            failed = torch.tensor(0 if error is None else 1 if isinstance(error, RuntimeError) else 2)
-            if self._replicas:
-                failed = failed.to(next(self._model.parameters()).device)
-                self._replicas.reduce_max(failed)
+            failed = self._worst(0 if error is None else 1 if isinstance(error, RuntimeError) else 2)
             if not failed:
                 return writer
             error = error or RuntimeError("weight sync failed on another rank, whose log says why.")
             if failed > 1 or attempts > 1:
                 raise error
             logger.warning(f"weight sync failed and is repeated once: {error}")
+
+    def _worst(self, code: int) -> int:
+        """The largest over ranks; a collective for which the host waits. On one process it is that."""
+        if self._replicas is None:
+            return code
+        found = torch.tensor(code, device=next(self._model.parameters()).device)
+        self._replicas.reduce_max(found)
+        return int(found)
 
     def _write(self, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
         """What was raised, if anything was."""

@@ -18,10 +18,11 @@ class Span:
 
     start: int
     size: int
+    whole: int | None = None  # how many there have to be
 
     def blocks(self, block: int) -> "Span":
         """The same span counted in blocks of so many elements (of a scale)."""
-        return Span(self.start // block, -(-self.size // block))
+        return Span(self.start // block, -(-self.size // block), self.whole and -(-self.whole // block))
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view."""
+        """This rank's part of a checkpoint tensor, or of its scales; a view. `ValueError` if it is of another size."""
         return self._cut(tensor, self.sent)
 
     def of_engine(self) -> torch.Tensor:
@@ -54,8 +55,15 @@ class Piece:
     def _cut(self, tensor: torch.Tensor, spans: tuple[Span | None, ...]) -> torch.Tensor:
         tensor = tensor.unflatten(1, (2, -1)) if self.halved else tensor
         for dim, span in enumerate(spans):
-            if span is not None and span.size != tensor.shape[dim]:
-                tensor = tensor.narrow(dim, span.start, span.size)
+            if span is not None:
+                if span.whole not in (None, tensor.shape[dim]):
+                    raise ValueError(
+                        f"{self.name} has {tensor.shape[dim]} elements in dim {dim} where the engine has its part of "
+                        f"{span.whole}. Was the model resized after its folder or the engine was made? Save it with "
+                        "save_pretrained, and start from there."
+                    )
+                if span.size != tensor.shape[dim]:
+                    tensor = tensor.narrow(dim, span.start, span.size)
         return tensor
 
 
@@ -70,7 +78,7 @@ class Layout:
     def __init__(self, pieces: Iterable[Piece]):
         self.pieces = {piece.name: piece for piece in pieces}
         self.names = tuple(self.pieces)
-        self._places: list[int] | None = None
+        self._places: list[tuple] | None = None
         self._held: dict[str, torch.Tensor] = {}
 
     @property
@@ -86,7 +94,8 @@ class Layout:
 
     def _look(self) -> None:
         """Make views, and the table of their addresses, where a parameter is not where it was."""
-        places = [piece.parameter.data_ptr() for piece in self.pieces.values()]
+        parameters = [piece.parameter for piece in self.pieces.values()]
+        places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in parameters]
         if places != self._places:
             self._held = {name: piece.of_engine() for name, piece in self.pieces.items()}
             self._table, self._places = Table(list(self._held.values())), places

@@ -69,7 +69,7 @@ def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype
     held = layout.held[name]
     try:
         part = layout.pieces[name].of_sent(torch.empty(shape, device="meta")).shape
-    except RuntimeError:  # too small
+    except (RuntimeError, ValueError):  # of fewer dims, or another size
         part = torch.Size(shape)
     if held.shape != part and not held.numel() == part.numel() == 1:
         return f"is {list(held.shape)} where {list(part)} is sent"

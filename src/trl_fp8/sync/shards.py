@@ -9,7 +9,7 @@ Which way a parameter goes follows from shapes, layout and the number of ranks: 
 which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trl_fp8.quantization.blockwise import Destination, quantize_into
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .pieces import Layout
+from .pieces import Layout, Piece
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ def gathered(
     found = {name: part for name, parameter in parameters if (part := Sharded.of(parameter))}
     group = next((part.group for part in found.values()), None)
     found = {name: part for name, part in found.items() if part.group == group}
-    plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
+    held = layout.held
+    plans = {name: _plan(name, part, recipe, layout.pieces, held) for name, part in found.items()}
     buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
     sums_left, failure = iter(all_sums) if plans else None, None
     for name, parameter in parameters:
@@ -174,10 +175,12 @@ class _Part(NamedTuple):
             self.held.copy_(whole[: self.rows.count])
 
 
-def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Part]:
+def _plan(
+    name: str, parameter: Sharded, recipe: FP8Recipe, pieces: Mapping[str, Piece], held: Mapping[str, torch.Tensor]
+) -> list[_Part]:
     """Codes and scales, in the engine; or the values."""
-    shape, ranks, held = parameter.shape, get_world_size(parameter.group), layout.held
-    is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
+    shape, ranks = parameter.shape, get_world_size(parameter.group)
+    is_fp8, piece = name in recipe.fp8_tensors, pieces.get(recipe.engine_name(name))
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
     if block and piece and (rows := rows_of_codes(shape, ranks, block)):
         both = held[recipe.engine_name(name)], held[recipe.scale_name(name)]

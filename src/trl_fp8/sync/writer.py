@@ -4,8 +4,8 @@
     any other      this rank's part -> copied, and so rounded to the engine's dtype
     buffers        as they are
 
-Each leaves a checksum of what was computed, for comparing it with what is held afterwards. Nothing is copied on the
-way, and nothing waits for the device. vLLM's own loader, which would gather the shards of a fused layer, copy them and
+Each leaves a checksum of what was computed, for comparing it with what is held afterwards. No weight is copied on the
+way, and writing waits for no device. vLLM's own loader, which would gather the shards of a fused layer, copy them and
 process the layer again, has no part in it.
 """
 
@@ -95,12 +95,13 @@ class Writer:
             share(name, self._codes(*(self._held[each] for each in self._names(name))))
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
-        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once.
+        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits once, or twice if blocks are dead.
 
         `ValueError` names tensors that are not finite, on any rank if `reduce_max` makes a tensor its maximum over
         ranks.
         """
-        names, dead_scale = sorted(self._recipe.fp8_tensors), self._recipe.format.dead_scale(self._recipe.scale_format)
+        dead_scale = self._recipe.format.dead_scale(self._recipe.scale_format)
+        names = [name for name in sorted(self._recipe.fp8_tensors) if self._recipe.scale_name(name) in self._held]
         scales = [self._held[self._recipe.scale_name(name)] for name in names]
         finite = list(self.finite.values())
         nothing = torch.zeros(1, dtype=torch.float32, device=finite[0].device if finite else scales[0].device)
@@ -119,8 +120,9 @@ class Writer:
             consequence = "The engine refuses to generate until a sync ends."
             raise ValueError(not_finite(bad_names, len(self.finite) + len(names), consequence))
         lowest = zip(names, scales, found[len(bad) :], strict=True)
-        dead = {name: int((scale <= dead_scale).sum()) for name, scale, least in lowest if least <= dead_scale}
-        return (error / weight) ** 0.5 if weight else 0.0, dead
+        dead = {name: (scale <= dead_scale).sum() for name, scale, least in lowest if least <= dead_scale}
+        counts = torch.stack([*dead.values()]).tolist() if dead else []
+        return (error / weight) ** 0.5 if weight else 0.0, dict(zip(dead, counts, strict=True))
 
     def _names(self, name: str) -> tuple[str, str]:
         return self._recipe.engine_name(name), self._recipe.scale_name(name)

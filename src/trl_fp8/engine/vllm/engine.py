@@ -24,7 +24,7 @@ class ColocatedEngine:
     a kernel or an attention layer does not keep what it is sent.
     """
 
-    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], None]):
+    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
         self.llm, self.wake = llm, wake
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)

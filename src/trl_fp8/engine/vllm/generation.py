@@ -162,8 +162,11 @@ class FP8VLLMGeneration(VLLMGeneration):
         with profiler:
             yield
 
-    def _wake_weights(self) -> None:
+    def _wake_weights(self) -> bool:
+        """True: the engine slept without its weights."""
+        lost = self.enable_sleep_mode and self._llm_weights_sleeping and not self.llm.weights_kept
         if self.enable_sleep_mode:
             trl_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
+        return lost

@@ -51,9 +51,11 @@ def _why_packed(module: nn.Module) -> str | None:
         backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
         if getattr(backend, "name", None) != "TRITON" and method.experts_cls is not ReferenceUnquantizedExperts:
             return f"experts are packed or shuffled for {backend}"
-        scales = getattr(getattr(method, "moe_quant_config", None), "w1_scale", None)
-        if scales is not None and scales.data_ptr() != module.w13_weight_scale_inv.data_ptr():
-            return f"experts compute with copies of their scales ({backend})"
+        config = getattr(method, "moe_quant_config", None)
+        for scale, held in ("w1_scale", f"{HELD[0]}_weight_scale_inv"), ("w2_scale", f"{HELD[1]}_weight_scale_inv"):
+            read = getattr(config, scale, None)
+            if read is not None and read.data_ptr() != getattr(module, held).data_ptr():
+                return f"experts compute with a copy of {held} ({backend})"
     return None
 
 
@@ -66,7 +68,10 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
         if (rows is None and columns is None) or attribute == "weight_scale":
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
-        sent, held = (rows, columns), (Span(offset, rows.size) if rows else None, None)
+        sent, held = (
+            (rows, columns),
+            (Span(offset, rows.size) if rows else None, None),
+        )
         if attribute == "weight_scale_inv":
             sent, held = (
                 tuple(span and span.blocks(block) for span, block in zip(spans, module.weight_block_size, strict=True))
@@ -85,7 +90,7 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
     name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
     halved = fused == HELD[0]
     size = getattr(module, attribute).shape[1] // 2 if halved else getattr(module, attribute).shape[2]
-    sent = None, None, Span(module.moe_config.tp_rank * size, size)
+    sent = None, None, Span(module.moe_config.tp_rank * size, size, module.moe_config.tp_size * size)
     return Piece(name, module, attribute, dtype, sent=sent, halved=halved)
 
 
@@ -93,28 +98,29 @@ def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[
     """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) of each part."""
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
-        yield prefix, None, Span(module.tp_rank * columns, columns), 0
+        yield prefix, None, Span(module.tp_rank * columns, columns, module.input_size), 0
     elif isinstance(module, VocabParallelEmbedding):
         indices = module.shard_indices
-        yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements), None, 0
+        yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements, module.org_vocab_size), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
-        names, sizes, ranks = [leaf], [module.output_size_per_partition], [module.tp_rank]
+        names, sizes, ranks, copies = [leaf], [module.output_size_per_partition], [module.tp_rank], [1]
         if isinstance(module, linear.QKVParallelLinear):
             names, sizes = FUSED[0], module.output_partition_sizes
             ranks += [module.tp_rank // module.num_kv_head_replicas] * 2
+            copies += [module.num_kv_head_replicas] * 2
         elif isinstance(module, linear.MergedColumnParallelLinear):
             names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
-            ranks *= len(sizes)
+            ranks, copies = ranks * len(sizes), copies * len(sizes)
         if len(names) != len(sizes):
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} fuses {prefix} from {len(sizes)} parts, its packed_modules_mapping "
                 f"names {list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
             )
         offset = 0
-        for name, size, rank in zip(names, sizes, ranks, strict=True):
-            yield f"{parent}.{name}", Span(rank * size, size), None, offset
+        for name, size, rank, same in zip(names, sizes, ranks, copies, strict=True):
+            yield f"{parent}.{name}", Span(rank * size, size, module.tp_size // same * size), None, offset
             offset += size
     else:
         yield prefix, None, None, 0

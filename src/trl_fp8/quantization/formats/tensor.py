@@ -3,7 +3,7 @@
 vLLM holds q, k, v in one parameter with one scale, and gate, up in another. What it loads with several scales it
 dequantizes to FP16 and quantizes again with the largest. Here such weights share a scale from the start, the largest,
 and no scale is below FP16's smallest normal number: then both of vLLM's roundings give back what they were given, and
-the engine holds the bytes that were sent (tests/quantization/test_tensor_format.py).
+an engine that loads a checkpoint holds the bytes that a sync writes (tests/quantization/test_tensor_format.py).
 """
 
 from collections.abc import Sequence
