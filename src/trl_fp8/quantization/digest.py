@@ -93,10 +93,8 @@ def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
     def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
         """Checksum of each of `[G, ...]`, and how many of its two extremes are not finite: `[G, 2]`."""
         batch = batch.to(dtype).contiguous()
-        flat, bad = (
-            batch.view(len(batch), batch.shape[1:].numel()),
-            torch.zeros(len(batch), dtype=torch.int64, device=batch.device),
-        )
+        flat = batch.view(len(batch), batch.shape[1:].numel())
+        bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
         if batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
             bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
         return torch.stack([_sums(_words(batch), row), bad], 1)

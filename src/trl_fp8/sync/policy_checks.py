@@ -51,17 +51,17 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
             sent[recipe.scale_name(name)] = blocks, torch.float32
     unknown = [name for name in sent if name not in layout.pieces]
     empty = [name for name in layout.names if name not in sent]
-    reasons = []
     if unknown or empty:
-        reasons.append(
+        reason = (
             f"vLLM's class has {len(empty)} tensors under names that the policy does not have "
             f"({listed(sorted(empty), 4) or 'none'}), and the policy {len(unknown)} that the class does not have "
             f"({listed(sorted(unknown), 4) or 'none'})"
         )
     elif other := [f"{name} {why}" for name, form in sent.items() if (why := _other_form(layout, name, *form))]:
-        reasons.append(f"its kernels keep {len(other)} tensors in another form ({listed(other, 4)})")
-    if reasons:
-        raise ValueError(servable.unservable(recipe.model_type, reasons[0]))
+        reason = f"the engine holds {len(other)} tensors in another form ({listed(other, 4)})"
+    else:
+        return
+    raise ValueError(servable.unservable(recipe.model_type, reason))
 
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
