@@ -13,9 +13,10 @@ from triton.compiler import ASTSource
 
 @dataclass(frozen=True)
 class Compiled:
-    """`text` is the PTX; `local_bytes` what a thread keeps in memory because registers did not suffice."""
+    """`text` is the PTX; `local_bytes` what a thread keeps in memory because its `registers` did not suffice."""
 
     text: str
+    registers: int
     local_bytes: int
 
     def count(self, pattern: str) -> int:
@@ -43,5 +44,5 @@ def compiled(
     tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
     dump = [tool, "--dump-resource-usage", folder / "cubin"]
     usage = subprocess.run(dump, capture_output=True, text=True, check=True).stdout
-    kept = re.search(r"STACK:(\d+) .*LOCAL:(\d+)", usage)
-    return Compiled(code["ptx"], sum(map(int, kept.groups())))
+    registers, stack, local = map(int, re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", usage).groups())
+    return Compiled(code["ptx"], registers, stack + local)

@@ -1,16 +1,11 @@
 """The kernels over q, k and v without a GPU: their results in Triton's interpreter, and the instructions of GPUs."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import triton.language as tl
 
 from testing.ptx import compiled
+from tests.quantization.interpreted import results_of
 from trl_fp8.quantization.cache_kernels import ELEMENTS, _add_magnitudes, _round_trip, add_magnitudes, round_trip
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.magnitudes import _add_magnitudes_by_torch
@@ -170,17 +165,7 @@ def interpreted():
 
 
 def test_results_are_those_of_torch():
-    # Triton's own functions are interpreted only if it was told so before it was imported
-    code = "from tests.quantization import test_cache_kernels as t; import json; print(json.dumps(t.interpreted()))"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+    found = results_of("test_cache_kernels")
     assert found == {name: [] for name in found} and len(found) == 4
 
 

@@ -1,8 +1,10 @@
 """Sharded policies: each rank quantizes its rows, and all of them hold what one rank alone would have written."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +13,14 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.multiprocessing import start_processes
+from transformers import AutoModelForCausalLM
 
+from testing import published
 from trl_fp8.quantization.blockwise import Destination, quantize_into, quantize_weight
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.tensor import TENSOR
-from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import shards
 from trl_fp8.sync.pieces import Layout, Piece, Span
 from trl_fp8.sync.shards import Rows, gathered, rows_of_codes
@@ -344,3 +348,20 @@ def test_checksums_of_parts_add_up(shape):
     parts = quantize_into([first, second._replace(rows_before=before)], "pow2", BLOCK, 1e-12)
     assert torch.equal(parts.sum(0), want)
     assert not torch.equal(quantize_into([first, second], "pow2", BLOCK, 1e-12).sum(0), want)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_is_gathered_of_qwen3_8b_is_what_the_page_says(ranks):
+    config = published.qwen3_8b()
+    with torch.device("meta"):
+        policy = AutoModelForCausalLM.from_config(config)
+    recipe, sent, gathers, whole = recipe_for_model(policy), 0, 0, 0
+    for name, parameter in policy.named_parameters():
+        whole += 4 * parameter.numel()
+        if name in recipe.fp8_tensors and rows_of_codes(parameter.shape, ranks, recipe.format.weight_block):
+            sent, gathers = sent + recipe.format.weight_bytes(parameter.shape), gathers + 2
+        else:
+            sent, gathers = sent + 2 * parameter.numel(), gathers + 1
+    page = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+    [row] = re.findall(r"^\| Qwen3-8B .*\| (.*) GB \| (\d+) \|$", page, re.MULTILINE)
+    assert row == (f"{whole / 1e9:.1f} -> {sent / 1e9:.1f}", str(gathers))

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from testing import tiny_models
 from testing.held import layout_for
-from trl_fp8.quantization import blockwise
+from trl_fp8.quantization import blockwise, kernels
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.digest import digest
 from trl_fp8.recipe.from_model import persistent_buffers
@@ -147,6 +147,16 @@ def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
     error, dead = writer.inspect()
     assert dead == {name: 4}  # two experts of two blocks each
     assert 0.02 < error < 0.03
+
+
+def test_a_backward_through_codes_that_a_kernel_has_replaced_is_an_error(monkeypatch):
+    """torch does not see what Triton writes, and a trainer's backward may still hold the engine's tensors."""
+    monkeypatch.setattr(kernels, "quantize_blocks", lambda *args, **options: None)
+    codes, scale = torch.zeros(128, 128).to(torch.float8_e4m3fn), torch.ones(1, 1)
+    kept = (torch.ones(1, 1, requires_grad=True) * scale).sum()  # saves what it was multiplied with
+    blockwise._quantize_by_kernel([blockwise.Destination(torch.ones(128, 128), codes, scale)], "pow2", 1e-12)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
 
 
 def test_all_ranks_refuse_what_one_of_them_wrote():
