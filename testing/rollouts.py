@@ -6,7 +6,7 @@ from vllm import SamplingParams
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow
+from trl_fp8.policy.flow.one_forward import OneForward
 from trl_fp8.policy.router import RouterReplay
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.vllm import engine_model
@@ -78,14 +78,16 @@ def calibrated(generation, prompts=PROMPTS, margin=2.0):
     return hook, scales
 
 
-def flow_of(generation, scaling=None, **fields):
-    """How the engine's kernels compute: those of linear layers, or those with this `scaling`."""
-    recipe, scaling = generation.recipe, scaling or generation.numerics.linears
-    return FP8Flow(format=recipe.format, scale_format=recipe.scale_format, activation=scaling, **fields)
+def flow_of(generation, **fields):
+    """How a policy that follows an engine quantizes what is its own."""
+    recipe, numerics = generation.recipe, generation.numerics
+    scaling = numerics.linears or numerics.experts
+    formats = {"format": recipe.format, "scale_format": recipe.scale_format}
+    return FP8Flow(**formats, operand_scale_format=scaling.scale_format if scaling else "pow2", **fields)
 
 
-def follow(generation, hook=None):
-    """Let the policy compute as its engine does, KV cache included where the hook simulates it."""
-    numerics = generation.numerics
-    experts = numerics.experts and flow_of(generation, numerics.experts, fused_activation=numerics.fused_experts)
-    return PrecisionFlow(generation.model, generation.recipe, flow_of(generation), hook, experts)
+def follow(generation, hook=None, model=None, **fields):
+    """Let the policy, or `model`, compute as its engine does."""
+    model = generation.model if model is None else model
+    hook = hook or AttentionHook(model, generation.recipe.kv_cache_skip_layers)
+    return OneForward(model, generation.recipe, generation.engine.kernels, flow_of(generation, **fields), hook)

@@ -191,13 +191,12 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             recipe=recipe,
             calibrate=kv_cache and kv_cache.calibrate,
             engine_kwargs=args.vllm_engine_kwargs,
-            share=flow and flow.keep_weight,
             return_routes=args.routes_returned,
             match_rounding=args.fp8_forward == "full",
             **kwargs,
         )
         for feature in self.features:
-            feature.engine_started(generation.numerics)
+            feature.engine_started(generation.numerics, generation.engine.kernels)
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
             engine, trainer = ", ".join(kernels) or "high precision", flow or "as TRL computes"

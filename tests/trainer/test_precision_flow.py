@@ -10,17 +10,17 @@ from transformers import AutoModelForCausalLM
 from testing import engines
 from testing.played_attention import engine_with, played_attention
 from testing.runs import arguments, column, training
-from trl_fp8.engine.protocol import EngineNumerics
+
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.features.flow import Flow
-from trl_fp8.policy.flow.linear import FP8Linear
+
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
 pytestmark = pytest.mark.engine
 
-FULL = {"fp8_forward": "full", "simulate_kv_cache": True}
+FULL = {"fp8_forward": "full"}
 MISMATCH = "sampling/sampling_logp_difference/mean"
 # Both sides take a log_softmax of the same logits in FP32, in other orders: a few 2**-24 of magnitudes around 5
 ROUNDING = 1e-5

@@ -1,6 +1,6 @@
 """What an optional part of a step is to the trainer: an object with these hooks. Each of them does nothing by itself.
 
-    engine_started(numerics)         the engine can say how it computes
+    engine_started(numerics, kernels) the engine can say how it computes, and be called
     before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
     before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
     after_generation(rollouts)       all turns are through
@@ -25,6 +25,7 @@ from trl import GRPOTrainer
 from trl_fp8.correction.apply import batch_log_ratio
 from trl_fp8.correction.log_ratio import LogRatio
 from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.policy.flow.kernels import EngineKernels
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Feature(TrainerCallback):
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
 
-    def engine_started(self, numerics: EngineNumerics) -> None: ...
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None: ...
 
     def before_generation(self, prompts: list) -> None: ...
 

@@ -1,14 +1,28 @@
-"""The policy in the engine's precision (`fp8_forward`), told when its weights change; a warning where it fails."""
+"""One forward (`fp8_forward="full"`): the policy computes what the engine computes, and it is checked that it does.
 
+engine started     the policy's modules are told whom to call in the engine
+scoring, loss      on, after an optimizer step without a sync the engine is sent the weights again
+first rollouts     compared: beyond what the platform guarantees is an error that names where the two part
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+import trl.trainer.utils as trl_utils
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
-from torchao.quantization import Float8Tensor
 from trl import GRPOTrainer
 
-from trl_fp8.engine.protocol import ActivationScaling, EngineNumerics
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.precision_flow import PrecisionFlow, flow_warning
+from trl_fp8.policy.flow.gemm import require_backend
+from trl_fp8.policy.flow.kernels import EngineKernels
+from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.upstream.patches import substituted
 
+from .engine_head import engine_head
 from .feature import Batch, Feature, Rollouts
 from .kv_cache import KVCache
 
@@ -17,61 +31,103 @@ logger = get_logger(__name__)
 
 
 class Flow(Feature):
-    """Makes the policy compute what the engine computes. `RuntimeError` if that has no FP8 kernel."""
+    """`ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have."""
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
-        recipe = trainer.recipe  # what can be refused before an engine is started
-        self._flow(ActivationScaling(recipe.scale_format, scope=recipe.format.activation_scope))
-        self.flow: PrecisionFlow | None = None  # until the engine says what it computes
-        self._warned = False
-
-    def engine_started(self, numerics: EngineNumerics) -> None:
-        recipe, experts = self.trainer.recipe, None
-        if numerics.linears is None and numerics.experts is None:
-            raise RuntimeError(
-                f"fp8_forward={self.trainer.args.fp8_forward!r} follows the engine's FP8 kernels: expected are those "
-                f"of {len(recipe.fp8_modules)} linear layers and {len(recipe.fp8_experts)} layers of experts, found "
-                "is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from vllm_engine_kwargs, or "
-                "set fp8_forward='off'."
+        self.forward: OneForward | None = None  # until the engine is there to be called
+        self._outdated = self._checked = False
+        self._flow()  # what can be refused before an engine is started
+        require_backend(trainer.args.fp8_gemm_backend, _capability())
+        if is_peft_model(trainer.model) and trainer.recipe.tensor_parallel_size > 1:
+            raise ValueError(
+                "fp8_forward='full' with adapters and vllm_tensor_parallel_size="
+                f"{trainer.recipe.tensor_parallel_size}: the engine quantizes the sum of base and adapters, of which "
+                "each rank has a part. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
             )
-        if numerics.experts is not None:
-            experts = self._flow(numerics.experts, fused_activation=numerics.fused_experts)
-        linears, kv_cache = self._flow(numerics.linears or numerics.experts), self.trainer.feature(KVCache)
-        self.flow = PrecisionFlow(self.trainer.model, recipe, linears, kv_cache and kv_cache.hook, experts)
 
-    def _flow(self, scaling: ActivationScaling, **options) -> FP8Flow:
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+        trainer, scaling = self.trainer, numerics.linears or numerics.experts
+        if scaling is None:
+            raise RuntimeError(
+                f"fp8_forward={trainer.args.fp8_forward!r} calls the engine's FP8 kernels: expected are those of "
+                f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
+                "experts, found is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from "
+                "vllm_engine_kwargs, or set fp8_forward='off'."
+            )
+        kv_cache = trainer.feature(KVCache)
+        hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
+        self._bound = numerics.mismatch_bound
+        flow = self._flow(operand_scale_format=scaling.scale_format)
+        self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
+        self.forward.on = False
+        self._head = engine_head(self.forward)
+
+    def _flow(self, **options) -> FP8Flow:
         trainer = self.trainer
         return FP8Flow(
             **trainer.args.flow,
             format=trainer.recipe.format,
             scale_format=trainer.recipe.scale_format,
-            activation=scaling,
             cache_weights=not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
             **options,
         )
 
-    def keep_weight(self, name: str, codes: Float8Tensor) -> None:
-        """Compute with an FP8 weight that a sync has just quantized, unless the flow makes its own each time."""
-        if self.flow.keeps_weights:
-            self.flow.keep_weight(name, codes)
-
     def __str__(self) -> str:
-        return str(self.flow.flow)
+        return f"the engine's kernels, backward {self.forward.flow.backward}"
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.flow.invalidate()
+        self.forward.invalidate()
+        self._outdated = True
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        if is_peft_model(self.trainer.model):
-            self.flow.invalidate()  # the sync merged and unmerged adapters
+        self.forward.invalidate()  # the sync merged and unmerged adapters
+        self._outdated = False
+
+    @contextmanager
+    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> Iterator[None]:
+        self._bring_up_to_date()
+        replaced = substituted(trl_utils, "_ChunkedLogProbFunction", self._head)
+        with self.forward.switched(on=True), replaced:
+            yield
+
+    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        self._bring_up_to_date()
+        self.forward.on = True  # until the backward is through: gradient checkpointing runs the forward again in it
+
+    def end_loss(self) -> None:
+        self.forward.on = False
+
+    def _bring_up_to_date(self) -> None:
+        """Send the weights again where an optimizer step came after the last sync (num_iterations > 1)."""
+        if self._outdated:
+            self.trainer.vllm_generation.send_weights()
+            self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:
-        mismatch, trainer = batch.metrics.get("mismatch/logp_difference_mean"), self.trainer
-        if mismatch is None or self._warned or trainer.args.fp8_forward != "full":
+        mismatch = batch.metrics.get("mismatch/logp_difference_mean")
+        if mismatch is None or self._checked:
             return
-        left_out = trainer.recipe.fp8_kv_cache and not trainer.args.simulate_kv_cache
-        known = {"adapters": is_peft_model(trainer.model), "kv_cache_left_out": left_out}
-        if warning := flow_warning(mismatch, trainer.recipe.model_type, **known):
-            self._warned = True
-            logger.warning(warning)
+        self._checked = True
+        if mismatch <= self._bound:
+            return
+        text = self._failure(mismatch, batch)
+        if self.trainer.args.fp8_forward_check == "error":
+            raise RuntimeError(text)
+        logger.warning(text)
+
+    def _failure(self, mismatch: float, batch: Batch) -> str:
+        return (
+            f"fp8_forward='full', but the mean difference of log-probs of the first rollouts is {mismatch:.2g}, where "
+            f"trainer and engine share kernels that leave at most {self._bound:g}. "
+            f"{self._where(batch)} of a policy of type {self.trainer.recipe.model_type!r}. Set fp8_forward='off' "
+            "(rollout correction works without it), or fp8_forward_check='warn' to go on as it is."
+        )
+
+    def _where(self, batch: Batch) -> str:
+        """The first call of the engine whose result the policy does not get, on one of the rollouts."""
+        return "The first layer whose output differs is unknown"
+
+
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

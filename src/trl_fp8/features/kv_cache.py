@@ -17,6 +17,7 @@ from trl.distributed import DistributedBackend
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.calibration import KVCalibrator, layers_with_outliers
 from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.flow.kernels import EngineKernels
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.audit import all_reduce_max
@@ -56,16 +57,8 @@ class KVCache(Feature):
     def calibrate(self) -> KVScales:
         return self.calibrator.next_scales(self.trainer.model_wrapped)
 
-    def engine_started(self, numerics: EngineNumerics) -> None:
-        """Let simulated attention round what the engine's attention rounds."""
-        rounds_weights = self.trainer.args.simulate_attention_weights
-        if rounds_weights and numerics.attention_weight_offset is None:
-            raise ValueError(
-                "simulate_attention_weights=True, but the engine's attention does not round its weights to e4m3 "
-                "(vLLM's GPU kernels over an FP8 KV cache do, the CPU reference does not). Set "
-                "simulate_attention_weights=False."
-            )
-        self.hook.follow(numerics.query_rounded, numerics.attention_weight_offset if rounds_weights else None)
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+        self.hook.query_rounded = numerics.query_rounded
 
     def before_generation(self, prompts: list) -> None:
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized

@@ -5,33 +5,34 @@ from dataclasses import dataclass
 from . import flag
 
 
-FP8_FORWARDS = ("off", "weights", "full")
+FP8_FORWARDS, CHECKS = ("off", "full"), ("error", "warn")
 
 
 @dataclass
 class ForwardFlags:
-    """How much of the engine's precision flow the trainer's linear layers share."""
+    """Whether the trainer computes as the engine does, and how it computes gradients then."""
 
     fp8_forward: str = flag(
         "off",
-        "Whether the trainer's forward runs in the engine's FP8: 'off', 'weights' (linear layers compute "
-        "with the quantized weights that the engine holds) or 'full' (activations quantized too, as the engine's "
-        "kernel does, and everything between in the engine's BF16, whose roundings the engine then keeps when it "
-        "is compiled). Lowers the mismatch instead of correcting it, 'full' with simulate_kv_cache far more than "
-        "any part: on CPU to nothing in the models that were measured, on a GPU nothing has been measured "
+        "Whether the trainer's forward is its own ('off') or the engine's ('full'): each module of the policy calls "
+        "the engine's kernel on the engine's tensors, KV cache included, so that trainer and rollouts do not differ. "
+        "On CPU they do not, at any depth that was measured; on a GPU nothing has been measured "
         "(docs/unified_flow.md). Master weights and checkpoints stay as they are.",
+    )
+    fp8_forward_check: str = flag(
+        "error",
+        "What comes of first rollouts with fp8_forward='full' whose mismatch is not what the platform guarantees: "
+        "'error', or 'warn' to go on. Both name the first layer whose output differs.",
     )
     fp8_backward: str = flag(
         "bf16",
-        "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer, "
-        "in the trainer's dtype) or 'fp8' (both GEMMs with quantized operands, as in Jet-RL). Only "
-        "with fp8_forward.",
+        "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer) or 'fp8' "
+        "(both GEMMs with quantized operands, as in Jet-RL). Only with fp8_forward='full'.",
     )
     fp8_gemm_backend: str = flag(
         "fake_quant",
-        "How FP8 GEMMs of the trainer are computed: 'fake_quant' (dequantized operands in the trainer's "
-        "dtype, any device), 'scaled_mm' (cuBLASLt block scaling, Hopper) or 'torchao' (its prototype of FP8 "
-        "training, Hopper, fp32 scales, with fp8_backward='fp8').",
+        "How the FP8 GEMMs of fp8_backward='fp8' are computed: 'fake_quant' (dequantized operands, any device) or "
+        "'scaled_mm' (cuBLASLt block scaling, Hopper).",
     )
 
     @property
@@ -41,9 +42,9 @@ class ForwardFlags:
     @property
     def flow(self) -> dict[str, str]:
         """What the flags say of an `FP8Flow`."""
-        return {"forward": self.fp8_forward, "backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
+        return {"backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
 
-    def check_forward(self, fp8_weights: bool, fp16: bool) -> None:
+    def check_forward(self, fp8_weights: bool, fp16: bool, simulate_kv_cache: bool | None) -> None:
         """Raise `ValueError` for what cannot be, as far as `FP8Flow` does not check it itself."""
         if self.fp8_forward not in FP8_FORWARDS:
             raise ValueError(
@@ -59,13 +60,21 @@ class ForwardFlags:
                 "fp8_forward='full' with fp16=True: a full FP8 forward shares the engine's activations, which are "
                 "BF16. Set bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
+        if self.fp8_forward == "full" and simulate_kv_cache is False:
+            raise ValueError(
+                "simulate_kv_cache=False with fp8_forward='full': the engine's forward reads k and v from its KV "
+                "cache, and the trainer runs that forward. Remove simulate_kv_cache, or set fp8_forward='off'."
+            )
+        if self.fp8_forward_check not in CHECKS:
+            raise ValueError(f"fp8_forward_check={self.fp8_forward_check!r} is not known. Use one of {list(CHECKS)}.")
         given = {
             "fp8_backward": (self.fp8_backward, "bf16"),
+            "fp8_forward_check": (self.fp8_forward_check, "error"),
             "fp8_gemm_backend": (self.fp8_gemm_backend, "fake_quant"),
         }
         for name, (value, default) in given.items():
             if value != default and not self.fp8_flow_on:
                 raise ValueError(
-                    f"{name}={value!r} with fp8_forward='off': there are no FP8 linear layers that it would concern. "
+                    f"{name}={value!r} with fp8_forward='off': there is no forward that it would concern. "
                     f"Set fp8_forward='full', or remove {name}."
                 )

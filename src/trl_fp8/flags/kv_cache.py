@@ -49,15 +49,7 @@ class KVCacheFlags:
         "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
         "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
         "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
-        "fp8_forward='full' or fp8_weights=False.",
-    )
-
-    simulate_attention_weights: bool = flag(
-        False,
-        "Whether the trainer's attention, with simulate_kv_cache, also rounds its weights to e4m3, as "
-        "FlashAttention 3 and vLLM's Triton kernel do over an FP8 KV cache. It is then computed in plain torch, "
-        "which takes time and memory for the scores of 256 queries at a time. For completions that are not long; "
-        "not run on a GPU yet.",
+        "fp8_weights=False. A part of fp8_forward='full'.",
     )
 
     @property
@@ -109,12 +101,6 @@ class KVCacheFlags:
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
         if self.kv_calibration is None:
             self.kv_calibration = "rollout" if blind_pass is None else "policy"
-        if self.simulate_attention_weights and not self.simulate_kv_cache:
-            raise ValueError(
-                f"simulate_attention_weights=True with simulate_kv_cache={self.simulate_kv_cache}: rounding inside "
-                "attention would be followed, and what it reads would not. Set simulate_kv_cache=True and "
-                "fp8_forward='full', or remove it."
-            )
 
     def _check_skip_layers(self) -> None:
         if (given := self.kv_cache_skip_layers) is None:
@@ -127,7 +113,7 @@ class KVCacheFlags:
             )
 
     def _check_needs_nothing(self) -> None:
-        needing = ("simulate_kv_cache", "simulate_attention_weights", "kv_cache_skip_layers")
+        needing = ("simulate_kv_cache", "kv_cache_skip_layers")
         if given := [f"{name}={value!r}" for name in needing if (value := getattr(self, name))]:
             raise ValueError(
                 f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "

@@ -26,7 +26,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from .audit import Replicas, Seal, audit
 from .pieces import Layout
 from .policy_checks import require_finite
-from .writer import Sent, Share, Writer
+from .writer import Sent, Writer
 
 
 logger = logging.getLogger(__name__)
@@ -77,13 +77,11 @@ class Delivery:
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
-    def deliver(self, calibrate: Callable[[], KVScales] | None = None, share: Share | None = None) -> SyncReport:
+    def deliver(self, calibrate: Callable[[], KVScales] | None = None) -> SyncReport:
         """Bring the engine to the policy's current weights and KV scales, and prove it. With replicas a collective.
 
         Args:
             calibrate: Returns the scales of the current policy, the same on every rank. None: no FP8 KV cache.
-            share: Gets each FP8 weight's Q(W) as the engine holds it, for the trainer to compute with it, too: until
-                the weight changes, or the next delivery.
 
         Raises:
             ValueError: The policy cannot be calibrated: the engine keeps the previous one, unless it slept without.
@@ -104,8 +102,6 @@ class Delivery:
         with self._counted():
             seal = self._proven(writer, kv_scales)
         self._engine.reset_prefix_cache()
-        if share is not None:
-            writer.share(share)
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=written - calibrated,

@@ -26,7 +26,6 @@ from .shards import WrittenCodes
 
 Named = tuple[str, torch.Tensor]
 Sent = tuple[str, torch.Tensor | WrittenCodes]  # of a policy, by checkpoint name: a full tensor, or what is written
-Share = Callable[[str, Float8Tensor], None]
 SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
 
 
@@ -88,11 +87,6 @@ class Writer:
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
-
-    def share(self, share: Share) -> None:
-        """Call `share` with the name of each FP8 weight and Q(W): views of what the engine holds, all of it."""
-        for name in self._recipe.fp8_tensors:
-            share(name, self._codes(*(self._held[each] for each in self._names(name))))
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
         """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits once, or twice if blocks are dead.

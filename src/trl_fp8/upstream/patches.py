@@ -27,10 +27,14 @@ _MOE = f"{_LAYERS}.fused_moe"
 _LOADING = "transformers.core_model_loading"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
+# Families of transformers' models whose decoder layers a policy with one forward is known to share with vLLM's
+FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.GRPOTrainer": ("commands/train.py", "TRL's script constructs it by this name."),
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
+        "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
     },
     FOR_GOOD: {
@@ -40,6 +44,10 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
         f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
+        **dict.fromkeys(
+            (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
+            ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
+        ),
     },
     REGISTERED: {
         "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),

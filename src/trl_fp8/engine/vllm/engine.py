@@ -12,6 +12,7 @@ from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream import vllm as upstream
 
 from .auditable import require_auditable
+from .kernels import VLLMKernels
 from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
 from .layout import engine_layout
 from .numerics import engine_numerics
@@ -35,6 +36,7 @@ class ColocatedEngine:
         if recipe.fp8_kv_cache:
             self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
+        self.kernels = VLLMKernels(self.model, self.layout, recipe)
 
     def write_kv_scales(self, scales: KVScales) -> None:
         write_kv_scales(self._attention, scales)

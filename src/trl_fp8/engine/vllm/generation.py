@@ -7,6 +7,7 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 import trl.generation.vllm_generation as trl_generation
@@ -22,7 +23,7 @@ from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.shards import Sharded, gathered
-from trl_fp8.sync.writer import Named, Sent, Share
+from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
@@ -42,7 +43,6 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        share: See `Delivery.deliver`. Not called where the trainer's own weights are not what the engine keeps.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
         **kwargs: As for TRL's `VLLMGeneration`.
@@ -57,12 +57,11 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: FP8Recipe,
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
-        share: Share | None = None,
         return_routes: bool = False,
         match_rounding: bool = False,
         **kwargs,
     ):
-        self.recipe, self.engine_kwargs, self.calibrate, self.share = recipe, engine_kwargs, calibrate, share
+        self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
         self.return_routes, self.match_rounding = return_routes, match_rounding
         super().__init__(**kwargs)
 
@@ -84,7 +83,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.match_rounding:
             platform.rounding.require(upstream.engine_config(self.llm))
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, self._wake_weights)
-        self.numerics = self.engine.numerics
+        self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
         # What is merged or gathered lasts until the next tensor is asked for
@@ -140,10 +139,12 @@ class FP8VLLMGeneration(VLLMGeneration):
                 module.reshard()
 
     def sync_weights(self) -> None:
-        # A trainer of several ranks to an engine, or beside one that discards its weights, quantizes its own
-        shares = self.tensor_parallel_size == 1 and not self.enable_sleep_mode and not is_peft_model(self.model)
-        share = self.share if shares else None
-        self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None, share)
+        self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None)
+
+    def send_weights(self) -> None:
+        """Bring the engine to the policy's current weights and leave its KV scales as they are."""
+        scales = self.last_sync.kv_scales
+        self.delivery.deliver(None if scales is None else lambda: scales)
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None

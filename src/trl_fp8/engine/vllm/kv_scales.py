@@ -17,9 +17,6 @@ from trl_fp8.recipe.servable import REMEDY
 
 # Attention implementations that read the scales anew in each forward
 READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
-# `EngineNumerics.attention_weight_offset` where q is e4m3: Max_offset = 8 in FlashAttention 3
-# (hopper/flash_fwd_kernel_sm90.h), none in v1/attention/ops/triton_unified_attention.py
-WEIGHT_OFFSETS = {"FlashAttentionImpl": 2.0**8, "TritonAttentionImpl": 1.0}
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:
@@ -66,13 +63,6 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
 def quantizes_query(model: nn.Module) -> bool:
     """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, the CPU reference does not."""
     return any(module.query_quant is not None for module in attention_layers(model).values())
-
-
-def attention_weight_offset(model: nn.Module) -> float | None:
-    """As in `EngineNumerics`."""
-    rounding = [module.impl for module in attention_layers(model).values() if module.query_quant is not None]
-    found = {WEIGHT_OFFSETS.get(type(impl).__name__) for impl in rounding}
-    return found.pop() if len(found) == 1 else None
 
 
 def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:

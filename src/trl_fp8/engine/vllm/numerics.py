@@ -11,19 +11,16 @@ from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
-from .kv_scales import attention_weight_offset, quantizes_query
+from .kv_scales import quantizes_query
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:
     """How a started engine computes."""
-    experts, fused_experts = expert_scaling(model) or (None, False)
     return EngineNumerics(
         kernels=fp8_kernels(model),
         linears=activation_scaling(model),
-        experts=experts,
-        fused_experts=fused_experts,
+        experts=expert_scaling(model),
         query_rounded=quantizes_query(model),
-        attention_weight_offset=attention_weight_offset(model),
     )
 
 
@@ -62,14 +59,13 @@ def kernel_scaling(kernel: object) -> ActivationScaling:
     return ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native)
 
 
-def expert_scaling(model: nn.Module) -> tuple[ActivationScaling, bool] | None:
-    """`experts` and `fused_experts` of `EngineNumerics`; None without FP8 experts."""
+def expert_scaling(model: nn.Module) -> ActivationScaling | None:
+    """`EngineNumerics.experts`."""
     if not fp8_experts(model):
         return None
     # vLLM's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
-    # use (Hopper, Blackwell), else fp32 scales and one kernel for activation and quantization (experts/triton_moe.py)
-    pow2 = is_deep_gemm_e8m0_used()
-    return ActivationScaling("pow2" if pow2 else "fp32", ACTIVATION_AMAX_FLOOR), not pow2
+    # use (Hopper, Blackwell), else fp32 scales
+    return ActivationScaling("pow2" if is_deep_gemm_e8m0_used() else "fp32", ACTIVATION_AMAX_FLOOR)
 
 
 def _kernels(model: nn.Module) -> list:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,10 @@ from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.e4m3 import cache_round_trip
 
 from .observation import QKVObservation
-from .rounded import rounded_attention
+
+
+if TYPE_CHECKING:
+    from trl_fp8.policy.flow.one_forward import OneForward
 
 
 EAGER = "trl_fp8_eager"
@@ -42,8 +46,8 @@ class AttentionHook:
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: QKVObservation | None = None
-        self._query_rounded = self._in_fp64 = False
-        self._weight_offset: float | None = None
+        self.query_rounded = False  # the simulated cache's attention rounds q, too
+        self._flow: OneForward | None = None
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
         decoder = self.base.get_decoder()
@@ -63,19 +67,9 @@ class AttentionHook:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
         self.skip_layers = frozenset(layers)
 
-    def follow(self, query_rounded: bool = False, weight_offset: float | None = None) -> None:
-        """Simulate an engine that rounds q, too, or multiplies attention weights by an offset and rounds them."""
-        if weight_offset is not None and self._implementation not in ("sdpa", "eager"):
-            raise ValueError(
-                f"simulate_attention_weights=True with attn_implementation={self._implementation!r}: the simulation "
-                "needs the masks of 'sdpa' or 'eager'. Load the model with one of them "
-                "(model_init_kwargs={'attn_implementation': 'sdpa'})."
-            )
-        self._query_rounded, self._weight_offset = query_rounded, weight_offset
-
-    def sum_in_fp64(self) -> None:
-        """Compute attention in FP64 and return the dtype of q, as the engine's CPU reference does."""
-        self._in_fp64 = True
+    def follow(self, flow: "OneForward") -> None:
+        """Compute attention as the engine that `flow` calls, while it is on."""
+        self._flow = flow
 
     def simulate(self, scales_L3: Tensor | None) -> None:
         """From now on attention sees k and v as an FP8 cache under these scales holds them; None: as they are."""
@@ -107,25 +101,15 @@ class AttentionHook:
     ) -> tuple[Tensor, Tensor | None]:
         """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
         states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
-        if self._weight_offset is not None and self._simulates(module.layer_idx):
-            return self._attend_rounded(states, *args, **kwargs).to(query.dtype), None
-        if not self._in_fp64:
+        if not self._followed:
             return attend(module, *states, *args, **kwargs)
         with torch.autocast(query.device.type, enabled=False):
             output, weights = attend(module, *(tensor.double() for tensor in states), *args, **kwargs)
         return output.float().to(query.dtype), weights
 
-    def _attend_rounded(
-        self, states: tuple[Tensor, ...], attention_mask: Tensor | None, *, scaling: float | None = None, **kwargs
-    ) -> Tensor:
-        beyond = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
-        beyond += ["dropout"] if kwargs.get("dropout") else []
-        if beyond:
-            raise ValueError(
-                f"simulate_attention_weights=True, but this model's attention has {', '.join(beyond)}, which the "
-                "simulation does not. Set simulate_attention_weights=False."
-            )
-        return rounded_attention(*states, attention_mask, scaling or states[0].shape[-1] ** -0.5, self._weight_offset)
+    @property
+    def _followed(self) -> bool:
+        return self._flow is not None and self._flow.on
 
     def _simulates(self, layer: int) -> bool:
         return self.scales_L3 is not None and layer not in self.skip_layers
@@ -139,7 +123,7 @@ class AttentionHook:
         if self._simulates(layer):
             q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
             key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
-            if self._query_rounded:
+            if self.query_rounded:
                 query = cache_round_trip(query, q_scale)
         return query, key, value
 
@@ -147,7 +131,8 @@ class AttentionHook:
         """Note the padding mask; under scales also give real tokens the positions that they have in the engine."""
         mask = kwargs.get("attention_mask")
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        if self.scales_L3 is None or self._real_BT is None or kwargs.get("position_ids") is not None:
+        idle = self.scales_L3 is None and not self._followed
+        if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return None
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.

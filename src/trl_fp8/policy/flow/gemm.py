@@ -1,21 +1,18 @@
-"""How the product of two quantized operands is computed: one function per backend, one signature.
+"""How the product of two quantized operands of a backward is computed: one function per backend, one signature.
 
-    gemm(a, b, dtype)   a: codes [M, K] with 1x128 scales; b: codes [N, K] with 128x128 or 1x128 scales
-                        ->  a @ b.T  [M, N]
+    gemm(a, b)   a: codes [M, K] with 1x128 scales; b: codes [N, K] with 128x128 or 1x128 scales
+                 ->  a @ b.T  [M, N]
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
   the result is that of an FP8 GEMM up to the order of accumulation. With fp32 scales a BF16 GEMM rounds both operands
-  again (about 0.3 % error of the output, half of its BF16 values move by a step); on CPU the operands are therefore
-  FP32 and their sums FP64, as in the engine's reference kernel, and on Hopper `scaled_mm` is the exact backend.
-- `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`: forward, and with fp8_backward="fp8"
-  both gradients. Hopper (compute capability 9.0) with CUDA 12.9 or later. Results are BF16.
-- `torchao` is torchao's prototype block-FP8 linear with its own quantizers and backward: `torchao_linear`, no `gemm`.
+  again (about 0.3 % error of the output); on CPU operands are therefore FP32.
+- `scaled_mm` hands the codes to cuBLASLt through `torch.nn.functional.scaled_mm`. Hopper (compute capability 9.0) with
+  CUDA 12.9 or later. Results are BF16.
 
 A backend that cannot run is refused by `require_backend`; none is ever replaced by another.
 """
 
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.nn.functional as F
@@ -29,27 +26,19 @@ from trl_fp8.quantization.formats.blocks import BLOCK
 from .flow import BACKENDS
 
 
-Gemm = Callable[[Float8Tensor, Float8Tensor, torch.dtype], Tensor]
+Gemm = Callable[[Float8Tensor, Float8Tensor], Tensor]
 HOPPER = (9, 0)
 
 
 def gemm_for(backend: str) -> Gemm:
-    """The `gemm` of a backend, for `dtype` of the trainer's computation. Results have at least BF16 precision."""
+    """The `gemm` of a backend. Results have at least BF16 precision."""
     return {"fake_quant": fake_quant_gemm, "scaled_mm": scaled_mm_gemm}[backend]
 
 
-def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
-    """`dequantize(a) @ dequantize(b).T` of operands in `operand_dtype(dtype)`, on CPU summed in FP64; `[M, N]`."""
-    dtype = operand_dtype(dtype, a.qdata.device)
-    a, b = dequantize_weight(a, dtype), dequantize_weight(b, dtype)
-    return (a.double() @ b.double().T).to(dtype) if a.device.type == "cpu" else a @ b.T
-
-
-def operand_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What dequantized operands are stored in: FP32 on CPU; BF16 for FP16, whose range ends at 65504."""
-    if device.type == "cpu" and dtype.itemsize == 2:
-        return torch.float32
-    return torch.bfloat16 if dtype == torch.float16 else dtype
+def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
+    """`dequantize(a) @ dequantize(b).T` `[M, N]`, of operands in BF16, on CPU in FP32."""
+    dtype = torch.float32 if a.device.type == "cpu" else torch.bfloat16
+    return dequantize_weight(a, dtype) @ dequantize_weight(b, dtype).T
 
 
 def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
@@ -74,18 +63,6 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tens
     return product[:M, :N]
 
 
-def torchao_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` by torchao's `fp8_blockwise_mm`, differentiable: x `[T, K]`, weight `[N, K]`, BF16 `[T, N]`.
-
-    Tokens are padded with zeros to a multiple of 128, which its backward asserts; zero rows add nothing to a gradient.
-    """
-    from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
-
-    tokens = x.shape[0]
-    x = F.pad(x.to(torch.bfloat16), (0, 0, 0, -tokens % BLOCK))
-    return fp8_blockwise_mm.apply(x, weight.to(torch.bfloat16), BLOCK, torch.bfloat16, False)[:tokens]
-
-
 def require_backend(backend: str, device_capability: tuple[int, int] | None) -> None:
     """Raise `ValueError` unless `backend` can run on a device of this CUDA compute capability (None: on CPU)."""
     flag, remedy = f"fp8_gemm_backend={backend!r}", "Set fp8_gemm_backend='fake_quant', which runs on any device."
@@ -103,11 +80,6 @@ def require_backend(backend: str, device_capability: tuple[int, int] | None) -> 
             f"{flag} with torch {torch.__version__} for CUDA {torch.version.cuda}: block scaling needs cuBLASLt of "
             f"CUDA 12.9 or later. Install such a build of torch. {remedy}"
         )
-    if backend == "torchao" and not (3,) <= _release(_installed("triton")) < (3, 9):
-        raise ValueError(
-            f"{flag} with triton {_installed('triton')}: torchao 0.18's quantizers do not compile with triton 3.9 or "
-            f"later. Install the triton that torch pins. {remedy}"
-        )
 
 
 def _pad_codes(codes: Tensor, row_multiple: int) -> Tensor:
@@ -121,10 +93,3 @@ def _pad(values: Tensor, row_multiple: int, column_multiple: int = 1, value: flo
 
 def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(".")[:2] if part.isdecimal())
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0.0 (not installed)"

@@ -25,7 +25,8 @@ class SwappedModules:
     def invalidate(self) -> None:
         """Drop every kept weight. To be called after each optimizer step, checkpoint load, merge and unmerge."""
         for module in self.modules.values():
-            module._quantized.clear()
+            if isinstance(module, KeepsQuantizedWeights):
+                module._quantized.clear()
 
     def remove(self) -> None:
         """Turn the modules back into what they were."""

@@ -27,5 +27,5 @@ BLOCKS = FormatSpec(
         "Fp8MoeBackend.TRITON",
     ),
     readers="vLLM reads it as it is, transformers dequantizes or runs it.",
-    gemm_backends=("fake_quant", "scaled_mm", "torchao"),
+    gemm_backends=("fake_quant", "scaled_mm"),
 )

@@ -1,0 +1,178 @@
+"""`EngineKernels` of a vLLM engine: its own modules, called on what a trainer hands them, as `policy.flow` wants it.
+
+A call goes where the engine's own forward goes: to the module's method, its kernel, its tensors. Nothing is computed
+here. Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
+"""
+
+import copy
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor, nn
+from torchao.quantization import Float8Tensor
+from vllm.model_executor.layers import layernorm
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.models import commandr
+
+from trl_fp8.quantization.formats.spec import FormatSpec
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.pieces import Layout
+
+from .kv_scales import attention_layers
+
+
+HEAD = "lm_head"
+NORMS = layernorm.RMSNorm, layernorm.GemmaRMSNorm, commandr.LayerNorm
+
+
+def without_gradients(call: Callable) -> Callable:
+    """`call` as an engine runs: without gradients, whatever autocast is set to."""
+
+    @wraps(call)
+    def called(*args, **kwargs):
+        with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            return call(*args, **kwargs)
+
+    return called
+
+
+def holding(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """A module with the kernel of `module` and other tensors."""
+    stand_in = copy.copy(module)
+    stand_in.__dict__["_parameters"] = tensors
+    return stand_in
+
+
+class EngineLinear:
+    """A linear layer of the engine, see `policy.flow.kernels.Linear`."""
+
+    def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
+        """`layers`: name in the policy -> in the engine, of those that `module` computes."""
+        self._module, self._layout, self._format, self._names = module, layout, spec, layers
+        self.layers = tuple(layers)
+
+    @without_gradients
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._module.quant_method.apply(self._module, x, getattr(self._module, "bias", None))
+
+    @without_gradients
+    def on(self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None) -> Tensor:
+        tensors = {"weight": weight}
+        if isinstance(weight, Float8Tensor):
+            blocks = self._format.weight_block is not None
+            codes, scale = (weight.qdata, weight.scale) if blocks else (weight.qdata.t(), weight.scale.view(()))
+            tensors = {"weight": codes, f"weight{self._format.scale_suffix}": scale}
+        return self._module.quant_method.apply(holding(self._module, tensors), x, bias)
+
+    def codes(self, layer: str) -> Float8Tensor | None:
+        held, name = self._layout.held, f"{self._names[layer]}.weight"
+        if (scale := held.get(name + self._format.scale_suffix)) is None:
+            return None
+        scale = scale if scale.dim() > 1 else scale.view(1, 1)
+        block = self._format.weight_block or held[name].shape
+        return Float8Tensor(held[name], scale, block_size=list(block), dtype=torch.bfloat16)
+
+
+class EngineRotary:
+    """A rotary embedding of the engine, see `policy.flow.kernels.Rotary`."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    @without_gradients
+    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self._module(positions, query.clone(), key.clone())  # CUDA's kernel writes where it reads
+
+
+class VLLMKernels:
+    """The kernels of one engine, see `policy.flow.kernels.EngineKernels`."""
+
+    def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe):
+        self._model, self._layout, self._recipe = model, layout, recipe
+        self._attention = attention_layers(model)
+        self._names = {module: name for name, module in model.named_modules()}
+        self._linears: dict[nn.Module, EngineLinear] = {}
+
+    def linear(self, layer: str) -> EngineLinear:
+        module = self._model.lm_head if layer == HEAD else self._holding(layer)  # a tied head holds nothing
+        if module not in self._linears:
+            modules = *self._recipe.fp8_modules, *self._recipe.kept_modules
+            ours = {self._recipe.engine_name(name): name for name in modules}
+            pieces = self._layout.pieces.values()
+            weights = [piece.name for piece in pieces if piece.module is module and piece.attribute == "weight"]
+            held = [name.removesuffix(".weight") for name in weights]
+            layers = {ours[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
+            self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
+        return self._linears[module]
+
+    def norm(self, module: str) -> Callable[[Tensor], Tensor]:
+        held = self._holding(module)
+        if not isinstance(held, NORMS):
+            raise self._unknown(module, held)
+
+        @without_gradients
+        def norm(x: Tensor) -> Tensor:
+            normalized = held(x)
+            return normalized[0] if isinstance(normalized, tuple) else normalized
+
+        return norm
+
+    def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
+        name = self._recipe.engine_name(mlp)
+        return without_gradients(self._model.get_submodule(name).act_fn)
+
+    def rotary(self, layer: int) -> EngineRotary:
+        attention = self._names[self._attention[layer]].rpartition(".")[0]
+        return EngineRotary(self._model.get_submodule(attention).rotary_emb)
+
+    def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        gate = self.linear(module)
+        block = self._model.get_submodule(self._recipe.engine_name(module).rpartition(".")[0])
+        runner = next(each for each in block.modules() if isinstance(getattr(each, "router", None), BaseRouter))
+        method = next(each for each in runner.modules() if isinstance(each, RoutedExperts)).quant_method
+
+        @without_gradients
+        def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = gate(x)
+            weights, chosen = runner.router.select_experts(
+                hidden_states=x, router_logits=logits, topk_indices_dtype=method.topk_indices_dtype
+            )
+            return logits, weights, chosen
+
+        return route
+
+    def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        block = self._model.get_submodule(self._recipe.engine_name(module))
+        held = next(each for each in block.modules() if isinstance(each, RoutedExperts))
+
+        @without_gradients
+        def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            ids = chosen.to(held.quant_method.topk_indices_dtype or torch.int32)
+            return held.forward_modular(x, weights, ids)
+
+        return experts
+
+    @without_gradients
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits_processor(self._model.lm_head, hidden)
+
+    @without_gradients
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        head, processor = holding(self._model.lm_head, {"weight": weight}), copy.copy(self._model.logits_processor)
+        processor.logits_as_input = True  # what is left is to scale and cap them
+        return processor(head, head.quant_method.apply(head, hidden, bias=bias))
+
+    def _holding(self, name: str) -> nn.Module:
+        piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")
+        if piece is None:
+            raise self._unknown(name, None)
+        return piece.module
+
+    def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
+        what = "nothing" if found is None else f"a {type(found).__name__}"
+        return ValueError(
+            f"fp8_forward='full': for {name} of a policy of type {self._recipe.model_type!r} the engine has {what}, "
+            "which the trainer cannot call. Set fp8_forward='off'."
+        )

@@ -1,0 +1,129 @@
+"""What lies between the linear layers of a policy that follows an engine: embeddings, norms, MLPs, rotary embeddings.
+
+FP8 magnifies small differences. An activation that is off by one BF16 step (1/256) falls on the other side of an e4m3
+rounding boundary (steps of 1/8) often enough that the error behind the next linear is as large as that of quantization
+itself, and each layer adds to it. So each of these modules calls the engine's module of its name; residual sums and
+other products of two BF16 tensors have one result, wherever they are computed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import Rotary
+from .own_gradient import own_gradient
+
+
+class FollowedNorm:
+    """Mixed into a norm's class. `engine` is the engine's norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(x)
+        parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
+        return own_gradient(self._value, self._own, x, *parameters)
+
+    def _value(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        return self.engine(x.to(torch.bfloat16).flatten(0, max(0, min(x.dim() - 2, 1)))).view(x.shape)
+
+    def _own(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        with holding(self, parameters):
+            return self.before.forward(self, x)
+
+
+class FollowedMLP:
+    """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`. `engine` is act(gate) * up of both in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(own_gradient(self._value, self._own, gate, up))
+
+    def _value(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.engine(side_by_side(gate, up)).view(gate.shape)
+
+    def _own(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+class FollowedEmbedding:
+    """Mixed into embeddings: rounding the rows that were looked up is cheaper than rounding the table."""
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        if not self.flow.on:
+            return super().forward(*args, **kwargs)
+        return nn.Embedding.forward(self, *args, **kwargs).to(torch.bfloat16)
+
+
+class FollowedScaledEmbedding(FollowedEmbedding):
+    """Mixed into Gemma's embeddings: rows times the root of their size, BF16 times BF16, as in the engine."""
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        rows = super().forward(*args, **kwargs)
+        return rows * self.embed_scale.to(torch.bfloat16) if self.flow.on else rows
+
+
+class FollowedRotary:
+    """Mixed into the module that makes cos and sin. `engine` maps types of layers to rotary embeddings."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
+        given = () if layer_type is None else (layer_type,)
+        cos, sin = super().forward(x, position_ids, *given)
+        if not self.flow.on:
+            return cos, sin
+        turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
+        return turn, turn
+
+
+class Turn:
+    """Passed through transformers' layers in the place of cos and sin, to `apply_rotary_pos_emb`."""
+
+    def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
+        self._engine, self._positions, self._cos_sin = engine, positions, (cos, sin)
+
+    def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; `apply` is transformers' function."""
+
+        def value(*states: Tensor) -> tuple[Tensor, ...]:
+            flat = (state.transpose(1, 2).flatten(0, 1).flatten(1) for state in states)
+            turned = zip(self._engine(self._positions, *flat), states, strict=True)
+            return tuple(t.view(s.shape[0], s.shape[2], s.shape[1], s.shape[3]).transpose(1, 2) for t, s in turned)
+
+        def own(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            return apply(query, key, *self._cos_sin)
+
+        return own_gradient(value, own, query, key)
+
+
+class Turning:
+    """transformers' `apply_rotary_pos_emb`, which leaves the turn to the engine where it is handed a `Turn`."""
+
+    def __init__(self, apply: Callable):
+        self._apply = apply
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor | Turn, sin: Tensor | Turn, *args, **kwargs) -> tuple:
+        return cos(self._apply, q, k) if isinstance(cos, Turn) else self._apply(q, k, cos, sin, *args, **kwargs)
+
+
+def side_by_side(left: Tensor, right: Tensor) -> Tensor:
+    """Both, `[..., N]`, in rows `[T, 2 N]`: no copy where they are two halves of a fused call's output."""
+    width, rows = left.shape[-1], left.flatten(0, -2) if left.dim() > 2 else left
+    beside = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    if beside and right.storage_offset() == left.storage_offset() + width and right.stride() == left.stride():
+        return rows.as_strided((len(rows), 2 * width), rows.stride(), rows.storage_offset())
+    return torch.cat([left, right], -1).flatten(0, -2)
+
+
+@contextmanager
+def holding(module: nn.Module, parameters: tuple[Tensor, ...]) -> Iterator[None]:
+    """Inside the block these are the module's parameters, in their order."""
+    held = dict(module._parameters)
+    names = [name for name, parameter in held.items() if parameter is not None]
+    try:
+        module._parameters.update(zip(names, parameters, strict=True))
+        yield
+    finally:
+        module._parameters.update(held)

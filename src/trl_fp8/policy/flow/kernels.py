@@ -1,0 +1,82 @@
+"""`EngineKernels`: what an engine computes, part by part, as a policy that shares its forward calls it.
+
+Each part is the engine's own kernel on the engine's own tensors, in BF16 and without gradients. Parts are asked for by
+the names that the policy's modules have in a checkpoint. No kernel gives other bits for a row because of what else is
+in the batch: that is all that a trainer needs to get, from its own batches, what the engine computed when it decoded.
+
+Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+from torchao.quantization import Float8Tensor
+
+
+class Linear(Protocol):
+    """One call of the engine, which computes one linear layer of the policy or those that it fused."""
+
+    layers: tuple[str, ...]  # the policy's, in the order of the output's columns
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x `[T, K]` -> the outputs of all of `layers`, biases included, one after another and maybe padding."""
+
+    def on(self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None) -> Tensor:
+        """The same kernel on other tensors: a weight `[N, K]`, as codes where the engine holds codes, and a bias."""
+
+    def codes(self, layer: str) -> Float8Tensor | None:
+        """What the engine holds of one layer's weight `[N, K]`, views of it; None if it is not FP8."""
+
+
+class Rotary(Protocol):
+    """The rotary embedding of a decoder layer."""
+
+    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is."""
+
+
+class Attention(Protocol):
+    """Attention of a decoder layer over sequences that are packed one after another, as a prefill computes it."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """query `[T, H, D]`, key and value `[T, G, D]`; starts: first token of each sequence and the end, int32
+        `[R + 1]`; scales: those of q, k and v in an FP8 cache, `[3]`, or None.
+
+        Returns the output `[T, H, D]`, the log-sum-exp of each query's scores `[H, T]`, and q, k, v as the kernel
+        rounded them.
+        """
+
+    scaling: float  # of scores
+    window: int | None  # tokens that a query sees, itself included; None: all before it
+    softcap: float | None  # scores s become softcap * tanh(s / softcap)
+
+
+class EngineKernels(Protocol):
+    """Parts of an engine. `ValueError` for one that the engine does not have, or whose kernel is not known."""
+
+    def linear(self, layer: str) -> Linear: ...
+
+    def norm(self, module: str) -> Callable[[Tensor], Tensor]:
+        """x `[T, ..., N]` -> the same shape."""
+
+    def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
+        """Gate and up `[T, 2 N]` -> act(gate) * up `[T, N]`."""
+
+    def rotary(self, layer: int) -> Rotary: ...
+
+    def attention(self, layer: int) -> Attention: ...
+
+    def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        """x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]` and chosen experts `[T, k]`."""
+
+    def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """x `[T, K]`, chosen experts `[T, k]`, gate weights `[T, k]` -> `[T, K]`."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Output head: `[T, K]` -> what the sampler gets, `[T, V]`, scaled and capped as the model wants it."""
+
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same, with a weight `[V, K]` and a bias of the trainer's own."""

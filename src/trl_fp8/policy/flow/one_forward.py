@@ -1,0 +1,152 @@
+"""One forward: a policy whose modules compute what the engine's modules of the same names compute.
+
+    made         each linear, norm, MLP and embedding of the decoder is told whom to call (linear.py, between.py)
+    on           while the policy scores or trains; a reference model, or the base without adapters, computes as it did
+    up to date   as long as the engine holds the policy's weights: features/flow.py sees to it
+
+Modules stay the objects that they are: only their class is exchanged (swapped_modules.py).
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.recipe.from_model import linear_layers
+from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, listed
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
+
+from .between import FollowedEmbedding, FollowedMLP, FollowedNorm, FollowedRotary, FollowedScaledEmbedding, Turning
+from .flow import FP8Flow
+from .kernels import EngineKernels, Linear
+from .linear import FollowedAdapter, FollowedLinear, FusedCall, tokens_of
+from .swapped_modules import SwappedModules, swapped_class
+
+
+MLP = "gate_proj", "up_proj", "down_proj", "act_fn"
+TURN = "apply_rotary_pos_emb"
+
+
+class OneForward(SwappedModules):
+    """Installed on a policy before it is wrapped for training, and on from then on.
+
+    `ValueError` names what the engine has nothing to call for; the policy is as it was then.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: FP8Recipe, kernels: EngineKernels, flow: FP8Flow, hook: AttentionHook
+    ):
+        self.flow, self.kernels, self.recipe, self.hook = flow, kernels, recipe, hook
+        self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
+        self.on = True
+        super().__init__({})
+        base = transformers_model(model)
+        _turn_by_engine(base)
+        ours = {base.get_output_embeddings(), *base.get_decoder().modules()}
+        self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
+        self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
+        self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
+        try:
+            for name, module in model.named_modules():
+                if module in ours and ".lora_" not in f".{name}":
+                    self._follow(name, module)
+        except ValueError:
+            self.remove()
+            raise
+        hook.follow(self)
+
+    @contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        before, self.on = self.on, on
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def _follow(self, path: str, module: nn.Module) -> None:
+        """Let `module` call the engine, if it computes anything by itself."""
+        name, kernels = checkpoint_name(path), self.kernels
+        if isinstance(module, nn.Linear):
+            self._swap(path, module, FollowedLinear, **self._linear(name, module))
+        elif isinstance(module, BaseTunerLayer):
+            self._swap(path, module, FollowedAdapter)
+        elif isinstance(module, nn.Embedding):
+            self._swap(path, module, _embedding(module))
+        elif hasattr(module, "inv_freq"):
+            types = getattr(module.config, "layer_types", None) or []
+            first = {None: 0} | {kind: types.index(kind) for kind in types}
+            self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
+        elif all(hasattr(module, part) for part in MLP):
+            self._swap(path, module, FollowedMLP, engine=kernels.activation(name))
+        elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
+            self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
+
+    def _linear(self, name: str, module: nn.Linear) -> dict:
+        """The attributes of a `FollowedLinear`."""
+        if type(module).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"fp8_forward='full': {name} is a {type(module).__name__}, whose own forward would be lost. Set "
+                "fp8_forward='off'."
+            )
+        engine = self.kernels.linear(name)
+        peers = [self._linears[layer] for layer in engine.layers]
+        start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
+        if engine not in self._calls:
+            readers = sum(2 if peer in self._adapted else 1 for peer in peers)
+            self._calls[engine] = (
+                FusedCall(lambda x: engine(tokens_of(x)), readers),
+                FusedCall(lambda x: self.flow.quantize_for_backward(tokens_of(x).t()), len(peers)),
+            )
+        fused, along_tokens = self._calls[engine]
+        return {
+            "fp8_flow": self.flow,
+            "name": name,
+            "is_fp8": name in self.recipe.fp8_modules,
+            "engine": engine,
+            "columns": slice(start, start + module.out_features),
+            "parts": self.recipe.tensor_parallel_size if name.endswith(ROW_PARALLEL) else 1,
+            "fused": fused,
+            "along_tokens": along_tokens,
+            "_quantized": {},
+            "_peers": tuple(self._linears[peer] for peer in _sharing_scale(self.recipe, name)),
+        }
+
+    def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
+        attributes["flow"] = self
+        module.__class__ = swapped_class(mixin, type(module), "Followed", tuple(attributes))
+        module.__dict__.update(attributes)
+        self.modules[path] = module
+
+
+def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
+    return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
+
+
+def _embedding(module: nn.Embedding) -> type:
+    if type(module).forward is nn.Embedding.forward:
+        return FollowedEmbedding
+    if type(module).__name__.endswith("ScaledWordEmbedding"):
+        return FollowedScaledEmbedding
+    raise ValueError(
+        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an "
+        "engine rounds. Set fp8_forward='off'."
+    )
+
+
+def _turn_by_engine(base: PreTrainedModel) -> None:
+    """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
+    family = sys.modules[type(base).__module__]
+    if f"{family.__name__}.{TURN}" not in PATCHES:
+        raise ValueError(
+            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
+            f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
+        )
+    apply = getattr(family, TURN)
+    if not isinstance(apply, Turning):
+        patch(family, TURN, Turning(apply))
