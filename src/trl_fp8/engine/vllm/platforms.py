@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
@@ -25,6 +26,7 @@ from .cpu.attention import reference_attention
 from .cpu.experts import register_cpu_experts
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
+from .cpu.packed import PackedAttention
 from .rounding import RoundingPoints
 
 
@@ -83,6 +85,10 @@ class Platform(ABC):
         """Engines that are started inside the block find what they need."""
 
     @abstractmethod
+    def attention(self, layer: Attention) -> object:
+        """`policy.flow.kernels.Attention` of a layer of the engine."""
+
+    @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
 
     @abstractmethod
@@ -110,6 +116,9 @@ class Cpu(Platform):
             register()
         with reference_attention() if recipe.fp8_kv_cache else nullcontext():
             yield
+
+    def attention(self, layer: Attention) -> PackedAttention:
+        return PackedAttention(layer)
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
@@ -155,6 +164,11 @@ class Cuda(Platform):
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         forget_rotary_embeddings()
         yield
+
+    def attention(self, layer: Attention) -> object:
+        from .cuda.attention import PackedAttention as Paged  # vLLM's CPU build has no FlashAttention
+
+        return Paged(layer)
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability
