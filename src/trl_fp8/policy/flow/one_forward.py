@@ -61,6 +61,9 @@ class OneForward(SwappedModules):
             raise
         hook.follow(self)
 
+    def switch(self, on: bool) -> None:
+        self.on = on
+
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
         before, self.on = self.on, on
@@ -68,6 +71,13 @@ class OneForward(SwappedModules):
             yield
         finally:
             self.on = before
+
+    def remove(self) -> None:
+        super().remove()
+        self.hook.follow(None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a policy has no engine that holds its weights
 
     def _follow(self, path: str, module: nn.Module) -> None:
         """Let `module` call the engine, if it computes anything by itself."""

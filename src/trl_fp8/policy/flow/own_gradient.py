@@ -40,10 +40,7 @@ class _OwnGradient(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *gradients):
         needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
-        inputs = [
-            tensor.detach().float().requires_grad_() if need else tensor
-            for tensor, need in zip(saved, needed, strict=True)
-        ]
+        inputs = [tensor.detach().float().requires_grad_(need) for tensor, need in zip(saved, needed, strict=True)]
         kind = gradients[0].device.type
         with torch.enable_grad(), torch.autocast(kind, enabled=False):
             outputs = ctx.policy(*inputs)
