@@ -62,7 +62,7 @@ PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
 OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": None}
 SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
 BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
-# Operators without which a full flow does not round where the trainer does (engine/vllm/rounding.py)
+# Operators without which a full flow does not round where the trainer does (engine/vllm/invariance.py)
 ROUNDING = ("_C::rms_norm", "_C::fused_add_rms_norm", "_C::rotary_embedding")
 SILU, FUSED_SILU, QUANTIZE = "_C::silu_and_mul", "_C::silu_and_mul_per_block_quant", "_C::per_token_group_fp8_quant"
 
@@ -190,7 +190,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         return
     try:
         if found.choice == FOLLOWED:
-            Cuda.rounding.require(config)
+            Cuda.invariance.require(config)
         config.kernel_config.ir_op_priority.set_default()
         forget_rotary_embeddings()
         with (

@@ -25,6 +25,8 @@ _CPU = "engine/vllm/cpu"
 _LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.linear"
 _MOE = f"{_LAYERS}.fused_moe"
 _LOADING = "transformers.core_model_loading"
+_INVARIANT = "vllm.model_executor.determinism.batch_invariant"
+_BLOCK_GEMM = f"{_LAYERS}.quantization.utils.fp8_utils"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
 _PATCHES = {  # how -> target -> (by, why)
@@ -32,6 +34,7 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.GRPOTrainer": ("commands/train.py", "TRL's script constructs it by this name."),
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
+        f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
     },
     FOR_GOOD: {
         f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} block-FP8 linears."),
@@ -40,10 +43,16 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
         f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
+        f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
     },
     REGISTERED: {
         "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),
+        "vllm.ir.ops.rms_norm": ("engine/vllm/cuda/norms.py", "The same bits in every batch, with a residual too."),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (f"{_CPU}/attention.py", "FP8 cache on any CPU."),
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
+            "engine/vllm/cuda/attention.py",
+            "Prefill and decode would run different kernels.",
+        ),
         "transformers.AttentionInterface": (
             "policy/attention/hook.py",
             "No hook of a module sees q, k, v after RoPE.",

@@ -16,10 +16,12 @@ from trl_fp8.recipe.servable import REMEDY
 
 
 # Attention implementations that read the scales anew in each forward
-READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
+READ_EACH_TIME = (
+    *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl"),
+)
 # `EngineNumerics.attention_weight_offset` where q is e4m3: Max_offset = 8 in FlashAttention 3
 # (hopper/flash_fwd_kernel_sm90.h), none in v1/attention/ops/triton_unified_attention.py
-WEIGHT_OFFSETS = {"FlashAttentionImpl": 2.0**8, "TritonAttentionImpl": 1.0}
+WEIGHT_OFFSETS = {"FlashAttentionImpl": 2.0**8, "InvariantFlashAttentionImpl": 2.0**8, "TritonAttentionImpl": 1.0}
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:
