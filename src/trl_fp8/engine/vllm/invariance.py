@@ -73,7 +73,7 @@ class Invariance:
         if self.attention and (backend := config.attention_config.backend) and backend.name != self.attention:
             found.append(f"attention_backend={backend.name!r}")
         if self.switch and not envs.VLLM_BATCH_INVARIANT:
-            found.append(f"{SWITCH}=0 in the environment of vLLM's first engine")
+            found.append(f"{SWITCH}=0 in the environment")
         if found:
             raise ValueError(
                 "fp8_forward='full' computes with the engine's kernels, bit for bit, but vllm_engine_kwargs lets the "

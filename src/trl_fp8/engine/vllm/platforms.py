@@ -15,7 +15,9 @@ from typing import ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig
+from vllm import envs
 from vllm.model_executor.determinism import batch_invariant
+from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
@@ -174,6 +176,8 @@ class Cuda(Platform):
         # Tiles by the number of rows, measured for DeepSeek's shapes
         patch(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: None)
         os.environ.setdefault(SWITCH, "1")  # for good: layers ask for it whenever they are called or compiled
+        envs.disable_envs_cache()  # an engine before this one had vLLM keep what it was, and measured tiles of experts
+        get_moe_configs.cache_clear()
         # The rest of vLLM's switch concerns the whole process, the trainer too: NCCL is cut to one channel and one
         # thread, softmax, mean and bmm of torch are replaced. On one rank the engine communicates with nobody, and
         # its kernels need none of the others; ranks that add up need an order that no message's size changes
