@@ -80,7 +80,8 @@ class FP8VLLMGeneration(VLLMGeneration):
         with platform.ready(self.recipe), invariant, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
-            self.pinned = pinned_gemm(backends, self.recipe, self.model, device, self.engine_kwargs, self._largest)
+            asked = self.engine_kwargs, self._largest, self.match_rounding
+            self.pinned = pinned_gemm(backends, self.recipe, self.model, device, *asked)
             ours |= self.pinned
             super()._init_vllm()
         if self.match_rounding:
