@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -94,5 +93,7 @@ def gradients(
 
         with visiting(model, played):
             logits = model(input_ids=tokens[None], use_cache=False).logits
+        if rounding is not None:
+            logits.register_hook(rounding)
         loss(row, logits[0]).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -312,7 +312,7 @@ def test_what_tests_share_stands_in_testing():
             for name in imported(path):
                 assert not re.search(r"(?:^|\.)test_", name), f"{path} imports a test module: {name}"
                 assert folder == "tests" or not name.startswith("tests."), f"{path} imports {name}"
-    for oracle in ("oracles", "fp8_oracle"):
+    for oracle in ("oracles", "fp8_oracle", "straight_through"):
         ours = [name for name in imported(ROOT / "testing" / f"{oracle}.py") if re.match(r"\.|trl_fp8|testing", name)]
         assert ours == []
 

@@ -88,7 +88,7 @@ class OneForward(SwappedModules):
             self._swap(path, module, FollowedAdapter)
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, _embedding(module))
-        elif hasattr(module, "inv_freq"):
+        elif any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
