@@ -130,7 +130,7 @@ def test_the_precision_flow_lowers_the_mismatch(enforce_eager, checkpoint):
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
     hook.simulate(scales.values.cuda())
-    hook.follow(query_rounded=True)
+    hook.round_queries(True)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=generation.numerics.linears), hook)
     engines.shutdown(generation.llm)
     require_lower(distance(generation.model, rollouts), plain, 0.7)
@@ -148,7 +148,7 @@ def test_simulated_attention_weights_lower_the_mismatch_further(attention_backen
     generation.sync_weights()
     rollouts = engines.log_probs(generation.llm)
     hook.simulate(scales.values.cuda())
-    hook.follow(query_rounded=True)
+    hook.round_queries(True)
     PrecisionFlow(generation.model, generation.recipe, FP8Flow(activation=generation.numerics.linears), hook)
     without = distance(generation.model, rollouts)
     hook.follow(True, generation.numerics.attention_weight_offset)
@@ -261,7 +261,7 @@ def test_the_precision_flow_lowers_the_mismatch_of_experts(enforce_eager, checkp
     rollouts = engines.log_probs(generation.llm)
     plain = distance(generation.model, rollouts)
     hook.simulate(scales.values.cuda())
-    hook.follow(query_rounded=True)
+    hook.round_queries(True)
     scaling, fused = generation.numerics.experts, generation.numerics.fused_experts
     experts_flow = FP8Flow(activation=scaling, fused_activation=fused)
     PrecisionFlow(
