@@ -68,7 +68,7 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
 
 def forget_rotary_embeddings() -> None:
     """Before another engine starts in this process: let it make its own rotary embeddings. vLLM keeps them by shape:
-    an engine told to round elsewhere than the first (`rounding.py`) would not, and its configuration not show it.
+    an engine told to run other kernels than the first (`invariance.py`) would not, and its configuration not show it.
     """
     from vllm.model_executor.layers import rotary_embedding
 
