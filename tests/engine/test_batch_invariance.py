@@ -27,7 +27,7 @@ from trl_fp8.upstream.vllm import forget_rotary_embeddings
 pytestmark = pytest.mark.engine
 
 ROWS = 200
-CONFIG = Cpu.rounding.arguments()["compilation_config"]
+CONFIG = Cpu.invariance.arguments()["compilation_config"]
 SIZES = {"aligned": 1024, "ragged": 900}  # of the sums: FP32 orders them by what a vector holds
 
 
