@@ -144,7 +144,7 @@ class VLLMKernels:
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self._holding(module)
-        runner = self._inside(module.rpartition(".")[0], MoERunner)
+        runner = self._inside(self._recipe.engine_name(module).rpartition(".")[0], MoERunner)
 
         @without_gradients
         def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,7 +155,7 @@ class VLLMKernels:
         return route
 
     def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        held = self._inside(module, RoutedExperts)
+        held = self._inside(self._recipe.engine_name(module), RoutedExperts)
 
         @without_gradients
         def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -182,8 +182,7 @@ class VLLMKernels:
         return piece.module
 
     def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
-        block = self._model.get_submodule(self._recipe.engine_name(name))
-        return next(each for each in block.modules() if isinstance(each, kind))
+        return next(each for each in self._model.get_submodule(name).modules() if isinstance(each, kind))
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
         what = "nothing" if found is None else f"a {type(found).__name__}"

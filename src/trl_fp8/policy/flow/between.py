@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels import Rotary
-from .own_gradient import holding, own_gradient
+from .own_gradient import holding, own_gradient, with_value
 
 
 class FollowedNorm:
@@ -45,6 +45,28 @@ class FollowedMLP:
 
     def _own(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act_fn(gate) * up
+
+
+class FollowedParallelLayer:
+    """Mixed into the class of a decoder layer whose attention and MLP get the same tensor: the engine adds their
+    outputs to each other first.
+    """
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        if not self.flow.on:
+            return super().forward(hidden_states, *args, **kwargs)
+        outputs = []
+
+        def note(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+            outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+
+        handles = [module.register_forward_hook(note) for module in (self.self_attn, self.mlp)]
+        try:
+            own = super().forward(hidden_states, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return with_value(own, hidden_states.detach() + (outputs[0] + outputs[1]))
 
 
 class FollowedEmbedding:

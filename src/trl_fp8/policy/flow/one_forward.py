@@ -23,7 +23,15 @@ from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, 
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 
-from .between import FollowedEmbedding, FollowedMLP, FollowedNorm, FollowedRotary, FollowedScaledEmbedding, Turning
+from .between import (
+    FollowedEmbedding,
+    FollowedMLP,
+    FollowedNorm,
+    FollowedParallelLayer,
+    FollowedRotary,
+    FollowedScaledEmbedding,
+    Turning,
+)
 from .experts import FollowedExperts, FollowedRouter
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
@@ -91,6 +99,8 @@ class OneForward(SwappedModules):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
+        elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
+            self._swap(path, module, FollowedParallelLayer)
         elif all(hasattr(module, part) for part in MLP):
             self._swap(path, module, FollowedMLP, engine=kernels.activation(name))
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
