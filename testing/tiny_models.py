@@ -54,9 +54,14 @@ ARCHITECTURES = {
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
-OF_ITS_OWN = {  # values at which each of its operations shows
+OF_ITS_OWN = {  # values at which each of its operations shows; an engine has no output head of Cohere or Gemma 2
+    "cohere": dict(tie_word_embeddings=True, logit_scale=0.3),
     "gemma2": dict(
-        attn_logit_softcapping=4.0, final_logit_softcapping=3.0, query_pre_attn_scalar=48, sliding_window=16
+        tie_word_embeddings=True,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=48,
+        sliding_window=16,
     ),
     "granite": dict(
         embedding_multiplier=7.3,

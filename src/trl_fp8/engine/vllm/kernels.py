@@ -102,13 +102,14 @@ class VLLMKernels:
         for which it has made room.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
+        self._head = getattr(model, HEAD, None) or model.model.embed_tokens  # families that are always tied have none
         self._layers = attention_layers(model)
         self._attention = {number: attention(layer) for number, layer in self._layers.items()}
         self._names = {module: name for name, module in model.named_modules()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
     def linear(self, layer: str) -> EngineLinear:
-        module = self._model.lm_head if layer == HEAD else self._holding(layer)  # a tied head holds nothing
+        module = self._head if layer == HEAD else self._holding(layer)
         if module not in self._linears:
             modules = *self._recipe.fp8_modules, *self._recipe.kept_modules
             ours = {self._recipe.engine_name(name): name for name in modules}
@@ -167,11 +168,11 @@ class VLLMKernels:
 
     @without_gradients
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits_processor(self._model.lm_head, hidden)
+        return self._model.compute_logits(hidden)
 
     @without_gradients
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        head, processor = holding(self._model.lm_head, {"weight": weight}), copy.copy(self._model.logits_processor)
+        head, processor = holding(self._head, {"weight": weight}), copy.copy(self._model.logits_processor)
         processor.logits_as_input = True  # what is left is to scale and cap them
         return processor(head, head.quant_method.apply(head, hidden, bias=bias))
 
