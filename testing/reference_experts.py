@@ -8,10 +8,10 @@ of the Triton kernels. Loader and `Fp8MoEMethod` are vLLM's own.
 It lives in tests because its only use is to test what surrounds the kernel:
 a policy with FP8 experts is not offered on CPU.
 
-Per token and expert, as `TritonExperts` computes (accumulation order apart):
+Per token and expert, as `TritonExperts` computes (accumulation apart, which is in FP64):
 
     codes(x) per 128 -> gate_up in fp32 -> BF16 -> silu(gate) * up -> codes per 128 -> down in fp32, times the router's
-    weight -> BF16; the sum over a token's experts is fp32 and rounded to BF16 once
+    weight -> BF16; the sum over a token's experts is rounded to BF16 once
 
 Two things depend on how vLLM 0.31 runs `TritonExperts`, so they are arguments:
 
@@ -73,16 +73,16 @@ class ReferenceExperts(TritonExperts):
         for expert in topk_ids.unique().tolist():
             tokens, slots = torch.where(topk_ids == expert)
             x = _round_trip(hidden_states[tokens], self.scale_format)
-            gate_up = x @ _dequantized(w1[expert], self.w1_scale[expert]).T
-            hidden = self.silu_and_mul(*gate_up.to(output.dtype).chunk(2, dim=-1))
-            down = hidden @ _dequantized(w2[expert], self.w2_scale[expert]).T
-            parts[tokens, slots] = down * topk_weights[tokens, slots, None]
-        output.copy_(parts.to(output.dtype).float().sum(1))
+            gate_up = x.double() @ _dequantized(w1[expert], self.w1_scale[expert]).double().T
+            hidden = self.silu_and_mul(*gate_up.float().to(output.dtype).chunk(2, dim=-1))
+            down = hidden.double() @ _dequantized(w2[expert], self.w2_scale[expert]).double().T
+            parts[tokens, slots] = down.float() * topk_weights[tokens, slots, None]
+        output.copy_(parts.to(output.dtype).double().sum(1).float())
 
     def silu_and_mul(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """BF16 gate and up -> their e4m3 product, dequantized."""
         if self.fused_activation:  # silu_and_mul_per_block_quant floors the scale at 1 / (448 * 512)
-            return _round_trip(F.silu(gate.float()) * up.float(), self.scale_format, amax_floor=1 / 512)
+            return _round_trip((F.silu(gate.double()) * up.double()).float(), self.scale_format, amax_floor=1 / 512)
         return _round_trip(F.silu(gate) * up, self.scale_format)
 
 

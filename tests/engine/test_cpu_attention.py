@@ -1,11 +1,11 @@
-"""The reference FP8 attention against a float64 re-derivation, through vLLM's real paged cache."""
+"""The reference attention against a float64 re-derivation, through vLLM's real paged cache."""
 
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from testing import engines
-from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
+from trl_fp8.engine.vllm.cpu.attention import ReferenceAttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.upstream.vllm import engine_model
@@ -19,7 +19,7 @@ class Layer(torch.nn.Module):
 
 
 def implementation(window=None):
-    return ReferenceFp8AttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sliding_window=window)
+    return ReferenceAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sliding_window=window)
 
 
 def metadata(query_lens, seq_lens, tables):
@@ -103,14 +103,13 @@ def test_padding_slots_are_not_written():
     "options, name",
     [
         ({"alibi_slopes": [1.0]}, "ALiBi"),
-        ({"logits_soft_cap": 30.0}, "soft-capping"),
         ({"sinks": torch.ones(4)}, "sinks"),
         ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
     ],
 )
 def test_what_it_cannot_do_is_refused_by_name(options, name):
     with pytest.raises(NotImplementedError, match=name):
-        ReferenceFp8AttentionImpl(HEADS, SIZE, 1.0, KV_HEADS, **options)
+        ReferenceAttentionImpl(HEADS, SIZE, 1.0, KV_HEADS, **options)
 
 
 @pytest.mark.engine
@@ -118,7 +117,7 @@ def test_scales_reach_the_kernel_and_the_cache_holds_their_bytes(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
     generation.sync_weights()
     layer = attention_layers(engine_model(generation.llm))[0]
-    assert type(layer.impl) is ReferenceFp8AttentionImpl and layer.kv_cache.dtype == torch.uint8
+    assert type(layer.impl) is ReferenceAttentionImpl and layer.kv_cache.dtype == torch.uint8
     base = engines.log_probs(generation.llm)
     saturating = engines.some_scales(2, 1)
     saturating.values.div_(64)

@@ -45,9 +45,9 @@ def test_the_norm_normalizes_the_rounded_sum(rows, columns):
     norm.weight.data = weight
     assert found.dtype == total.dtype == torch.bfloat16
     assert torch.equal(total, expected_total)
-    assert torch.equal(found, norm(x + residual))
+    assert torch.equal(found, expected)
     # float64 and FP32 round a value to different BF16 numbers only if it lies within FP32's error of a tie
-    assert (found != expected).sum() <= 1 + found.numel() // 1000
+    assert (found != norm(x + residual)).sum() <= 1 + found.numel() // 1000
     native, native_total = ir.ops.fused_add_rms_norm.impls["native"].impl_fn(x, residual, weight, EPSILON)
     assert torch.equal(native_total, total)
     assert (native != found).float().mean() > 0.05  # vLLM's torch path normalizes the FP32 sum

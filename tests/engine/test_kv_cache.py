@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from testing import engines
 from testing.rollouts import calibrated, follow
 from trl_fp8.engine.vllm import kv_scales as kv_cache
-from trl_fp8.engine.vllm.cpu.attention import ReferenceFp8AttentionImpl, _split_cache
+from trl_fp8.engine.vllm.cpu.attention import ReferenceAttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import (
     attention_layers,
     attention_weight_offset,
@@ -55,7 +55,7 @@ def start(checkpoint, **options):
 def decode(generation, prompt=PROMPT):
     """Greedy tokens and, per layer, what entered the cache write and in which slots."""
     written = {layer: [] for layer in attention_layers(engine_model(generation.llm))}
-    original = ReferenceFp8AttentionImpl.do_kv_cache_update
+    original = ReferenceAttentionImpl.do_kv_cache_update
 
     def record(self, layer, key, value, kv_cache, slot_mapping):
         original(self, layer, key, value, kv_cache, slot_mapping)
@@ -63,12 +63,12 @@ def decode(generation, prompt=PROMPT):
         real = slot_mapping >= 0
         written[number].append((key[: len(real)][real].clone(), value[: len(real)][real].clone(), slot_mapping[real]))
 
-    ReferenceFp8AttentionImpl.do_kv_cache_update = record
+    ReferenceAttentionImpl.do_kv_cache_update = record
     try:
         greedy = SamplingParams(temperature=0.0, max_tokens=DECODED + 1, ignore_eos=True)
         output = generation.llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]
     finally:
-        ReferenceFp8AttentionImpl.do_kv_cache_update = original
+        ReferenceAttentionImpl.do_kv_cache_update = original
     tokens = prompt + list(output.outputs[0].token_ids)[:DECODED]
     return tokens, {layer: [torch.cat(parts) for parts in zip(*rows, strict=True)] for layer, rows in written.items()}
 

@@ -192,7 +192,7 @@ def test_cpu_overrides_are_registered_once_and_scoped():
     assert kernels[0] is cpu_kernel.ReferenceFp8BlockKernel
     assert kernels.count(cpu_kernel.ReferenceFp8BlockKernel) == 1
     with cpu_attention.reference_attention():
-        assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attention.ReferenceFp8Attention
+        assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attention.ReferenceAttention
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
 
 

@@ -128,16 +128,3 @@ def test_linear_attention_is_kept_in_another_form(kept, tmp_path, monkeypatch):
     ):
         engines.start(saved("qwen3_next", tmp_path), generation=Kept, kv_cache_dtype="auto")
     engines.shutdown(made[0].llm)
-
-
-@pytest.mark.engine
-def test_the_remedy_of_attention_that_the_cpu_reference_lacks(tmp_path):
-    """Soft-capped logits: refused before the engine starts, and served with what the error advises."""
-    with pytest.raises(
-        ValueError, match=r"attn_logit_softcapping=50.0 .*\(gemma2\).* Set kv_cache_dtype='auto' on CPU"
-    ):
-        engines.start(saved("gemma2", tmp_path), engines.some_scales(2, 1))
-    generation = engines.start(saved("gemma2", tmp_path), kv_cache_dtype="auto")
-    generation.sync_weights()
-    assert generation.last_sync.audited_tensors > 0
-    engines.shutdown(generation.llm)

@@ -24,6 +24,7 @@ class Patch(NamedTuple):
 _CPU = "engine/vllm/cpu"
 _LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.linear"
 _MOE = f"{_LAYERS}.fused_moe"
+_COHERE = "vllm.model_executor.models.commandr"
 _LOADING = "transformers.core_model_loading"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
@@ -48,10 +49,18 @@ _PATCHES = {  # how -> target -> (by, why)
             (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
             ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
+        f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
+        f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
     },
     REGISTERED: {
+        "vllm.ir.ops.rms_norm": (f"{_CPU}/ops.py", "Its mean is FP64, which no host orders otherwise."),
         "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),
-        "vllm.v1.attention.backends.registry.AttentionBackendEnum": (f"{_CPU}/attention.py", "FP8 cache on any CPU."),
+        f"{_LAYERS}.activation.SiluAndMul": (f"{_CPU}/ops.py", "A compiled one depends on the place in a vector."),
+        f"{_LAYERS}.activation.GeluAndMul": (f"{_CPU}/ops.py", "It depends on size and layout."),
+        "vllm.v1.attention.backends.registry.AttentionBackendEnum": (
+            f"{_CPU}/attention.py",
+            "vLLM's depends on the batch.",
+        ),
         "transformers.AttentionInterface": (
             "policy/attention/hook.py",
             "No hook of a module sees q, k, v after RoPE.",

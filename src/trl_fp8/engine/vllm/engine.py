@@ -16,6 +16,7 @@ from .kernels import VLLMKernels
 from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
 from .layout import engine_layout
 from .numerics import engine_numerics
+from .platforms import Platform
 
 
 class ColocatedEngine:
@@ -25,7 +26,7 @@ class ColocatedEngine:
     a kernel or an attention layer does not keep what it is sent.
     """
 
-    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
+    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], bool]):
         self.llm, self.wake = llm, wake
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)
@@ -36,7 +37,7 @@ class ColocatedEngine:
         if recipe.fp8_kv_cache:
             self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
-        self.kernels = VLLMKernels(self.model, self.layout, recipe)
+        self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention)
 
     def write_kv_scales(self, scales: KVScales) -> None:
         write_kv_scales(self._attention, scales)

@@ -83,7 +83,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.match_rounding:
             platform.rounding.require(upstream.engine_config(self.llm))
             self.llm.share_weights()
-        self.engine = ColocatedEngine(self.llm, self.model, self.recipe, self._wake_weights)
+        self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)

@@ -89,9 +89,11 @@ class EngineRotary:
 class VLLMKernels:
     """The kernels of one engine, see `policy.flow.kernels.EngineKernels`."""
 
-    def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe):
+    def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe, attention: Callable[[nn.Module], object]):
+        """`attention`: The platform's, of a layer of the engine."""
         self._model, self._layout, self._recipe = model, layout, recipe
-        self._attention = attention_layers(model)
+        self._layers = attention_layers(model)
+        self._attention = {number: attention(layer) for number, layer in self._layers.items()}
         self._names = {module: name for name, module in model.named_modules()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
@@ -124,8 +126,11 @@ class VLLMKernels:
         return without_gradients(self._model.get_submodule(name).act_fn)
 
     def rotary(self, layer: int) -> EngineRotary:
-        attention = self._names[self._attention[layer]].rpartition(".")[0]
+        attention = self._names[self._layers[layer]].rpartition(".")[0]
         return EngineRotary(self._model.get_submodule(attention).rotary_emb)
+
+    def attention(self, layer: int) -> object:
+        return self._attention[layer]
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self.linear(module)

@@ -16,7 +16,7 @@ from trl_fp8.recipe.servable import REMEDY
 
 
 # Attention implementations that read the scales anew in each forward
-READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceFp8AttentionImpl")
+READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl")
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:

@@ -8,12 +8,13 @@ place. Those of linears are chosen by what they do on the device (gemms.py).
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
@@ -25,6 +26,7 @@ from .cpu.attention import reference_attention
 from .cpu.experts import register_cpu_experts
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
+from .cpu.packed import PackedAttention
 from .rounding import RoundingPoints
 
 
@@ -83,6 +85,10 @@ class Platform(ABC):
         """Engines that are started inside the block find what they need."""
 
     @abstractmethod
+    def attention(self, layer: Attention) -> object:
+        """`policy.flow.kernels.Attention` of a layer of the engine."""
+
+    @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
 
     @abstractmethod
@@ -93,7 +99,9 @@ class Cpu(Platform):
     """For development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
 
     name = "cpu"
-    rounding = RoundingPoints(norms={"fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False})
+    rounding = RoundingPoints(
+        norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False}
+    )
     # Reductions in FP64 have one result, whatever the batch; what is left is room for a sum that lies next to a
     # rounding boundary, once in some ten thousand tokens
     mismatch_bound = 1e-5
@@ -108,16 +116,13 @@ class Cpu(Platform):
         forget_rotary_embeddings()
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
             register()
-        with reference_attention() if recipe.fp8_kv_cache else nullcontext():
+        with reference_attention():
             yield
 
+    def attention(self, layer: Attention) -> PackedAttention:
+        return PackedAttention(layer)
+
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
-        if recipe.fp8_kv_cache and getattr(config, "attn_logit_softcapping", None):
-            raise ValueError(
-                f"kv_cache_dtype={recipe.kv_cache_dtype!r} with attn_logit_softcapping="
-                f"{config.attn_logit_softcapping} in the model's config ({config.model_type}): the CPU engine's "
-                "reference attention does not cap logits. Set kv_cache_dtype='auto' on CPU, or run on a GPU."
-            )
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
@@ -155,6 +160,11 @@ class Cuda(Platform):
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         forget_rotary_embeddings()
         yield
+
+    def attention(self, layer: Attention) -> object:
+        from .cuda.attention import PackedAttention as Paged  # vLLM's CPU build has no FlashAttention
+
+        return Paged(layer)
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability

@@ -27,6 +27,7 @@ from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.e4m3 import cache_round_trip
 
 from .observation import QKVObservation
+from .packed import packed_attention
 
 
 if TYPE_CHECKING:
@@ -100,12 +101,27 @@ class AttentionHook:
         self, attend: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor | None]:
         """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
-        states = self._pass_through(module.layer_idx, query, key, value, kwargs.get("scaling"))
-        if not self._followed:
-            return attend(module, *states, *args, **kwargs)
-        with torch.autocast(query.device.type, enabled=False):
-            output, weights = attend(module, *(tensor.double() for tensor in states), *args, **kwargs)
-        return output.float().to(query.dtype), weights
+        layer = module.layer_idx
+        if self.observation is not None:
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            self.observation.add(layer, (query, key, value), self._real_BT, scaling)
+        if self._followed:
+            return self._attend_as_engine(layer, query, key, value), None
+        return attend(module, *self._as_cached(layer, query, key, value), *args, **kwargs)
+
+    def _attend_as_engine(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
+        engine = self._flow.kernels.attention(layer)
+        packed = [states.transpose(1, 2).flatten(0, 1).to(torch.bfloat16) for states in (query, key, value)]
+        scales = self.scales_L3[layer] if self._simulates(layer) else None
+        starts, longest = self._sequences
+
+        def kernel(*states: Tensor) -> tuple:
+            return engine(*states, starts, longest, scales)
+
+        mask = engine.scaling, engine.window, engine.softcap
+        output = packed_attention(kernel, *packed, starts, longest, *mask)
+        return output.view(query.shape[0], query.shape[2], *output.shape[1:])
 
     @property
     def _followed(self) -> bool:
@@ -114,12 +130,7 @@ class AttentionHook:
     def _simulates(self, layer: int) -> bool:
         return self.scales_L3 is not None and layer not in self.skip_layers
 
-    def _pass_through(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.observation is not None:
-            states = query, key, value
-            self.observation.add(layer, states, self._real_BT, scaling or query.shape[-1] ** -0.5)
+    def _as_cached(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self._simulates(layer):
             q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
             key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
@@ -128,15 +139,36 @@ class AttentionHook:
         return query, key, value
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Note the padding mask; under scales also give real tokens the positions that they have in the engine."""
+        """Note the padding mask; under scales, and as the engine, real tokens also get the positions that they have
+        there.
+        """
         mask = kwargs.get("attention_mask")
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        if self._followed:
+            tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
+            self._sequences = sequences_in(self._real_BT, *tokens.shape[:2], tokens.device)
         idle = self.scales_L3 is None and not self._followed
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return None
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
         return args, kwargs | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
+
+
+def sequences_in(real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> tuple[Tensor, int]:
+    """The sequences of a padded batch, as they lie one after another in its `rows * length` tokens.
+
+    Returns their first tokens and the end, int32 `[R + 1]`, and a bound of their lengths. Padding on either side of a
+    row is a sequence by itself, so that nothing has to be packed; on a GPU it may be an empty one, so that nobody has
+    to wait for its length.
+    """
+    first_B = torch.arange(0, rows * length, length, device=device)
+    starts = first_B
+    if real_BT is not None:
+        before_B = real_BT.int().argmax(-1)
+        starts = torch.stack([first_B, first_B + before_B, first_B + before_B + real_BT.sum(-1)], -1).flatten()
+    starts = torch.cat([starts, starts.new_full((1,), rows * length)]).int()
+    return (starts.unique_consecutive() if device.type == "cpu" else starts), length
 
 
 def _wrap_registered(name: str) -> None:

@@ -1,22 +1,19 @@
-"""FP8 KV cache attention for vLLM on any CPU, out of plain torch operations.
+"""Attention of a CPU engine over vLLM's paged cache, out of plain torch operations: `attend` is all of its arithmetic.
 
-vLLM's own CPU kernel for an FP8 KV cache needs AVX-512 and rounds toward zero where the CUDA kernels round to nearest.
-The reference keeps real e4m3 bytes in vLLM's paged cache and computes what the CUDA kernels compute, in FP64, so that
-a decode step gives what a prefill of the same tokens gives, on any host:
+vLLM's own CPU kernels give a token other bits in another batch, and the one for an FP8 cache needs AVX-512 and rounds
+toward zero where the CUDA kernels round to nearest. Here sums and softmax are FP64 and rounded once, so that a decode
+step gives what a prefill of the same tokens gives, and what `attend_packed` gives to whoever holds the tokens whole:
 
-    write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v)
+    write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v; a BF16 cache: k itself)
     read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
-Layers that keep their cache in BF16 (`kv_cache_skip_layers`) go through the same code without the round trip.
-
-Shape letters: T tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
+Shape letters: T and N tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -25,25 +22,30 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from trl_fp8.quantization.e4m3 import E4M3, cache_codes
 
 
+SCORES_BYTES = 64 * 2**20  # of FP64 attention scores at a time
+
+
 @contextmanager
 def reference_attention() -> Iterator[None]:
     """Engines started inside the block use the reference backend (vLLM's public override of a backend)."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ReferenceFp8Attention.__qualname__}")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ReferenceAttention.__qualname__}")
     try:
         yield
     finally:
         AttentionBackendEnum.CPU_ATTN.clear_override()
 
 
-class ReferenceFp8Attention(CPUAttentionBackend):
+class ReferenceAttention(CPUAttentionBackend):
     """Cache layout and limits of vLLM's CPU backend, another implementation."""
 
+    # any head size: there is no kernel to be compiled for it
+    get_supported_head_sizes = staticmethod(list)
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
-    get_impl_cls = staticmethod(lambda: ReferenceFp8AttentionImpl)
-    get_builder_cls = staticmethod(lambda: ReferenceFp8MetadataBuilder)
+    get_impl_cls = staticmethod(lambda: ReferenceAttentionImpl)
+    get_builder_cls = staticmethod(lambda: ReferenceMetadataBuilder)
 
 
-class ReferenceFp8MetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
+class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
     """vLLM's common metadata says all that the reference needs."""
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
@@ -53,8 +55,8 @@ class ReferenceFp8MetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetada
         return common_attn_metadata
 
 
-class ReferenceFp8AttentionImpl(AttentionImpl):
-    """Decoder self-attention over an e4m3 cache; grouped heads and sliding windows, nothing more exotic."""
+class ReferenceAttentionImpl(AttentionImpl):
+    """Decoder self-attention: grouped heads, sliding windows and soft-capped logits, nothing more exotic."""
 
     def __init__(
         self,
@@ -72,24 +74,23 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
     ):
         unsupported = {
             "ALiBi": alibi_slopes is not None,
-            "logits soft-capping": bool(logits_soft_cap),
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "KV sharing between layers": kv_sharing_target_layer_name is not None,
             "attention sinks": sinks is not None,
-            f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ReferenceFp8Attention.supported_kv_cache_dtypes,
+            f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ReferenceAttention.supported_kv_cache_dtypes,
         }
         if names := [name for name, used in unsupported.items() if used]:
             raise NotImplementedError(
-                f"kv_cache_dtype='fp8' on CPU: the reference attention does not support {', '.join(names)}, which "
-                "this model uses. Set kv_cache_dtype='auto' on CPU, or run on a GPU."
+                f"the CPU engine's attention does not support {', '.join(names)}, which this model uses. Run on a GPU."
             )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
+        self.softcap = logits_soft_cap or None  # vLLM's models without one may say 0
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Write k and v `[T, G, D]` as e4m3 bytes to the slots of `slot_mapping` `[T]` (-1: padding, not written)."""
+        """Write k and v `[T, G, D]`, as bytes to an FP8 cache, to the slots of `slot_mapping` `[T]` (-1: padding)."""
         keys, values = _split_cache(kv_cache)
         real = slot_mapping >= 0
         slots = slot_mapping[real]
@@ -111,26 +112,83 @@ class ReferenceFp8AttentionImpl(AttentionImpl):
             return output
         tokens, length = attn_metadata.num_actual_tokens, attn_metadata.max_seq_len
         starts, seq_lens = attn_metadata.query_start_loc, attn_metadata.seq_lens
-        query_lens = starts[1:] - starts[:-1]
-        position_in_request = torch.arange(int(query_lens.max()))
-        is_query_RQ = position_in_request < query_lens[:, None]
-        q_RQHD = query.new_zeros(*is_query_RQ.shape, self.num_heads, self.head_size, dtype=torch.float64)
-        q_RQHD[is_query_RQ] = query[:tokens].view(tokens, self.num_heads, self.head_size).double()
+        query_lens = starts.diff()
+        is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
+        q_RQHD = _padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
         table = attn_metadata.block_table_tensor
         k_RGSD, v_RGSD = (_gather(half, table, length) for half in _split_cache(kv_cache))
         if kv_cache.dtype == torch.uint8:
             k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
-        key_position = torch.arange(length)
-        query_position_RQ1 = ((seq_lens - query_lens)[:, None] + position_in_request)[..., None]
-        visible_RQS = key_position < seq_lens[:, None, None]
-        if attn_metadata.causal:
-            visible_RQS = visible_RQS & (key_position <= query_position_RQ1)
-        if self.sliding_window is not None:
-            visible_RQS = visible_RQS & (key_position > query_position_RQ1 - self.sliding_window)
-        q, k, v = q_RQHD.transpose(1, 2), k_RGSD.double(), v_RGSD.double()
-        attended = F.scaled_dot_product_attention(q, k, v, visible_RQS[:, None], scale=self.scale, enable_gqa=True)
-        output[:tokens] = attended.transpose(1, 2)[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
+        visible_RQS = _visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
+        attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap)
+        output[:tokens] = attended_RQHD[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
         return output
+
+
+def attend(
+    q_RQHD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, visible_RQS: Tensor, scaling: float, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """What each query reads of the keys that are `visible` to it, `[R, Q, H, D]`, and the log of its softmax's
+    denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
+    """
+    k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
+    queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
+    out, lse = [], []
+    for q, visible in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
+        q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
+        scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*q_RGhqD.shape[:4], -1) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill_(~visible[:, None, None], -torch.inf)
+        lse_RGhq = scores.logsumexp(-1)
+        weights = scores.sub_(lse_RGhq[..., None]).exp_()
+        out.append((weights.flatten(2, 3) @ v).view(q_RGhqD.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
+        lse.append(lse_RGhq.flatten(1, 2))
+    return torch.cat(out, 1), torch.cat(lse, 2)
+
+
+def attend_packed(
+    q_NHD: Tensor,
+    k_NGD: Tensor,
+    v_NGD: Tensor,
+    starts: Tensor,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The engine's causal attention for whole sequences, one after the other, bit for bit.
+
+    Args:
+        q_NHD, k_NGD, v_NGD: q in the model's dtype; k and v as they are read from the cache.
+        starts: `[sequences + 1]`, int: where each begins, and the number of tokens.
+        window, softcap: Sliding window in tokens, itself included, and cap of the logits; None: none.
+
+    Returns:
+        `[N, H, D]` in q's dtype, and the log of the softmax's denominators `[H, N]` in FP64.
+    """
+    lengths = starts.diff()
+    real_RQ = torch.arange(int(lengths.max())) < lengths[:, None]
+    k_RGSD, v_RGSD = (_padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
+    visible_RQS = _visible(lengths, lengths, real_RQ.shape[1], window)
+    out, lse_RHQ = attend(_padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap)
+    return out[real_RQ].float().to(q_NHD.dtype), lse_RHQ.transpose(1, 2)[real_RQ].T
+
+
+def _visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
+    """Whether the last `query_lens` tokens of sequences of `seq_lens` see each of `length` keys, `[R, Q, S]`."""
+    key = torch.arange(length)
+    query_RQ1 = ((seq_lens - query_lens)[:, None] + torch.arange(int(query_lens.max())))[..., None]
+    visible = key < seq_lens[:, None, None]
+    if causal:
+        visible = visible & (key <= query_RQ1)
+    return visible if window is None else visible & (key > query_RQ1 - window)
+
+
+def _padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
+    """`[N, ...]` -> `[R, Q, ...]`, zero where `real_RQ` is false."""
+    padded = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
+    padded[real_RQ] = packed
+    return padded
 
 
 def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:

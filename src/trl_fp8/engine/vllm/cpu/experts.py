@@ -1,16 +1,17 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
 vLLM's CPU kernels pack experts as it loads them: nothing could be written there, or read back. The reference
-computes what `TritonExperts` computes on CUDA, the order of sums apart:
+computes what `TritonExperts` computes on CUDA, with sums in FP64, which no other token changes (linear.py):
 
-    pairs of token and expert, sorted by expert -> gate_up in fp32 -> BF16 -> act(gate) * up in BF16 -> down in fp32,
-    times the router's weight -> BF16; the sum over a token's experts is fp32 and rounded once
+    pairs of token and expert, sorted by expert -> gate_up -> BF16 -> act(gate) * up in BF16 -> down in fp32, times the
+    router's weight -> BF16; the sum over a token's experts is rounded once
 
 Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
 """
 
+from collections.abc import Sequence
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -19,12 +20,15 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from trl_fp8.upstream.patches import patch
 
+from .linear import linear
+from .ops import gelu, silu
 
-ACTIVATIONS = {MoEActivation.SILU: F.silu, MoEActivation.GELU: F.gelu}
+
+ACTIVATIONS = {MoEActivation.SILU: silu, MoEActivation.GELU: gelu}
 
 
 class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
-    """`CPUUnquantizedExperts` with a grouped GEMM of torch in place of vLLM's packed one."""
+    """`CPUUnquantizedExperts` with one GEMM for each expert that has tokens in place of vLLM's packed one."""
 
     _supports_activation = staticmethod(ACTIVATIONS.__contains__)
 
@@ -39,13 +43,13 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
             raise NotImplementedError("the CPU engine's reference weighs what comes out of experts, not what goes in.")
         dtype, experts_per_token = output.dtype, topk_ids.shape[1]
         experts_P, order_P = topk_ids.flatten().long().sort(stable=True)
-        ends_E = torch.searchsorted(experts_P, torch.arange(len(w1)), right=True).int()
-        gate_up = _grouped(hidden_states[order_P // experts_per_token], w1, self.w1_bias, experts_P, ends_E)
-        gate, up = gate_up.to(dtype).chunk(2, dim=-1)
-        down = _grouped(ACTIVATIONS[activation](gate) * up, w2, self.w2_bias, experts_P, ends_E)
-        weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).float()
+        tokens_E = torch.bincount(experts_P, minlength=len(w1)).tolist()
+        gate_up = _grouped(hidden_states[order_P // experts_per_token], w1, self.w1_bias, tokens_E, dtype)
+        gate, up = gate_up.chunk(2, dim=-1)
+        down = _grouped(ACTIVATIONS[activation](gate) * up, w2, self.w2_bias, tokens_E, torch.float32)
+        weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).double()
         pairs = torch.empty_like(weighted).index_copy_(0, order_P, weighted)
-        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1))
+        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1).float())
 
 
 def register_cpu_experts() -> None:
@@ -60,7 +64,12 @@ def register_cpu_experts() -> None:
     classes = patch(unquantized, "backend_to_kernel_cls", with_reference)
 
 
-def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, experts_P: Tensor, ends_E: Tensor) -> Tensor:
-    """x `[P, in]`, sorted by expert, through weight `[E, out, in]` -> fp32 `[P, out]`."""
-    y = F.grouped_mm(x.float(), weight.float().transpose(1, 2), offs=ends_E)
-    return y if bias is None else y + bias[experts_P].float()
+def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, tokens_E: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """x `[P, in]`, of which `tokens_E` rows in turn are each expert's, through weight `[E, out, in]` -> `[P, out]`."""
+    return torch.cat(
+        [
+            linear(rows, weight[expert], None if bias is None else bias[expert], dtype)
+            for expert, rows in enumerate(x.split(tokens_E))
+            if len(rows)
+        ]
+    )

@@ -1,22 +1,31 @@
-"""Norm, rotary embedding and gate weights of a CPU engine with the rounding of transformers' BF16 arithmetic.
+"""Norms, activations and gate weights of a CPU engine: no other row of a batch changes a bit.
 
-vLLM's own CPU code rounds elsewhere, and e4m3 magnifies every BF16 step of difference. A CPU engine here computes:
+torch adds a row's squares in FP32 in an order of the host's, and computes the same function of a number differently at
+the end of a vector. Both are hidden where the operation is FP64 and rounded once. vLLM's code also rounds elsewhere
+than transformers' BF16 arithmetic does, and e4m3 magnifies every BF16 step of difference. A CPU engine here computes:
 
+    norm                  the normalized value is FP64, rounded as transformers rounds it
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
+    Cohere's norms        the same; vLLM compiles them, for one row and for many apart
+    SiLU, GELU            FP64; torch's kernels for GELU, picked by size and layout, differ in 1 % of BF16 numbers
+    gate weights          the softmax over a router's BF16 logits is FP64; vLLM's CPU router computes it in BF16
     rotary embedding      each product and sum is rounded to nearest; vLLM's kernel for AVX2 rounds the result to zero
-    gate weights          the softmax over a router's BF16 logits is FP32; vLLM's CPU router computes it in BF16
 
-transformers does the same, operation for operation (but rounds the gate weights afterwards). vLLM's CUDA kernels share
-the sum's rounding and the FP32 softmax, but round the product of norm and weight once, and a rotary embedding once.
+What models do to logits stays torch's: tanh and sigmoid give one result for each of the 65,536 BF16 numbers, whatever
+its place (tests/engine/test_batch_invariance.py), and `log_softmax` one for each row.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 from vllm import ir
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.fused_moe.router import cpu_router
+from vllm.model_executor.models import commandr
 
 from trl_fp8.upstream.patches import patch
 
@@ -24,20 +33,83 @@ from trl_fp8.upstream.patches import patch
 PROVIDER = "trl_fp8"
 
 
+class ReferenceSiluAndMul(SiluAndMul):
+    """`silu(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
+
+    @staticmethod
+    def forward_native(x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return silu(gate) * up
+
+
+class ReferenceGeluAndMul(GeluAndMul):
+    """`gelu(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return gelu(gate, self.approximate) * up
+
+
 def register_cpu_ops() -> None:
-    """Register the norm with vLLM's table of implementations, and replace the router's softmax. Idempotent."""
-    op = ir.ops.fused_add_rms_norm
-    if PROVIDER not in op.impls:
-        op.register_impl(PROVIDER, supported=torch.version.cuda is None)(_add_rms_norm)
-        patch(cpu_router, "_softmax_topk", partial(_fp32_logits, cpu_router._softmax_topk))
+    """Register norms and activations with vLLM; replace Cohere's norms and the router's softmax. Idempotent."""
+    if PROVIDER in ir.ops.rms_norm.impls:
+        return
+    for op, implementation in (ir.ops.rms_norm, rms_norm), (ir.ops.fused_add_rms_norm, _add_rms_norm):
+        op.register_impl(PROVIDER, supported=torch.version.cuda is None)(implementation)
+    for activation in ReferenceSiluAndMul, ReferenceGeluAndMul:
+        CustomOp.register_oot(activation, name=activation.__base__.__name__)
+    patch(cpu_router, "_softmax_topk", partial(_wide_logits, cpu_router._softmax_topk))
+    patch(commandr, "layer_norm_func", layer_norm)
+    patch(commandr, "rms_norm_func", _fp32_weight_rms_norm)
 
 
-def _fp32_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-    return softmax_topk(router_logits.float(), *args, **kwargs)
+def silu(x: Tensor) -> Tensor:
+    """SiLU of `x`, rounded once to its dtype."""
+    wide = x.double()
+    return (wide * torch.sigmoid(wide)).float().to(x.dtype)
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU of `x`, rounded once to its dtype."""
+    # as torch writes it, 1 + tanh and 1 + erf lose all digits where both are near 0
+    wide = x.double()
+    if approximate == "tanh":
+        share = torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide.pow(3)))
+    else:
+        share = torch.special.erfc(wide * -math.sqrt(0.5)) / 2
+    return (wide * share).float().to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    """x `[..., K]` over the root mean square of its first `variance_size` columns (None: all), times `weight` `[K]`.
+
+    The normalized value is rounded to the dtype of `weight`, its product with `weight` to that of `x`.
+    """
+    wide = x.double()
+    normalized = (wide * (wide[..., :variance_size].square().mean(-1, keepdim=True) + epsilon).rsqrt()).float()
+    if weight is not None:
+        normalized = normalized.to(weight.dtype) * weight
+    return normalized.to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x `[..., K]` less its mean, over its standard deviation, times `weight`; FP32 before the product."""
+    wide = x.double()
+    centred = wide - wide.mean(-1, keepdim=True)
+    normalized = (centred * (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()).float()
+    return (weight.float() * normalized).to(x.dtype)
+
+
+def _fp32_weight_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    return rms_norm(x, weight.float(), epsilon)
+
+
+def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    return softmax_topk(router_logits.double(), *args, **kwargs)
 
 
 def _add_rms_norm(
     x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     x_residual = x + x_residual
-    return ir.ops.rms_norm(x_residual, weight, epsilon, variance_size), x_residual
+    return rms_norm(x_residual, weight, epsilon, variance_size), x_residual

@@ -1,0 +1,164 @@
+"""Attention whose forward is an engine's kernel, over sequences packed one after another; its backward is here.
+
+    forward    output, lse = engine(q, k, v)                     lse: log-sum-exp of each query's scores
+    backward   s = scaling * q k^T,  p = exp(s - lse)            q, k, v as the kernel rounded them
+               dv = p^T do,  dp = do v^T,  ds = p * (dp - sum(p * dp))
+               dq = scaling * ds k,  dk = scaling * ds^T q
+
+So the gradient is that of exact attention over the rounded q, k, v, handed straight through to q, k, v. The softmax is
+not computed again: lse is all that it takes. torch's FlashAttention does this on a GPU, plain torch elsewhere.
+
+An FP8 kernel also rounds p before it adds up its output, and FlashAttention's backward takes sum(p * dp) from that
+output, as output * do. The error would be the same for all keys of a query and would not average out; so where q, k, v
+were rounded, the GPU computes the output of the backward, and its lse, again in BF16.
+
+Shape letters: N tokens of all sequences, R sequences, L tokens of the longest, H query heads, G key heads, M = H / G,
+D head size, C queries of a chunk, S keys.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+SCORES = 2**25  # of one chunk, in FP32 128 MiB
+
+Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]]
+
+
+def packed_attention(
+    engine: Kernel,
+    query_NHD: Tensor,
+    key_NGD: Tensor,
+    value_NGD: Tensor,
+    starts: Tensor,
+    longest: int,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k and v.
+
+    Args:
+        engine: Called without gradients; returns the output, lse `[H, N]` and q, k, v as it rounded them, or as given.
+        starts: int32 `[R + 1]`, the first token of each sequence and N; no sequence is empty.
+        longest: Tokens of the longest sequence.
+        scaling: Multiplier applied to the scores.
+        window: Tokens that a query sees, itself included; None: all before it.
+        softcap: Scores s become softcap * tanh(s / softcap).
+    """
+    mask = (starts, longest, scaling, window, softcap)
+    return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, *mask)
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, engine, query, key, value, starts, longest, scaling, window, softcap):
+        output, lse_HN, rounded = engine(query, key, value)
+        ctx.exact = all(one is given for one, given in zip(rounded, (query, key, value), strict=True))
+        ctx.dtypes = query.dtype, key.dtype, value.dtype
+        ctx.options = longest, scaling, window, softcap
+        ctx.save_for_backward(*rounded, output, lse_HN, starts)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        *rounded, output, lse_HN, starts = ctx.saved_tensors
+        if in_flash_attention(rounded[0], ctx.options[-1]):
+            softmax = (output, lse_HN) if ctx.exact else None
+            found = flash_gradients(rounded, softmax, gradient, starts, *ctx.options[:-1])
+        else:
+            found = plain_gradients(rounded, lse_HN, gradient, starts, *ctx.options)
+        made = [one.to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)]
+        return None, *made, None, None, None, None, None
+
+
+def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
+    """Whether torch's FlashAttention has this backward: it caps no scores, and knows 16 bits and 256 columns."""
+    sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sizes and not softcap
+
+
+def flash_gradients(
+    rounded: list[Tensor],
+    softmax: tuple[Tensor, Tensor] | None,
+    gradient_NHD: Tensor,
+    starts: Tensor,
+    longest: int,
+    scaling: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v, by torch's FlashAttention; `softmax`: output and lse `[H, N]`, None to compute them."""
+    lengths = (starts, starts, longest, longest, 0.0, True)
+    seen = {"scale": scaling, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+    query = rounded[0]
+    if softmax is None:
+        softmax = torch.ops.aten._flash_attention_forward(*rounded, *lengths, False, **seen)[:2]
+    no_dropout = query.new_empty(2, dtype=torch.uint64), query.new_empty(0, dtype=torch.uint64)
+    gradient = gradient_NHD.to(query.dtype).contiguous()
+    return torch.ops.aten._flash_attention_backward(gradient, *rounded, *softmax, *lengths, *no_dropout, **seen)
+
+
+def plain_gradients(
+    rounded: list[Tensor],
+    lse_HN: Tensor,
+    gradient_NHD: Tensor,
+    starts: Tensor,
+    longest: int,
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    scores: int = SCORES,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v in FP32, on CPU in FP64; `scores`: how many to hold at a time, of one query per head at least."""
+    dtype = torch.float64 if gradient_NHD.device.type == "cpu" else torch.float32
+    rows_N, sequences = _rows_when_padded(starts, longest, len(gradient_NHD)), len(starts) - 1
+    heads, groups = rounded[0].shape[1], rounded[1].shape[1]
+
+    def padded(packed: Tensor, fill: float = 0.0) -> Tensor:
+        """`[N, heads, ...]` -> `[R, G, heads / G, L, ...]`."""
+        filled = packed.new_full((sequences * longest, *packed.shape[1:]), fill, dtype=dtype)
+        filled[rows_N] = packed.to(dtype)
+        return filled.unflatten(0, (sequences, longest)).transpose(1, 2).unflatten(1, (groups, -1))
+
+    q_RGMLD, do_RGMLD = padded(rounded[0]), padded(gradient_NHD)
+    k_RGLD, v_RGLD = (padded(one).squeeze(2) for one in rounded[1:])
+    lse_RGML = padded(lse_HN.t(), float("inf"))  # padding then attends to nothing
+    dq, dk, dv = torch.zeros_like(q_RGMLD), torch.zeros_like(k_RGLD), torch.zeros_like(v_RGLD)
+    position = torch.arange(longest, device=starts.device)
+    chunk = max(1, scores // (sequences * heads * longest))
+    for start in range(0, longest, chunk):
+        end = min(start + chunk, longest)
+        first = 0 if window is None else max(0, start - window + 1)
+        queries, keys = slice(start, end), slice(first, end)
+        distance_CS = position[queries, None] - position[keys]
+        hidden_CS = (distance_CS < 0) if window is None else (distance_CS < 0) | (distance_CS >= window)
+        q, do, k, v = q_RGMLD[..., queries, :], do_RGMLD[..., queries, :], k_RGLD[:, :, keys], v_RGLD[:, :, keys]
+        s_RGMCS = scaling * torch.einsum("rgmcd,rgsd->rgmcs", q, k)
+        if softcap:
+            bent = torch.tanh(s_RGMCS / softcap)
+            s_RGMCS = softcap * bent
+        p = (s_RGMCS - lse_RGML[..., queries, None]).exp_().masked_fill_(hidden_CS, 0.0)
+        dp = torch.einsum("rgmcd,rgsd->rgmcs", do, v)
+        ds = p * (dp - (p * dp).sum(-1, keepdim=True))
+        if softcap:
+            ds = ds * (1 - bent * bent)
+        dq[..., queries, :] = scaling * torch.einsum("rgmcs,rgsd->rgmcd", ds, k)
+        dk[:, :, keys] += scaling * torch.einsum("rgmcs,rgmcd->rgsd", ds, q)
+        dv[:, :, keys] += torch.einsum("rgmcs,rgmcd->rgsd", p, do)
+
+    def packed(padded: Tensor) -> Tensor:
+        return padded.flatten(1, -3).transpose(1, 2).flatten(0, 1)[rows_N]
+
+    return packed(dq), packed(dk), packed(dv)
+
+
+def _rows_when_padded(starts: Tensor, longest: int, tokens: int) -> Tensor:
+    """For each token, its row among `[R * longest]`; without waiting for the device."""
+    starts = starts.long()
+    each = torch.arange(len(starts) - 1, device=starts.device)
+    sequence_N = torch.repeat_interleave(each, starts.diff(), output_size=tokens)
+    return torch.arange(tokens, device=starts.device) - starts[sequence_N] + sequence_N * longest

@@ -1,0 +1,255 @@
+"""No kernel of the CPU engine gives a row other bits because of what else is in the batch."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from vllm import ir
+from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.router import cpu_router
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.models import commandr
+from vllm.v1.sample.sampler import Sampler
+
+from testing.reference_experts import ReferenceExperts
+from trl_fp8.engine.vllm.cpu import linear as cpu_linear
+from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
+from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
+from trl_fp8.engine.vllm.platforms import Cpu
+from trl_fp8.quantization.blockwise import quantize_activation, quantize_weight
+from trl_fp8.quantization.e4m3 import E4M3, saturating_cast_
+from trl_fp8.upstream.vllm import forget_rotary_embeddings
+
+
+pytestmark = pytest.mark.engine
+
+ROWS = 200
+CONFIG = Cpu.rounding.arguments()["compilation_config"]
+SIZES = {"aligned": 1024, "ragged": 900}  # of the sums: FP32 orders them by what a vector holds
+
+
+def random(*shape, seed=0, scale=1.0):
+    """BF16 numbers over a dozen octaves: a sum of their products loses most of them in FP32."""
+    generator = torch.Generator().manual_seed(seed)
+    octaves = torch.randint(-6, 6, shape, generator=generator).float().exp2()
+    return (scale * octaves * torch.randn(shape, generator=generator)).bfloat16()
+
+
+def batches(rows=ROWS, seed=0):
+    """Cuts of `range(rows)`: one row at a time, one apart, and at random."""
+    generator = torch.Generator().manual_seed(seed)
+    random_cuts = [torch.randperm(rows - 1, generator=generator)[:pieces].add(1) for pieces in (2, 9, 30)]
+    return [range(rows + 1), (0, 1, rows), (0, rows - 1, rows), *[(0, *sorted(c.tolist()), rows) for c in random_cuts]]
+
+
+def require_invariant(kernel, *inputs):
+    """`kernel(*rows of inputs)` is a function of each row: whole and in `batches`, as views or copies."""
+    whole = kernel(*inputs)
+    assert whole.float().isfinite().all() and whole.float().count_nonzero() > 0.5 * whole.numel()
+    for number, cuts in enumerate(batches()):
+        parts = []
+        for start, stop in pairwise(cuts):
+            rows = [one[start:stop] for one in inputs]
+            parts.append(kernel(*([one.clone() for one in rows] if number % 2 else rows)))
+        assert torch.equal(torch.cat(parts), whole), cuts
+
+
+# ----------------------------------------------------------------------------------------------- sums over a dimension
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("outputs", [1, 16, 3000], ids=["gate", "router", "head"])
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_an_unquantized_linear(size, outputs, bias):
+    weight, added = random(outputs, size, seed=1), random(outputs, seed=2) if bias else None
+    require_invariant(lambda x: cpu_linear.linear(x, weight, added), random(ROWS, size))
+
+
+def test_a_linear_equals_the_sum_in_float64_however_its_weight_is_cut(monkeypatch):
+    x, weight, bias = random(7, 900), random(300, 900, seed=1), random(300, seed=2)
+    expected = (x.double() @ weight.double().T + bias.double()).float()
+    for rows in (1, 7, 300, 10_000):
+        monkeypatch.setattr(cpu_linear, "BLOCK_BYTES", 8 * 900 * rows)
+        assert torch.equal(cpu_linear.linear(x, weight, bias), expected.bfloat16())
+        assert torch.equal(cpu_linear.linear(x, weight, bias, torch.float32), expected)
+    assert cpu_linear.linear(x.view(1, 7, 900), weight).shape == (1, 7, 300)
+
+
+def test_an_fp8_block_linear(monkeypatch):
+    kernel = object.__new__(cpu_linear.ReferenceFp8BlockKernel)
+    kernel.weight_group_shape, kernel.config = (
+        SimpleNamespace(row=128, col=128),
+        SimpleNamespace(out_dtype=torch.bfloat16),
+    )
+    weight = quantize_weight(random(640, 1024, seed=1).float(), "fp32")
+
+    def multiply(x):
+        quantized = quantize_activation(x, "fp32")
+        return kernel.apply_block_scaled_mm(quantized.qdata, weight.qdata, quantized.scale, weight.scale)
+
+    x = random(ROWS, 1024)
+    require_invariant(multiply, x)
+    whole = multiply(x)
+    monkeypatch.setattr(cpu_linear, "BLOCK_BYTES", 8 * 1024 * 128)
+    assert torch.equal(multiply(x), whole)
+
+
+def test_an_fp8_tensor_linear():
+    kernel = object.__new__(cpu_linear.ReferenceFp8TensorKernel)
+    codes, scale = saturating_cast_(random(640, 1024, seed=1).float()), torch.tensor(0.37)
+    bias = random(640, seed=2)
+
+    def multiply(x):
+        scales = x.float().abs().amax(-1, keepdim=True) / 448
+        given = dict(A=(x.float() / scales).to(E4M3), B=codes.t(), As=scales, Bs=scale, bias=bias)
+        return kernel.apply_scaled_mm(**given, out_dtype=torch.bfloat16, output_shape=(len(x), 640))
+
+    require_invariant(multiply, random(ROWS, 1024))
+
+
+EXPERTS, PER_TOKEN, HIDDEN, INTERMEDIATE = 6, 2, 256, 384
+
+
+def routed(experts, w1, w2, activation):
+    options = {"activation": activation, "apply_router_weight_on_input": False, "expert_map": None}
+
+    def apply(x, weights, ids):
+        output = torch.empty_like(x)
+        experts.apply(output, x, w1, w2, weights, ids, **options)
+        return output
+
+    return apply
+
+
+def routes(seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(ROWS, EXPERTS, generator=generator).topk(PER_TOKEN)
+
+
+@pytest.mark.parametrize("activation", ["SILU", "GELU"])
+def test_unquantized_experts(activation):
+    experts = object.__new__(ReferenceUnquantizedExperts)
+    experts.quant_config = SimpleNamespace(w1_bias=random(EXPERTS, 2 * INTERMEDIATE, seed=4), w2_bias=None)
+    w1, w2 = random(EXPERTS, 2 * INTERMEDIATE, HIDDEN, seed=1), random(EXPERTS, HIDDEN, INTERMEDIATE, seed=2)
+    weights, ids = routes()
+    require_invariant(routed(experts, w1, w2, MoEActivation[activation]), random(ROWS, HIDDEN), weights, ids)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_fp8_experts_of_tests(fused):
+    experts = object.__new__(ReferenceExperts)
+    experts.fused_activation = fused
+    w1, w2 = (
+        quantize_weight(random(EXPERTS, *shape, seed=seed).float(), "fp32")
+        for seed, shape in enumerate([(2 * INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)])
+    )
+    experts.quant_config = SimpleNamespace(w1_scale=w1.scale, w2_scale=w2.scale)
+    weights, ids = routes()
+    require_invariant(
+        routed(experts, w1.qdata, w2.qdata, MoEActivation.SILU), random(ROWS, HIDDEN, scale=0.05), weights, ids
+    )
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize("experts", [8, 60, 128])
+def test_gate_weights_and_the_choice_of_experts(experts, renormalize):
+    register_cpu_ops()
+    logits = random(ROWS, experts).clamp(-8, 8)  # with ties
+    for which in (0, 1):
+        require_invariant(lambda x, which=which: cpu_router._softmax_topk(x, 4, renormalize)[which] + which, logits)
+
+
+# ------------------------------------------------------------------------------------- functions of a row or a number
+
+
+def forms(columns, heads=4):
+    """Rows as they come: contiguous, part of a fused projection's output, and one row for each head."""
+    fused = random(ROWS, 2 * columns + 24)
+    return {
+        "rows": random(ROWS, columns),
+        "part": fused[:, 8 : 8 + columns],
+        "heads": random(ROWS, heads * columns).view(ROWS, heads, columns),
+        "part of heads": random(ROWS, 2 * heads * columns)[:, : heads * columns].unflatten(-1, (heads, columns)),
+    }
+
+
+@pytest.mark.parametrize("columns", [64, 100, 3000])
+@pytest.mark.parametrize("form", ["rows", "part", "heads", "part of heads"])
+def test_norms(form, columns):
+    register_cpu_ops()
+    x, weight = forms(columns)[form], random(columns, seed=1)
+    norm, add_norm = (getattr(ir.ops, name).impls[PROVIDER].impl_fn for name in ("rms_norm", "fused_add_rms_norm"))
+    for scaled in (weight, weight.float() + 1, None):  # Llama's, Gemma's
+        require_invariant(lambda x, scaled=scaled: norm(x, scaled, 1e-6), x)
+    require_invariant(lambda x, residual: add_norm(x, residual, weight, 1e-6)[0], x, x.flip(0))
+    for cohere in (commandr.layer_norm_func, commandr.rms_norm_func):
+        require_invariant(lambda x, cohere=cohere: cohere(x, weight, 1e-6), x)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_cohere_norms_are_the_formulas(rows):
+    register_cpu_ops()
+    x, weight = random(rows, 384), random(384, seed=1)
+    wide = x.double()
+    squares = wide.square().mean(-1, keepdim=True)
+    for norm, numbers in (
+        (
+            commandr.layer_norm_func,
+            (wide - wide.mean(-1, keepdim=True)) / (wide.var(-1, False, keepdim=True) + 1e-6).sqrt(),
+        ),
+        (commandr.rms_norm_func, wide / (squares + 1e-6).sqrt()),
+    ):
+        assert torch.equal(norm(x, weight, 1e-6), (numbers.float() * weight.float()).bfloat16())
+
+
+def activations():
+    """The engine's modules, as a model gets them."""
+    register_cpu_ops()
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(**CONFIG))):
+        return {"silu": SiluAndMul(), "gelu": GeluAndMul(), "gelu_tanh": GeluAndMul("tanh")}
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("form", ["rows", "part", "heads"])
+def test_activations(form, name):
+    module = activations()[name]
+    for columns in (100, 1026):
+        require_invariant(module, forms(columns)[form])
+
+
+def test_what_torch_makes_of_a_bf16_number_does_not_depend_on_its_place():
+    """All of them, inside a vector, at its end, and strided: what models do to logits, and activations."""
+    register_cpu_ops()
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[x.isfinite()]
+    modules = activations()
+    ours = [lambda x, module=modules[name]: module(torch.cat([x, x], -1)) for name in modules]
+    for function in (torch.sigmoid, torch.tanh, *ours):
+        found = function(x)
+        assert torch.equal(found, torch.cat([function(one) for one in x.split(3)]))
+        assert torch.equal(found, function(torch.stack([x, x], 1)[:, 0]))
+
+
+def test_rotary_embedding():
+    forget_rotary_embeddings()
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(**CONFIG))):
+        rotary = get_rope(64, 4096, dtype=torch.bfloat16)
+    positions = torch.randint(0, 4096, (ROWS,), generator=torch.Generator().manual_seed(0))
+    for form in ("rows", "part"):
+        query, key = forms(256)[form], forms(128)[form]
+        for which in (0, 1):
+            require_invariant(
+                lambda p, q, k, which=which: rotary(p, q.contiguous(), k.contiguous())[which],
+                positions,
+                query,
+                key,
+            )
+    forget_rotary_embeddings()
+
+
+@pytest.mark.parametrize("vocabulary", [64, 1000, 32003])
+def test_log_probs(vocabulary):
+    require_invariant(Sampler.compute_logprobs, random(ROWS, vocabulary).float())
