@@ -157,6 +157,22 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.delivery.require_whole()
         return super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
 
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.
+
+        Returns that sequence.
+        """
+        if self.tensor_parallel_size > 1:
+            of_first = [tokens]
+            torch.distributed.broadcast_object_list(of_first, group=self.tp_group, group_src=0)
+            [tokens] = of_first
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.prefill(tokens)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        return tokens
+
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
         """TRL enters `profiler` after waking the KV cache and right before sampling."""

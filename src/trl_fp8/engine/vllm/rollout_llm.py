@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
-from vllm import LLM, RequestOutput
+from vllm import LLM, RequestOutput, SamplingParams
 
 from .routes import RouteLog, RouterCapture, returned_routes
 
@@ -75,6 +75,12 @@ class RolloutLLM(LLM):
         if self.routes is not None:
             self.routes.add(outputs)
         return outputs
+
+    def prefill(self, tokens: list[int]) -> None:
+        """Compute the layers for a sequence, all of it in one go. No rollout: neither routes nor draws are counted."""
+        parameters = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+        with numpy_seeded(self._seed):
+            super().generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
 
     def share_weights(self) -> None:
         """From now on the trainer computes with the engine's weights, also while the engine sleeps."""
