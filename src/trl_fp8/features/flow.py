@@ -7,16 +7,16 @@ first rollouts     compared: beyond what the platform guarantees is an error tha
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import trl.trainer.utils as trl_utils
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.flow.adapter import require_sums
 from trl_fp8.policy.flow.comparison import Comparison
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.gemm import require_backend
@@ -41,12 +41,7 @@ class Flow(Feature):
         self._outdated = self._checked = False
         self._flow()  # what can be refused before an engine is started
         require_backend(trainer.args.fp8_gemm_backend, _capability())
-        if is_peft_model(trainer.model) and trainer.recipe.tensor_parallel_size > 1:
-            raise ValueError(
-                "fp8_forward='full' with adapters and vllm_tensor_parallel_size="
-                f"{trainer.recipe.tensor_parallel_size}: the engine quantizes the sum of base and adapters, of which "
-                "each rank has a part. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
-            )
+        require_sums(trainer.model, trainer.recipe.tensor_parallel_size)
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         trainer, scaling = self.trainer, numerics.linears or numerics.experts
@@ -141,7 +136,14 @@ class Flow(Feature):
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
-        with torch.no_grad(), self.scoring(ids.shape, 1), comparison.policy():  # of this feature alone
+        kv_cache = trainer.feature(KVCache)
+        as_cached = kv_cache.simulated() if kv_cache else nullcontext()
+        with (
+            torch.no_grad(),
+            as_cached,
+            self.scoring(ids.shape, 1),
+            comparison.policy(),
+        ):  # but no observation, no routes
             GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
         if difference := comparison.first_difference():
             return f"First to differ, when both compute one of the rollouts, is {difference}."
