@@ -5,8 +5,9 @@ here. Modules are found by the tensors that a sync writes to them (`Layout`), an
 """
 
 import copy
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
 
 import torch
 from torch import Tensor, nn
@@ -175,6 +176,19 @@ class VLLMKernels:
         head, processor = holding(self._head, {"weight": weight}), copy.copy(self._model.logits_processor)
         processor.logits_as_input = True  # what is left is to scale and cap them
         return processor(head, head.quant_method.apply(head, hidden, bias=bias))
+
+    @contextmanager
+    def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> Iterator[None]:
+        def noted(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            note(layers, args[0], output[0] if isinstance(output, tuple) else output)
+
+        calls = self._linears.items()
+        handles = [module.register_forward_hook(partial(noted, call.layers)) for module, call in calls]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _holding(self, name: str) -> nn.Module:
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")
