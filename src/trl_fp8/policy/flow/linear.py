@@ -50,9 +50,6 @@ class FusedCall:
             self._output = self._input = None
         return output
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_output": None, "_input": None}  # a copy has inputs of its own
-
 
 class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
     """An `nn.Linear` whose values are the engine's, made by `FollowedLinears.install` of an existing layer."""
@@ -136,7 +133,7 @@ class StraightThrough(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 dw = _weight_gradient(dy, x, x_scale, ctx.flow).to(ctx.dtypes[1])
             if ctx.needs_input_grad[3]:
-                db = dy.sum(0).to(ctx.dtypes[2])
+                db = dy.sum(0, dtype=ctx.dtypes[2])
         return None, dx, dw, db, None
 
 

@@ -74,6 +74,9 @@ class OneForward(SwappedModules):
             raise
         hook.follow(self)
 
+    def switch(self, on: bool) -> None:
+        self.on = on
+
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
         before, self.on = self.on, on
@@ -81,6 +84,13 @@ class OneForward(SwappedModules):
             yield
         finally:
             self.on = before
+
+    def remove(self) -> None:
+        super().remove()
+        self.hook.follow(None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a policy has no engine that holds its weights
 
     def _follow(self, path: str, module: nn.Module) -> None:
         """Let `module` call the engine, if it computes anything by itself."""
@@ -97,7 +107,7 @@ class OneForward(SwappedModules):
             self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, _embedding(module))
-        elif hasattr(module, "inv_freq"):
+        elif any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
