@@ -11,21 +11,32 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.recipe.from_model import linear_layers
-from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, listed
+from trl_fp8.recipe.from_model import linear_layers, of_adapter
+from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 
-from .between import FollowedEmbedding, FollowedMLP, FollowedNorm, FollowedRotary, FollowedScaledEmbedding, Turning
+from .adapter import FollowedAdapter, require_sums
+from .between import (
+    FollowedEmbedding,
+    FollowedMLP,
+    FollowedNorm,
+    FollowedParallelLayer,
+    FollowedRotary,
+    FollowedScaledEmbedding,
+    Turning,
+)
+from .experts import FollowedExperts, FollowedRouter
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
-from .linear import FollowedAdapter, FollowedLinear, FusedCall, tokens_of
+from .linear import FollowedLinear, FusedCall, tokens_of
 from .swapped_modules import SwappedModules, swapped_class
 
 
@@ -47,14 +58,16 @@ class OneForward(SwappedModules):
         self.on = True
         super().__init__({})
         base = transformers_model(model)
+        require_sums(model, recipe.tensor_parallel_size)
         _turn_by_engine(base)
         ours = {base.get_output_embeddings(), *base.get_decoder().modules()}
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
+        self._experts = {experts for _, experts in expert_modules(model)}
         self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
             for name, module in model.named_modules():
-                if module in ours and ".lora_" not in f".{name}":
+                if module in ours and not of_adapter(name, model):
                     self._follow(name, module)
         except ValueError:
             self.remove()
@@ -84,14 +97,22 @@ class OneForward(SwappedModules):
         name, kernels = checkpoint_name(path), self.kernels
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
+        elif isinstance(module, ParamWrapper):
+            return  # lends its sums to the module inside, which follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
+        elif is_router(module):
+            self._swap(path, module, FollowedRouter, engine=kernels.router(name))
+        elif module in self._experts:
+            self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, _embedding(module))
         elif any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
+        elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
+            self._swap(path, module, FollowedParallelLayer)
         elif all(hasattr(module, part) for part in MLP):
             self._swap(path, module, FollowedMLP, engine=kernels.activation(name))
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
@@ -118,6 +139,7 @@ class OneForward(SwappedModules):
             "fp8_flow": self.flow,
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
+            "adapted": module in self._adapted,
             "engine": engine,
             "columns": slice(start, start + module.out_features),
             "parts": self.recipe.tensor_parallel_size if name.endswith(ROW_PARALLEL) else 1,
