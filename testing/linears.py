@@ -38,6 +38,7 @@ def follow(linear: nn.Linear, flow: FP8Flow, shares: bool = True, parts: int = 1
         "fp8_flow": flow,
         "name": "layer",
         "is_fp8": True,
+        "adapted": False,
         "engine": engine,
         "columns": slice(0, linear.out_features),
         "parts": parts,
