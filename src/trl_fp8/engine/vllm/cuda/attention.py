@@ -12,7 +12,7 @@ their names; `hopper/` of vLLM's fork of flash-attention says when which is take
     a single query: no causal mask, other tiles at BF16 and head size 64     the same
     a sliding window no smaller than max_seqlen_k: it is dropped, and        max_seqlen_k of the engine's max_model_len
         with it narrower tiles (head size 256: 64 instead of 80 or 128)
-    no page table, or pages that are whole tiles: loaded by TMA, wider tiles pages of the engine's size, here too
+    no page table, or pages that are whole tiles: other kernels, some wider  pages of the engine's size, here too
     few queries over many keys: keys are split, parts are added up           num_splits=1, no scheduler metadata
     a common prefix: attended to by itself (cascade)                         never
 
