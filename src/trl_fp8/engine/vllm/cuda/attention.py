@@ -17,8 +17,8 @@ their names; `hopper/` of vLLM's fork of flash-attention says when which is take
     a common prefix: attended to by itself (cascade)                         never
 
 So the trainer's packed sequences are put into pages, one sequence after another, by the operator that writes the
-engine's cache; q is rounded by the engine's own layer. Ada and Blackwell, where vLLM's Triton kernel attends in tiles
-that differ between prefill and decode, are refused (`platforms.Cuda`).
+engine's cache; q is rounded by the engine's own layer. Ada and Blackwell, where vLLM's Triton kernel attends, which
+keeps no log-sum-exp, are refused (`platforms.Cuda`).
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
 """
