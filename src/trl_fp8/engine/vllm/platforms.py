@@ -191,7 +191,7 @@ class Cuda(Platform):
             major, minor = self.capability
             raise ValueError(
                 f"fp8_forward='full' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
-                "there, whose kernel keeps no log-sum-exp for the trainer's backward, and its FP8 GEMMs were not read. "
+                "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
                 "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
             )
         return super()._invariant_arguments()
