@@ -34,6 +34,7 @@ def engine_head(flow: OneForward) -> type[ChunkedLogProbFunction]:
             named = dict(zip((name for name in OPTIONAL if name in outputs), others, strict=True))
             entropy = named.get("entropy")
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, log_z if entropy is None else entropy)
+            # On a CPU, too: it makes the engine's rounded logits again, which the normalizer goes with
             ctx.compute_dtype, ctx.chunk_size = torch.bfloat16, chunk_size
             ctx.kernel_args = {
                 "logit_scale": logit_scale,
