@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -62,8 +63,10 @@ PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
 OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": None}
 SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
 BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
-# Operators without which a full flow does not round where the trainer does (engine/vllm/rounding.py)
-ROUNDING = ("_C::rms_norm", "_C::fused_add_rms_norm", "_C::rotary_embedding")
+# What a trainer that shares the engine's kernels calls, too (engine/vllm/invariance.py), and what would be others
+SHARED = "triton::_rms_norm_kernel", "triton::matmul_kernel_persistent", "_C::rotary_embedding"
+NOT_SHARED = "_C::rms_norm", "_C::fused_add_rms_norm", "_vllm_fa3_C::get_scheduler_metadata"
+FLASH = "_vllm_fa3_C::fwd"
 SILU, FUSED_SILU, QUANTIZE = "_C::silu_and_mul", "_C::silu_and_mul_per_block_quant", "_C::per_token_group_fp8_quant"
 
 
@@ -114,14 +117,28 @@ def look(capability: str, layers: int | None) -> list[dict]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         become_a_rank(Path(folder))
-        for model in SHAPES:
-            policy = policy_on_meta(Path(folder) / model, model, layers)
-            candidates = _candidates(policy)
-            for choice in (PINNED, FOLLOWED, OWN):
-                for backend in [None] if choice == OWN else candidates:
+        policies = {model: policy_on_meta(Path(folder) / model, model, layers) for model in SHAPES}
+        candidates = {model: _candidates(policy) for model, policy in policies.items()}
+        for choice in (PINNED, OWN, FOLLOWED):  # the last one for good: vLLM asks its environment in every call
+            for model, policy in policies.items():
+                for backend in [None] if choice == OWN else candidates[model]:
                     found.append(Found(model, capability, choice, backend))
-                    _look_at(found[-1], policy)
+                    with _prepared(choice, policy):
+                        _look_at(found[-1], policy)
+    found.sort(key=lambda each: (list(SHAPES).index(each.model), (PINNED, FOLLOWED, OWN).index(each.choice)))
     return [asdict(each) for each in found]
+
+
+def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[None]:
+    """In the block an engine of this project starts as it would, but for the checks that compute."""
+    import torch
+
+    from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.recipe.recipe import recipe_for_model
+
+    platform = platform_of(torch.device("cuda"))
+    shared = choice == FOLLOWED and platform.flash_attention == 3
+    return platform.invariant(recipe_for_model(policy)) if shared else nullcontext()
 
 
 def _candidates(policy: "PreTrainedModel") -> list[str]:
@@ -178,6 +195,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from trl_fp8.engine.vllm.invariance import require_invariant_routers
     from trl_fp8.engine.vllm.platforms import Cuda
     from trl_fp8.recipe.recipe import recipe_for_model
     from trl_fp8.upstream.vllm import forget_rotary_embeddings
@@ -190,7 +208,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         return
     try:
         if found.choice == FOLLOWED:
-            Cuda.rounding.require(config)
+            Cuda.invariance.require(config)
         config.kernel_config.ir_op_priority.set_default()
         forget_rotary_embeddings()
         with (
@@ -202,6 +220,8 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
             engine = initialize_model(vllm_config=config, model_config=config.model_config)
             found.reshaped = process_weights(engine)
             _note_kernels(found, config, engine)
+            if found.choice == FOLLOWED:
+                require_invariant_routers(engine)
             if found.choice != OWN:
                 _note_layout(found, engine, recipe, policy)
                 _call_a_layer(found, config, engine)
@@ -293,6 +313,9 @@ def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
     layer = engine.model.layers[1]
     steps = {name: partial(call_layer, layer, config, *batch) for name, batch in BATCHES.items()}
     steps["kernels of the sync"] = _call_own_kernels
+    if found.choice == FOLLOWED:
+        steps["the trainer's attention"] = partial(_call_packed_attention, layer.self_attn.attn)
+        steps["output head"] = partial(_call_head, engine.lm_head)
     for step, call in steps.items():
         with calls_recorded() as calls, ir.enable_torch_wrap(False):
             try:
@@ -316,6 +339,28 @@ def _call_own_kernels() -> None:
     results(torch.empty(160, 320, dtype=torch.bfloat16))
 
 
+def _call_packed_attention(layer: "Attention") -> None:
+    """Three sequences, forward and backward."""
+    import torch
+
+    from trl_fp8.engine.vllm.cuda.attention import PackedAttention
+    from trl_fp8.policy.attention.packed import flash_gradients
+
+    attend, starts = PackedAttention(layer), torch.empty(4, dtype=torch.int32)
+    query, *of_key = (
+        torch.empty(300, heads, layer.head_size) for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+    )
+    output, lse, rounded = attend(query, *of_key, starts, 200, torch.empty(3, dtype=torch.float32))
+    for softmax in (None, (output, lse)):
+        flash_gradients(list(rounded), softmax, output, starts, 200, attend.scaling, attend.window)
+
+
+def _call_head(head: "nn.Module") -> None:
+    import torch
+
+    head.quant_method.apply(head, torch.empty(64, head.weight.shape[1]))
+
+
 def _contradictions(found: Found) -> list[str]:
     """Where the operators that were called are not what the project believes that its trainer follows."""
     wrong = []
@@ -325,7 +370,11 @@ def _contradictions(found: Found) -> list[str]:
     if (FUSED_SILU in found.calls) != found.unrounded:
         wrong.append(f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, numerics.py says {found.unrounded}")
     if found.choice == FOLLOWED:
-        wrong += [f"{name} was not called" for name in ROUNDING if name not in found.calls]
+        wrong += [f"{name} was not called" for name in SHARED if name not in found.calls]
+        wrong += [f"{name} was called" for name in NOT_SHARED if name in found.calls]
+        given = ("max_seqlen_q", "max_seqlen_k", "num_splits", "scheduler_metadata")
+        kernels = {tuple(call[name] for name in given) for call in found.calls.get(FLASH, [])}
+        wrong += [f"FlashAttention is called in {len(kernels)} ways: {kernels}"] if len(kernels) > 1 else []
         if SILU not in found.calls and FUSED_SILU not in found.calls:
             wrong.append(f"{SILU} was not called")
     return wrong

@@ -48,7 +48,8 @@ def test_the_page_shows_every_gpu_shape_and_flow():
 
 
 SCALED = {dry_run.QUANTIZE: [{"scale_ue8m0": "False"}]}
-ROUNDED = dict.fromkeys([*dry_run.ROUNDING, dry_run.SILU], [{}])
+SHARED = dict.fromkeys([*dry_run.SHARED, dry_run.SILU], [{}])
+FLASH = {"max_seqlen_q": "256", "max_seqlen_k": "4096", "num_splits": "1", "scheduler_metadata": "None"}
 
 
 @pytest.mark.parametrize(
@@ -57,14 +58,22 @@ ROUNDED = dict.fromkeys([*dry_run.ROUNDING, dry_run.SILU], [{}])
         (PINNED, ["fp32"], SCALED, []),
         (PINNED, ["fp32", "pow2"], SCALED, ["scale_ue8m0=['False']"]),
         (PINNED, ["fp32"], SCALED | {dry_run.FUSED_SILU: [{}]}, ["in the calls: True"]),
-        (FOLLOWED, ["fp32"], SCALED | ROUNDED, []),
+        (FOLLOWED, ["fp32"], SCALED | SHARED, []),
+        (FOLLOWED, ["fp32"], SCALED | SHARED | {"_C::rms_norm": [{}]}, ["_C::rms_norm was called"]),
+        (FOLLOWED, ["fp32"], SCALED | SHARED | {dry_run.FLASH: [FLASH, FLASH]}, []),
         (
             FOLLOWED,
             ["fp32"],
-            SCALED | {name: [{}] for name in ROUNDED if "rotary" not in name},
+            SCALED | SHARED | {dry_run.FLASH: [FLASH, FLASH | {"max_seqlen_q": "1"}]},
+            ["FlashAttention is called in 2 ways"],
+        ),
+        (
+            FOLLOWED,
+            ["fp32"],
+            SCALED | {name: [{}] for name in SHARED if "rotary" not in name},
             ["rotary_embedding was"],
         ),
-        (FOLLOWED, ["fp32"], SCALED | {name: [{}] for name in dry_run.ROUNDING}, ["silu_and_mul was not called"]),
+        (FOLLOWED, ["fp32"], SCALED | {name: [{}] for name in dry_run.SHARED}, ["silu_and_mul was not called"]),
     ],
 )
 def test_calls_that_a_trainer_does_not_follow_are_problems(choice, scales, calls, wrong):

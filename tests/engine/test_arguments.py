@@ -38,19 +38,29 @@ def test_linears_are_left_to_what_is_measured():
     assert Cpu().linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("auto",)
 
 
-def test_a_trainer_that_follows_pins_where_the_engine_rounds():
+def test_a_trainer_that_shares_kernels_pins_which():
     assert not {"compilation_config", "kernel_config"} & arguments().keys()
     made = arguments(match_rounding=True)
-    assert made["kernel_config"]["ir_op_priority"]["fused_add_rms_norm"] == ["vllm_c"]
-    assert made["compilation_config"]["custom_ops"] == ["all"]
+    assert made["kernel_config"]["ir_op_priority"]["fused_add_rms_norm"] == ["trl_fp8"]
+    assert made["compilation_config"]["custom_ops"] == ["all", "-rms_norm"]
+    assert made["attention_backend"] == "FLASH_ATTN"
     assert made["compilation_config"]["pass_config"]["fuse_norm_quant"] is False
+
+
+@pytest.mark.parametrize("platform", [ADA, Cuda((10, 0), 4), Cuda((12, 0), 2)], ids=str)
+def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform):
+    capability = ".".join(map(str, platform.capability))
+    with pytest.raises(
+        ValueError, match=f"fp8_forward='full' on a GPU of compute capability {capability}.*TRITON_ATTN"
+    ):
+        arguments(platform=platform, match_rounding=True)
 
 
 def test_the_users_settings_win_one_by_one():
     user = {"compilation_config": {"cudagraph_mode": "NONE", "pass_config": {"fuse_act_quant": True}}, "seed_like": 3}
     made = arguments(match_rounding=True, user=user)
     compilation = made["compilation_config"]
-    assert compilation["cudagraph_mode"] == "NONE" and compilation["custom_ops"] == ["all"] and made["seed_like"] == 3
+    assert compilation["cudagraph_mode"] == "NONE" and compilation["custom_ops"][0] == "all" and made["seed_like"] == 3
     assert (
         compilation["pass_config"]["fuse_act_quant"] is True and compilation["pass_config"]["fuse_norm_quant"] is False
     )

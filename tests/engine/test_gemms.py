@@ -148,8 +148,25 @@ def test_the_reference_kernel_passes_the_check(format_name, scale_format):
     reference(format_name, scale_format).check()
 
 
-def reference(format_name="blocks", scale_format="pow2"):
-    return Gemm("auto", FORMATS[format_name], scale_format, torch.device("cpu"), tiny_models.config())
+def reference(format_name="blocks", scale_format="pow2", alike=True):
+    return Gemm("auto", FORMATS[format_name], scale_format, torch.device("cpu"), tiny_models.config(), alike)
+
+
+def test_a_kernel_whose_batch_shows_is_found_where_a_trainer_shares_it(monkeypatch):
+    """One BF16 step in one output of larger batches."""
+    register_cpu_kernel()
+    apply = ReferenceFp8BlockKernel.apply_block_scaled_mm
+
+    def step(self, A, *args, **named):
+        product = apply(self, A, *args, **named)
+        if len(A) > 130:  # more than are compared with FP64
+            product[3].view(torch.int16)[int(product[3].abs().argmax())] ^= 1
+        return product
+
+    monkeypatch.setattr(ReferenceFp8BlockKernel, "apply_block_scaled_mm", step)
+    with pytest.raises(RuntimeError, match="1 of 1792 outputs of 7 rows are others in a batch of 300"):
+        reference().check()
+    reference(alike=False).check()
 
 
 BREAKS = {

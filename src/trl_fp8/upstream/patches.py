@@ -26,6 +26,8 @@ _LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.li
 _MOE = f"{_LAYERS}.fused_moe"
 _COHERE = "vllm.model_executor.models.commandr"
 _LOADING = "transformers.core_model_loading"
+_INVARIANT = "vllm.model_executor.determinism.batch_invariant"
+_BLOCK_GEMM = f"{_LAYERS}.quantization.utils.fp8_utils"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
 # Families of transformers' models whose decoder layers a policy with one forward is known to share with vLLM's
@@ -37,6 +39,7 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
+        f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
     },
     FOR_GOOD: {
         f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} block-FP8 linears."),
@@ -49,8 +52,10 @@ _PATCHES = {  # how -> target -> (by, why)
             (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
             ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
+        f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
+        f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
     },
     REGISTERED: {
         "vllm.ir.ops.rms_norm": (f"{_CPU}/ops.py", "Its mean is FP64, which no host orders otherwise."),
@@ -60,6 +65,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (
             f"{_CPU}/attention.py",
             "vLLM's depends on the batch.",
+        ),
+        "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
+            "engine/vllm/cuda/attention.py",
+            "Prefill and decode would run different kernels.",
         ),
         "transformers.AttentionInterface": (
             "policy/attention/hook.py",

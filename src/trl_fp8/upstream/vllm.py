@@ -28,7 +28,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         if which + copy != "q_cpu"
     },
     f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
-    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine"},
+    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
 }
 
@@ -68,7 +68,7 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
 
 def forget_rotary_embeddings() -> None:
     """Before another engine starts in this process: let it make its own rotary embeddings. vLLM keeps them by shape:
-    an engine told to round elsewhere than the first (`rounding.py`) would not, and its configuration not show it.
+    an engine told to run other kernels than the first (`invariance.py`) would not, and its configuration not show it.
     """
     from vllm.model_executor.layers import rotary_embedding
 

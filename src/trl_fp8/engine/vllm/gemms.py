@@ -1,7 +1,8 @@
 """Which of vLLM's kernels multiplies with FP8 weights: the fastest of those that pass a check, on this device.
 
     check    a weight is quantized as for a sync and written to a layer as one holds it after its start; the kernel's
-             product is compared with that of the same codes in FP64
+             product is compared with that of the same codes in FP64; for a trainer that shares the kernel also
+             rows of a batch, bit for bit, with the same rows of a larger one
     timing   the model's own shapes, as vLLM fuses and shards them: with 64 rows, which is what decoding a batch looks
              like and decides; with 1 and 4096 rows for the log, while time is left
 
@@ -49,6 +50,7 @@ DECIDES, FOR_THE_LOG = 64, (1, 4096)  # rows
 SECONDS = 2.0  # beyond which nothing is timed for the log
 REPETITIONS = 5  # of which the median counts
 CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
+ALIKE_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
 Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
 
 
@@ -72,6 +74,7 @@ class Gemm:
         name: Value of vLLM's `linear_backend`.
         scale_format: Of the weights' scales.
         config: The policy's; vLLM refuses DeepGEMM for some.
+        alike: No batch may change a row's bits.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Gemm:
     scale_format: ScaleFormat
     device: torch.device
     config: PretrainedConfig
+    alike: bool = False
 
     @torch.no_grad()
     def check(self) -> None:
@@ -104,6 +108,18 @@ class Gemm:
                 raise RuntimeError(
                     f"of a product with {rows} rows {int(wrong.sum())} of {wrong.numel()} outputs are wrong, first at "
                     f"{[row, column]}: {found[row, column]:g}, expected {expected[row, column]:g}"
+                )
+        if self.alike:
+            self._require_rows_alike(kernel, layer)
+
+    def _require_rows_alike(self, kernel: Any, layer: "_Layer") -> None:
+        x = _uneven(300, CHECKED[1], torch.Generator().manual_seed(1)).to(self.device)
+        whole = kernel.apply_weights(layer, x)
+        for rows in ALIKE_ROWS:
+            if differ := int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum()):
+                raise RuntimeError(
+                    f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows are others in a batch of {len(x)}; "
+                    "fp8_forward='full' needs the same bits"
                 )
 
     @torch.no_grad()
@@ -176,6 +192,7 @@ def pinned_gemm(
     device: torch.device,
     user: dict | None,
     agree: Agree,
+    alike: bool = False,
 ) -> dict[str, str]:
     """`linear_backend` for `LLM(...)`: the best of `backends`; what the user asks for is checked only.
 
@@ -187,7 +204,7 @@ def pinned_gemm(
     if not (recipe.fp8_modules and names):
         return {}
     config = policy.config.get_text_config()
-    candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config) for name in names]
+    candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config, alike) for name in names]
     chosen = fastest(candidates, recipe.gemms(outline_of(policy)), agree)
     if device.type == "cuda":  # vLLM counts what is free
         torch.cuda.empty_cache()

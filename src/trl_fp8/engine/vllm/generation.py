@@ -29,6 +29,7 @@ from trl_fp8.upstream.patches import substituted
 
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
+from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
 
@@ -44,7 +45,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
-        match_rounding: The trainer reproduces the engine's numerics, so pin vLLM's BF16 rounding points.
+        match_rounding: The trainer calls the engine's kernels, so run kernels that it can share, and those alone.
         **kwargs: As for TRL's `VLLMGeneration`.
     """
 
@@ -74,14 +75,17 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
-        with platform.ready(self.recipe), as_rollout_llm:
+        invariant = platform.invariant(self.recipe) if self.match_rounding else nullcontext()
+        with platform.ready(self.recipe), invariant, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
-            self.pinned = pinned_gemm(backends, self.recipe, self.model, device, self.engine_kwargs, self._largest)
+            asked = self.engine_kwargs, self._largest, self.match_rounding
+            self.pinned = pinned_gemm(backends, self.recipe, self.model, device, *asked)
             ours |= self.pinned
             super()._init_vllm()
         if self.match_rounding:
-            platform.rounding.require(upstream.engine_config(self.llm))
+            platform.invariance.require(upstream.engine_config(self.llm))
+            require_invariant_routers(upstream.engine_model(self.llm))
             self.llm.share_weights()
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)

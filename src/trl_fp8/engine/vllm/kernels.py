@@ -7,7 +7,7 @@ here. Modules are found by the tensors that a sync writes to them (`Layout`), an
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import cache, partial, wraps
 
 import torch
 from torch import Tensor, nn
@@ -94,7 +94,7 @@ class VLLMKernels:
         """`attention`: The platform's, of a layer of the engine."""
         self._model, self._layout, self._recipe = model, layout, recipe
         self._layers = attention_layers(model)
-        self._attention = {number: attention(layer) for number, layer in self._layers.items()}
+        self._attend = cache(lambda number: attention(self._layers[number]))
         self._names = {module: name for name, module in model.named_modules()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
@@ -131,7 +131,7 @@ class VLLMKernels:
         return EngineRotary(self._model.get_submodule(attention).rotary_emb)
 
     def attention(self, layer: int) -> object:
-        return self._attention[layer]
+        return self._attend(layer)
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self.linear(module)

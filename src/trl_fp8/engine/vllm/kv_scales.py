@@ -16,7 +16,9 @@ from trl_fp8.recipe.servable import REMEDY
 
 
 # Attention implementations that read the scales anew in each forward
-READ_EACH_TIME = ("FlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl")
+READ_EACH_TIME = (
+    *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl"),
+)
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:

@@ -6,20 +6,26 @@ batch size (FlashInfer below 32 rows, DeepGEMM above) and takes some whose weigh
 place. Those of linears are chosen by what they do on the device (gemms.py).
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig
+from vllm import envs
+from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
+from trl_fp8.upstream.patches import patch, substituted
 from trl_fp8.upstream.vllm import forget_rotary_embeddings
 
 from .cpu.attention import reference_attention
@@ -27,14 +33,15 @@ from .cpu.experts import register_cpu_experts
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .cpu.packed import PackedAttention
-from .rounding import RoundingPoints
+from .cuda.norms import register_cuda_norms
+from .invariance import SWITCH, Invariance
 
 
 class Platform(ABC):
     """Where an engine runs."""
 
     name: ClassVar[str]  # as torch calls the device
-    rounding: ClassVar[RoundingPoints]  # vLLM's implementations that round where transformers does
+    invariance: ClassVar[Invariance]  # vLLM's settings for a trainer that calls the engine's kernels
     mismatch_bound: ClassVar[float]  # see `EngineNumerics`
     routes_from: ClassVar[Literal["vllm", "routers"]]  # where `RolloutLLM` gets the experts that routers choose
 
@@ -69,7 +76,7 @@ class Platform(ABC):
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
         arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
         if match_rounding:
-            arguments |= self.rounding.arguments()
+            arguments |= self._invariant_arguments()
         if return_routes:
             arguments |= self._routes_arguments(recipe, user)
             cached = arguments["enable_prefix_caching"]
@@ -83,6 +90,13 @@ class Platform(ABC):
     @abstractmethod
     def ready(self, recipe: FP8Recipe) -> AbstractContextManager[None]:
         """Engines that are started inside the block find what they need."""
+
+    def invariant(self, recipe: FP8Recipe) -> AbstractContextManager[None]:
+        """Engines that are started inside the block, too, run kernels that a trainer can share."""
+        return nullcontext()
+
+    def _invariant_arguments(self) -> dict:
+        return self.invariance.arguments()
 
     @abstractmethod
     def attention(self, layer: Attention) -> object:
@@ -99,7 +113,7 @@ class Cpu(Platform):
     """For development, tests and demos: reference kernels in place of vLLM's, which differ between hosts."""
 
     name = "cpu"
-    rounding = RoundingPoints(
+    invariance = Invariance(
         norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False}
     )
     # Reductions in FP64 have one result, whatever the batch; what is left is room for a sum that lies next to a
@@ -130,7 +144,7 @@ class Cpu(Platform):
         per_seq = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize * self.block * blocks
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
         budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
-        return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.rounding.arguments()
+        return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.invariance.arguments()
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
@@ -144,9 +158,12 @@ class Cuda(Platform):
     flash_attention: int | None = None  # the version that vLLM runs on it; None: none
 
     name = "cuda"
-    rounding = RoundingPoints(
-        norms={"rms_norm": "vllm_c", "fused_add_rms_norm": "vllm_c"},
-        custom_ops={"rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
+    # With its custom operation of RMS norms, vLLM's switch would go around the providers
+    invariance = Invariance(
+        norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER},
+        custom_ops={"rms_norm": False, "rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
+        attention="FLASH_ATTN",
+        switch=True,
     )
     mismatch_bound = 1e-3  # a third of what BF16 rollouts leave at 2 layers; has not been measured
     routes_from = "vllm"
@@ -165,6 +182,34 @@ class Cuda(Platform):
         from .cuda.attention import PackedAttention as Paged  # vLLM's CPU build has no FlashAttention
 
         return Paged(layer)
+
+    @contextmanager
+    def invariant(self, recipe: FP8Recipe) -> Iterator[None]:
+        from .cuda.attention import invariant_attention  # vLLM's CPU build has no FlashAttention
+
+        register_cuda_norms()
+        # Tiles by the number of rows, measured for DeepSeek's shapes
+        patch(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: None)
+        os.environ.setdefault(SWITCH, "1")  # for good: layers ask for it whenever they are called or compiled
+        envs.disable_envs_cache()  # an engine before this one had vLLM keep what it was, and measured tiles of experts
+        get_moe_configs.cache_clear()
+        # The rest of vLLM's switch concerns the whole process, the trainer too: NCCL is cut to one channel and one
+        # thread, softmax, mean and bmm of torch are replaced. On one rank the engine communicates with nobody, and
+        # its kernels need none of the others; ranks that add up need an order that no message's size changes
+        for_ranks = batch_invariant.override_envs_for_invariance
+        rest = for_ranks if recipe.tensor_parallel_size > 1 else lambda: None
+        with invariant_attention(), substituted(batch_invariant, "init_batch_invariance", rest):
+            yield
+
+    def _invariant_arguments(self) -> dict:
+        if self.flash_attention != 3:
+            major, minor = self.capability
+            raise ValueError(
+                f"fp8_forward='full' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
+                "there, in tiles that differ between prompts and decoding, so that the trainer cannot have the "
+                "engine's bits. FlashAttention 3 can be held to one kernel, on Hopper (9.0). Set fp8_forward='off'."
+            )
+        return super()._invariant_arguments()
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability

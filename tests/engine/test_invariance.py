@@ -1,14 +1,19 @@
-"""Where the engine rounds: what is pinned is accepted by vLLM and in force, and what undoes it is refused by name."""
+"""What is pinned for a trainer that shares kernels is taken by vLLM and in force; what undoes it is named."""
 
 import os
 import shutil
 from types import SimpleNamespace
 
 import pytest
-from vllm.config import CompilationConfig, KernelConfig
+import torch
+from vllm import envs
+from vllm.config import AttentionConfig, CompilationConfig, KernelConfig
 from vllm.config.compilation import CompilationMode
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import engines
+from trl_fp8.engine.vllm.invariance import ROUTER_KERNELS, require_invariant_routers
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import engine_config
@@ -25,10 +30,16 @@ def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):
         holder = kernel.ir_op_priority if hasattr(kernel.ir_op_priority, name) else compilation
         holder = compilation.pass_config if hasattr(compilation.pass_config, name) else holder
         setattr(holder, name, value)
-    return SimpleNamespace(compilation_config=compilation, kernel_config=kernel)
+    return SimpleNamespace(compilation_config=compilation, kernel_config=kernel, attention_config=AttentionConfig())
 
 
-@pytest.mark.parametrize("points", [Cpu.rounding, Cuda.rounding], ids=["cpu", "cuda"])
+@pytest.fixture
+def switched_on(monkeypatch):
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+
+
+@pytest.mark.usefixtures("switched_on")
+@pytest.mark.parametrize("points", [Cpu.invariance, Cuda.invariance], ids=["cpu", "cuda"])
 def test_vllm_takes_what_is_pinned(points):
     points.require(config(points))
 
@@ -41,22 +52,44 @@ def test_vllm_takes_what_is_pinned(points):
         ({"fused_add_rms_norm": ["native"]}, r"ir_op_priority.fused_add_rms_norm=\['native'\]"),
         ({"custom_ops": ["none", "+quant_fp8"]}, "without rotary_embedding.*without silu_and_mul"),
         ({"custom_ops": ["all", "-silu_and_mul"]}, "without silu_and_mul"),
+        ({"custom_ops": ["all"]}, "with rms_norm"),
         ({"inductor_compile_config": {}}, "inductor_compile_config without emulate_precision_casts"),
     ],
 )
-def test_settings_that_round_elsewhere_are_named(changes, named):
+@pytest.mark.usefixtures("switched_on")
+def test_settings_that_run_other_kernels_are_named(changes, named):
     with pytest.raises(ValueError, match=f"fp8_forward='full'.*vllm_engine_kwargs.*{named}.*fp8_forward='off'"):
-        Cuda.rounding.require(config(Cuda.rounding, **changes))
+        Cuda.invariance.require(config(Cuda.invariance, **changes))
 
 
+def test_another_attention_kernel_and_a_switch_that_is_off_are_named():
+    made = config(Cuda.invariance)
+    made.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
+    with pytest.raises(ValueError, match="attention_backend='TRITON_ATTN'; VLLM_BATCH_INVARIANT=0"):
+        Cuda.invariance.require(made)
+
+
+def test_a_router_that_changes_kernels_with_the_batch_is_refused():
+    gate = GateLinear.__new__(GateLinear)
+    torch.nn.Module.__init__(gate)
+    for kernel in ROUTER_KERNELS:
+        setattr(gate, kernel, False)
+    model = torch.nn.ModuleDict({"gate": gate})
+    require_invariant_routers(model)
+    gate.allow_ll_bf16_gemm = True
+    with pytest.raises(ValueError, match=r"fp8_forward='full'.*gate \(ll_bf16_gemm\)"):
+        require_invariant_routers(model)
+
+
+@pytest.mark.usefixtures("switched_on")
 def test_passes_of_a_compiler_that_does_not_run_do_not_matter():
-    Cuda.rounding.require(config(Cuda.rounding, mode=CompilationMode.NONE, fuse_norm_quant=True))
+    Cuda.invariance.require(config(Cuda.invariance, mode=CompilationMode.NONE, fuse_norm_quant=True))
 
 
 @pytest.mark.engine
-def test_an_engine_that_is_followed_rounds_where_it_was_told(checkpoint):
+def test_an_engine_that_is_shared_runs_what_it_was_told(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), match_rounding=True)
-    platform_of().rounding.require(engine_config(generation.llm))
+    platform_of().invariance.require(engine_config(generation.llm))
     assert not engine_config(generation.llm).compilation_config.pass_config.fuse_norm_quant
     engines.shutdown(generation.llm)
 
