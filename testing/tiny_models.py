@@ -6,12 +6,16 @@ import torch
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -41,14 +45,31 @@ ARCHITECTURES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "cohere": (CohereConfig, CohereForCausalLM),
     "gemma": (GemmaConfig, GemmaForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
-EXPERTS = {
+OF_ITS_OWN = {  # values at which each of its operations shows; an engine has no output head of Cohere or Gemma 2
+    "cohere": dict(tie_word_embeddings=True, logit_scale=0.3),
+    "gemma2": dict(
+        tie_word_embeddings=True,
+        attn_logit_softcapping=4.0,
+        final_logit_softcapping=3.0,
+        query_pre_attn_scalar=48,
+        sliding_window=16,
+    ),
+    "granite": dict(
+        embedding_multiplier=7.3,
+        residual_multiplier=0.43,
+        attention_multiplier=0.11,
+        logits_scaling=0.7,
+        mlp_bias=True,
+    ),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, decoder_sparse_step=1),
     "qwen2_moe": dict(
         num_experts=4,
@@ -85,11 +106,16 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
         bos_token_id=1,
         eos_token_id=2,
     )
-    if architecture not in ("qwen2", "qwen2_moe", "olmoe"):  # these divide hidden_size by heads: 2 heads of 64
+    if architecture not in (
+        "qwen2",
+        "qwen2_moe",
+        "olmoe",
+        "granite",
+    ):  # these divide hidden_size by heads: 2 heads of 64
         values["head_dim"] = 64
     else:
         values |= dict(num_attention_heads=2)
-    return ARCHITECTURES[architecture][0](**(values | EXPERTS.get(architecture, {}) | overrides))
+    return ARCHITECTURES[architecture][0](**(values | OF_ITS_OWN.get(architecture, {}) | overrides))
 
 
 def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **overrides) -> PreTrainedModel:

@@ -57,7 +57,7 @@ class Flow(Feature):
         self._bound = numerics.mismatch_bound
         flow = self._flow(operand_scale_format=scaling.scale_format)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
-        self.forward.on = False
+        self.forward.switch(on=False)
         self._head = engine_head(self.forward)
 
     def _flow(self, **options) -> FP8Flow:
@@ -90,10 +90,12 @@ class Flow(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date()
-        self.forward.on = True  # until the backward is through: gradient checkpointing runs the forward again in it
+        self.forward.switch(
+            on=True
+        )  # until the backward is through: gradient checkpointing runs the forward again in it
 
     def end_loss(self) -> None:
-        self.forward.on = False
+        self.forward.switch(on=False)
 
     def _bring_up_to_date(self) -> None:
         """Send the weights again where an optimizer step came after the last sync (num_iterations > 1)."""

@@ -58,7 +58,7 @@ class KVCache(Feature):
         return self.calibrator.next_scales(self.trainer.model_wrapped)
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        self.hook.query_rounded = numerics.query_rounded
+        self.hook.round_queries(numerics.query_rounded)
 
     def before_generation(self, prompts: list) -> None:
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized

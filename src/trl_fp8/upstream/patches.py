@@ -79,8 +79,7 @@ _PATCHES = {  # how -> target -> (by, why)
     ON_INSTANCES: {
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
-        "torch.nn.Linear": ("policy/flow/linear.py", "The class: names and state_dict stay."),
-        "torch.nn.Module": ("policy/flow/bf16_modules.py", "The class of what lies between linears."),
+        "torch.nn.Module": ("policy/flow/one_forward.py", "The class of what computes: names and state_dict stay."),
         "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.config import VllmConfig
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 
 _LAYERS = "vllm.model_executor.layers"
@@ -28,6 +29,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         if which + copy != "q_cpu"
     },
     f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
+    f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
     f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
 }
@@ -64,6 +66,13 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
     for index, (start, end) in enumerate(pairwise(bounds)):  # vLLM appends a suffix to the id of a request
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
+
+
+def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Gate weights `[T, K]` and experts `[T, K]` that a layer's router chooses by its logits `[T, E]`. Nobody who
+    records the engine's choices takes note.
+    """
+    return runner.router._compute_routing(x, logits, runner.routed_experts.quant_method.topk_indices_dtype)
 
 
 def forget_rotary_embeddings() -> None:

@@ -37,7 +37,8 @@ class ColocatedEngine:
         if recipe.fp8_kv_cache:
             self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
-        self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention)
+        tokens = upstream.engine_config(llm).scheduler_config.max_num_batched_tokens
+        self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention, tokens)
 
     def write_kv_scales(self, scales: KVScales) -> None:
         write_kv_scales(self._attention, scales)

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 from vllm.model_executor.layers import layernorm
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models import commandr
 
 from trl_fp8.quantization.formats.spec import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Layout
+from trl_fp8.upstream.vllm import choose_experts
 
 from .kv_scales import attention_layers
 
@@ -90,16 +91,26 @@ class EngineRotary:
 class VLLMKernels:
     """The kernels of one engine, see `policy.flow.kernels.EngineKernels`."""
 
-    def __init__(self, model: nn.Module, layout: Layout, recipe: FP8Recipe, attention: Callable[[nn.Module], object]):
-        """`attention`: The platform's, of a layer of the engine."""
-        self._model, self._layout, self._recipe = model, layout, recipe
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        recipe: FP8Recipe,
+        attention: Callable[[nn.Module], object],
+        tokens: int,
+    ):
+        """`attention`: The platform's, of a layer of the engine. `tokens`: The most that the engine computes at once,
+        for which it has made room.
+        """
+        self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
+        self._head = getattr(model, HEAD, None) or model.model.embed_tokens  # families that are always tied have none
         self._layers = attention_layers(model)
         self._attend = cache(lambda number: attention(self._layers[number]))
         self._names = {module: name for name, module in model.named_modules()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
     def linear(self, layer: str) -> EngineLinear:
-        module = self._model.lm_head if layer == HEAD else self._holding(layer)  # a tied head holds nothing
+        module = self._head if layer == HEAD else self._holding(layer)
         if module not in self._linears:
             modules = *self._recipe.fp8_modules, *self._recipe.kept_modules
             ours = {self._recipe.engine_name(name): name for name in modules}
@@ -134,39 +145,35 @@ class VLLMKernels:
         return self._attend(layer)
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
-        gate = self.linear(module)
-        block = self._model.get_submodule(self._recipe.engine_name(module).rpartition(".")[0])
-        runner = next(each for each in block.modules() if isinstance(getattr(each, "router", None), BaseRouter))
-        method = next(each for each in runner.modules() if isinstance(each, RoutedExperts)).quant_method
+        gate = self._holding(module)
+        runner = self._inside(self._recipe.engine_name(module).rpartition(".")[0], MoERunner)
 
         @without_gradients
         def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = gate(x)
-            weights, chosen = runner.router.select_experts(
-                hidden_states=x, router_logits=logits, topk_indices_dtype=method.topk_indices_dtype
-            )
-            return logits, weights, chosen
+            logits = logits[0] if isinstance(logits, tuple) else logits
+            return logits, *choose_experts(runner, x, logits)
 
         return route
 
     def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        block = self._model.get_submodule(self._recipe.engine_name(module))
-        held = next(each for each in block.modules() if isinstance(each, RoutedExperts))
+        held = self._inside(self._recipe.engine_name(module), RoutedExperts)
 
         @without_gradients
         def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
             ids = chosen.to(held.quant_method.topk_indices_dtype or torch.int32)
-            return held.forward_modular(x, weights, ids)
+            parts = zip(*(each.split(self._tokens) for each in (x, weights.float(), ids)), strict=True)
+            return torch.cat([held.forward_modular(*part) for part in parts])  # a copy: on CUDA it is lent memory
 
         return experts
 
     @without_gradients
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._model.logits_processor(self._model.lm_head, hidden)
+        return self._model.compute_logits(hidden)
 
     @without_gradients
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        head, processor = holding(self._model.lm_head, {"weight": weight}), copy.copy(self._model.logits_processor)
+        head, processor = holding(self._head, {"weight": weight}), copy.copy(self._model.logits_processor)
         processor.logits_as_input = True  # what is left is to scale and cap them
         return processor(head, head.quant_method.apply(head, hidden, bias=bias))
 
@@ -188,6 +195,9 @@ class VLLMKernels:
         if piece is None:
             raise self._unknown(name, None)
         return piece.module
+
+    def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
+        return next(each for each in self._model.get_submodule(name).modules() if isinstance(each, kind))
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
         what = "nothing" if found is None else f"a {type(found).__name__}"

@@ -69,9 +69,13 @@ class AttentionHook:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
         self.skip_layers = frozenset(layers)
 
-    def follow(self, flow: "OneForward") -> None:
-        """Compute attention as the engine that `flow` calls, while it is on."""
+    def follow(self, flow: "OneForward | None") -> None:
+        """Compute attention as the engine that `flow` calls, while it is on; None: never."""
         self._flow = flow
+
+    def round_queries(self, rounded: bool) -> None:
+        """While an FP8 cache is simulated, whether its attention rounds q, too."""
+        self.query_rounded = rounded
 
     def simulate(self, scales_L3: Tensor | None) -> None:
         """From now on attention sees k and v as an FP8 cache under these scales holds them; None: as they are."""

@@ -6,14 +6,13 @@ itself, and each layer adds to it. So each of these modules calls the engine's m
 other products of two BF16 tensors have one result, wherever they are computed.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from .kernels import Rotary
-from .own_gradient import own_gradient
+from .own_gradient import holding, own_gradient, with_value
 
 
 class FollowedNorm:
@@ -22,14 +21,14 @@ class FollowedNorm:
     def forward(self, x: Tensor) -> Tensor:
         if not self.flow.on:
             return super().forward(x)
-        parameters = [parameter for parameter in self._parameters.values() if parameter is not None]
-        return own_gradient(self._value, self._own, x, *parameters)
+        return own_gradient(self._value, self._own, x, *dict(self.named_parameters(recurse=False)).values())
 
     def _value(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        return self.engine(x.to(torch.bfloat16).flatten(0, max(0, min(x.dim() - 2, 1)))).view(x.shape)
+        rows = x.flatten(0, 1) if x.dim() > 2 else x
+        return self.engine(rows.to(torch.bfloat16)).view(x.shape)
 
     def _own(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        with holding(self, parameters):
+        with holding(self, dict(zip(dict(self.named_parameters(recurse=False)), parameters, strict=True))):
             return self.before.forward(self, x)
 
 
@@ -47,6 +46,28 @@ class FollowedMLP:
 
     def _own(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.act_fn(gate) * up
+
+
+class FollowedParallelLayer:
+    """Mixed into the class of a decoder layer whose attention and MLP get the same tensor: the engine adds their
+    outputs to each other first.
+    """
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        if not self.flow.on:
+            return super().forward(hidden_states, *args, **kwargs)
+        outputs = []
+
+        def note(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+            outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+
+        handles = [module.register_forward_hook(note) for module in (self.self_attn, self.mlp)]
+        try:
+            own = super().forward(hidden_states, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return with_value(own, hidden_states.detach() + (outputs[0] + outputs[1]))
 
 
 class FollowedEmbedding:
@@ -71,9 +92,9 @@ class FollowedRotary:
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
         given = () if layer_type is None else (layer_type,)
-        cos, sin = super().forward(x, position_ids, *given)
         if not self.flow.on:
-            return cos, sin
+            return super().forward(x, position_ids, *given)
+        cos, sin = super().forward(x[:0].float(), position_ids, *given)  # of x the device and the dtype matter
         turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return turn, turn
 
@@ -105,25 +126,16 @@ class Turning:
         self._apply = apply
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor | Turn, sin: Tensor | Turn, *args, **kwargs) -> tuple:
-        return cos(self._apply, q, k) if isinstance(cos, Turn) else self._apply(q, k, cos, sin, *args, **kwargs)
+        if isinstance(cos, Turn):
+            return cos(self._apply, q, k, *args, **kwargs)
+        return self._apply(q, k, cos, sin, *args, **kwargs)
 
 
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
     """Both, `[..., N]`, in rows `[T, 2 N]`: no copy where they are two halves of a fused call's output."""
-    width, rows = left.shape[-1], left.flatten(0, -2) if left.dim() > 2 else left
-    beside = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    if beside and right.storage_offset() == left.storage_offset() + width and right.stride() == left.stride():
-        return rows.as_strided((len(rows), 2 * width), rows.stride(), rows.storage_offset())
-    return torch.cat([left, right], -1).flatten(0, -2)
-
-
-@contextmanager
-def holding(module: nn.Module, parameters: tuple[Tensor, ...]) -> Iterator[None]:
-    """Inside the block these are the module's parameters, in their order."""
-    held = dict(module._parameters)
-    names = [name for name, parameter in held.items() if parameter is not None]
-    try:
-        module._parameters.update(zip(names, parameters, strict=True))
-        yield
-    finally:
-        module._parameters.update(held)
+    width, left, right = left.shape[-1], left.flatten(0, -2), right.flatten(0, -2)
+    together = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    in_a_row = left.stride() == right.stride() and left.stride(1) == 1
+    if together and in_a_row and right.storage_offset() == left.storage_offset() + width:
+        return left.as_strided((len(left), 2 * width), left.stride(), left.storage_offset())
+    return torch.cat([left, right], -1)

@@ -1,97 +1,75 @@
-"""The trained model's experts, computing what the engine's FP8 experts compute: `FP8ExpertModules.install(...)`.
+"""Routers and experts of a policy that follows an engine: its choice, its gate weights, its fused experts.
 
-    pairs of token and expert, sorted by expert
-        -> Q(x) @ Q(W13)^T  -> BF16 -> act(gate) * up -> Q(.) @ Q(W2)^T -> times the gate weight
-        -> sum over a token's experts
+    router    logits = engine(x), straight through like those of any linear
+              softmax, top-k and normalization: transformers' code at these logits, in FP32, around the engine's choice
+    experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
 
-as FP8 linears do (flow.py), with all experts of a layer in one grouped GEMM, over 3-D weights.
+The engine's choice is taken as it is, so that nobody breaks a tie otherwise. Router replay (policy/router.py) has
+the last word: experts that it gives get gate weights of the engine's logits.
 
-Shape letters: N tokens, K experts per token, P = N * K pairs, E experts, I intermediate size, H hidden size.
+Shape letters: T tokens, E experts, K experts per token.
 """
-
-from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
-from torchao.quantization import Float8Tensor
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX
-from trl_fp8.recipe.names import expert_modules, listed
+from trl_fp8.recipe.names import TRANSFORMERS
 
-from .flow import FP8Flow
-from .linear import compute_dtype, gemm_dtype
-from .swapped_modules import KeepsQuantizedWeights, SwappedModules, swapped_class
+from .linear import StraightThrough, gemm_dtype, tokens_of
+from .own_gradient import holding, own_gradient, with_value
 
 
-class FP8Experts(KeepsQuantizedWeights):
-    """Mixed into an experts module's class by `FP8ExpertModules.install`."""
+class FollowedRouter:
+    """Mixed into the class of a router that chooses by one top-k. `engine`: see `EngineKernels.router`."""
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor):
-        """hidden_states `[N, H]`, top_k_index and top_k_weights `[N, K]` -> `[N, H]` in the dtype of hidden_states."""
-        full, compute = self.fp8_flow.forward == "full", compute_dtype(hidden_states)
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            experts_P, order_P = top_k_index.flatten().sort(stable=True)
-            ends_E = torch.searchsorted(experts_P, torch.arange(self.num_experts, device=experts_P.device), right=True)
-            x = hidden_states.to(compute)[order_P // top_k_index.shape[1]]
-            gate_up = self._grouped("gate_up_proj", x, self.fp8_flow.quantize_input(x) if full else None, ends_E.int())
-            hidden, codes = self._activated(gate_up.bfloat16()) if full else (self._apply_gate(gate_up), None)
-            y = self._grouped("down_proj", hidden, codes, ends_E.int())
-            y = y * top_k_weights.flatten()[order_P, None].to(y.dtype)
-            y = y.bfloat16().float() if full else y  # the engine's kernel stores each weighted product
-            pairs = torch.zeros_like(y).index_copy(0, order_P, y)
-            return pairs.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
-
-    def _activated(self, gate_up: Tensor) -> tuple[Tensor, Float8Tensor]:
-        """act(gate) * up `[P, I]` and Q of it, as the engine's kernel computes them from BF16."""
-        if not self.fp8_flow.fused_activation:
-            hidden = self._apply_gate(gate_up)
-            return hidden, self.fp8_flow.quantize_input(hidden)
-        hidden = self._apply_gate(gate_up.float())
-        scaling = self.fp8_flow.activation._replace(amax_floor=FLOORED_SCALE_AMAX)
-        return hidden, self.fp8_flow.format.quantize_activation(hidden, scaling)
-
-    def _grouped(self, name: str, x: Tensor, codes: Float8Tensor | None, ends_E: Tensor) -> Tensor:
-        return _FP8GroupedMM.apply(x, codes, getattr(self, name), self.quantized_weight(name), ends_E)
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[T, E]`, gate weights `[T, K]`, both FP32, and chosen experts `[T, K]`."""
+        if not self.flow.on:
+            return super().forward(hidden_states)
+        logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
+        with _Routing(logits_TE, chosen_TK.long()):
+            logits_TE, own_TK, used_TK = super().forward(hidden_states)
+        is_engines_T1 = (used_TK == chosen_TK).all(-1, keepdim=True)
+        return logits_TE, with_value(own_TK, torch.where(is_engines_T1, weights_TK, own_TK.detach())), used_TK
 
 
-class _FP8GroupedMM(torch.autograd.Function):
-    """`x` `[P, in]` or its codes, and those of the weight -> `[P, out]`, summed in fp32; straight-through backward."""
+class _Routing(TorchFunctionMode):
+    """Around a router's own code: its linear gives the engine's logits, its top-k the engine's choice."""
 
-    @staticmethod
-    def forward(ctx, x, x_codes: Float8Tensor | None, weight, weight_codes: Float8Tensor, ends_E: Tensor):
-        dtype = gemm_dtype(torch.bfloat16, x.device)  # CUDA has grouped GEMMs in BF16 only
-        operand = x.to(dtype) if x_codes is None else dequantize_weight(x_codes, dtype)
-        ctx.save_for_backward(x, weight, ends_E)  # the parameter itself, no copy of it
-        return F.grouped_mm(operand, dequantize_weight(weight_codes, dtype).transpose(1, 2), offs=ends_E)
+    def __init__(self, logits_TE: Tensor, chosen_TK: Tensor):
+        super().__init__()
+        self.logits_TE, self.chosen_TK = logits_TE, chosen_TK
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, ends_E = ctx.saved_tensors
-        dtype = gemm_dtype(torch.bfloat16, x.device)
-        for_x, _, for_weight, *_ = ctx.needs_input_grad
-        dy = dy.to(dtype)
-        dx = F.grouped_mm(dy, weight.to(dtype), offs=ends_E).to(x.dtype) if for_x else None
-        dw = F.grouped_mm(dy.t(), x.to(dtype), offs=ends_E).to(weight.dtype) if for_weight else None
-        return dx, None, dw, None, None
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            # in FP32 softmax and gate weights stay so, and their gradients
+            return StraightThrough.apply(lambda _: self.logits_TE.float(), *args, None, None)
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        # a ranking that is the engine's: whoever looks on, or replaces the choice, calls or is called by this
+        rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
+        ranking_TE = torch.zeros_like(self.logits_TE, dtype=torch.float32)
+        ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))
+        indices_TK = func(ranking_TE, *args[1:], **(kwargs or {})).indices
+        return torch.return_types.topk((args[0].gather(-1, indices_TK), indices_TK))
 
 
-class FP8ExpertModules(SwappedModules):
-    """The FP8 experts of one model, by checkpoint name."""
+class FollowedExperts:
+    """Mixed into the class of the experts of a layer. `engine`: see `EngineKernels.experts`."""
 
-    @classmethod
-    def install(cls, model: nn.Module, names: Collection[str], flow: FP8Flow) -> "FP8ExpertModules":
-        """Turn experts of `model`, plain or PEFT-wrapped, by checkpoint name, into FP8 experts, in place."""
-        if names and flow.backward == "fp8":
-            raise ValueError(
-                f"fp8_backward='fp8' with FP8 experts ({listed(names, 1)}): their backward is straight-through only. "
-                "Set fp8_backward='bf16', or keep the experts in high precision with fp8_ignored_modules."
-            )
-        chosen = {name: module for name, module in expert_modules(model) if name in names}
-        for module in chosen.values():
-            module.__class__ = swapped_class(FP8Experts, type(module), "FP8", ("fp8_flow", "_quantized"))
-            module.fp8_flow, module._quantized = flow, {}
-        return cls(chosen)
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        # not `_parameters`: adapters of parameters replace them by sums while they run
+        weights = [getattr(self, name) for name in TRANSFORMERS.fused]
+        inputs = hidden_states, top_k_index, top_k_weights, *weights
+        return own_gradient(self._value, self._own, *inputs, dtype=gemm_dtype(hidden_states.device))
+
+    def _value(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:
+        return self.engine(tokens_of(hidden_states), top_k_index, top_k_weights)
+
+    def _own(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:
+        with holding(self, dict(zip(TRANSFORMERS.fused, weights, strict=True))):
+            return self.before.forward(self, hidden_states, top_k_index, top_k_weights)

@@ -50,9 +50,6 @@ class FusedCall:
             self._output = self._input = None
         return output
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_output": None, "_input": None}  # a copy has inputs of its own
-
 
 class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
     """An `nn.Linear` whose values are the engine's, made by `FollowedLinears.install` of an existing layer."""
@@ -69,7 +66,8 @@ class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not self.flow.on:
             return super().forward(input)
-        return _FollowedLinear.apply(self, input, self.weight, self.bias)
+        in_fp8 = self if self.is_fp8 and self.fp8_flow.backward == "fp8" else None
+        return StraightThrough.apply(self.value, input, self.weight, self.bias, in_fp8)
 
     def value(self, input: Tensor) -> Tensor:
         """What the engine computes of `[..., K]`: BF16 `[..., N]`."""
@@ -99,23 +97,23 @@ class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
         return sum(product.float() for product in products).to(torch.bfloat16)
 
 
-class _FollowedLinear(torch.autograd.Function):
+class StraightThrough(torch.autograd.Function):
+    """`value(x)` with the gradients of `x @ weight.T + bias`, as `in_fp8` quantizes its operands if it is given."""
+
     @staticmethod
-    def forward(ctx, layer: FollowedLinear, x, weight, bias):
-        flow, in_fp8 = layer.fp8_flow, layer.fp8_flow.backward == "fp8" and layer.is_fp8
+    def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            y = layer.value(x)
-            ctx.flow, ctx.blocks = flow, None
+            y = value(x)
+            ctx.flow, ctx.blocks = in_fp8 and in_fp8.fp8_flow, None
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
             for_dx, for_dw = (None, None), (None, None)
-            ctx.in_fp8 = in_fp8
             if ctx.needs_input_grad[1]:
                 # Codes that were made for this forward would hold an unsharded weight until the backward
-                codes = layer.lasting_codes() if in_fp8 else None
+                codes = in_fp8.lasting_codes() if in_fp8 else None
                 for_dx = (weight, None) if codes is None else (codes.qdata, codes.scale)
                 ctx.blocks = None if codes is None else codes.block_size
             if ctx.needs_input_grad[2]:
-                codes = layer.along_tokens(x) if in_fp8 else None
+                codes = in_fp8.along_tokens(x) if in_fp8 else None
                 for_dw = (x.to(torch.bfloat16), None) if codes is None else (codes.qdata, codes.scale)
             ctx.save_for_backward(*for_dx, *for_dw)
         return y
@@ -130,18 +128,18 @@ class _FollowedLinear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
-                dx = _input_gradient(dy, weight, ctx.flow, ctx.in_fp8)
+                dx = _input_gradient(dy, weight, ctx.flow)
                 dx = dx.view(*shape[:-1], dx.shape[-1]).to(ctx.dtypes[0])
             if ctx.needs_input_grad[2]:
                 dw = _weight_gradient(dy, x, x_scale, ctx.flow).to(ctx.dtypes[1])
             if ctx.needs_input_grad[3]:
-                db = dy.sum(0).to(ctx.dtypes[2])
-        return None, dx, dw, db
+                db = dy.sum(0, dtype=ctx.dtypes[2])
+        return None, dx, dw, db, None
 
 
-def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow, in_fp8: bool) -> Tensor:
+def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow | None) -> Tensor:
     """dX `[T, K]`. `weight` is W, or codes of it."""
-    if not in_fp8:
+    if flow is None:
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).mm(weight.to(dtype))
     codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
@@ -150,7 +148,7 @@ def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow, in
     return gemm_for(flow.backend)(flow.quantize_for_backward(dy), transposed)
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, flow: FP8Flow) -> Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, flow: FP8Flow | None) -> Tensor:
     """dW `[N, K]`. `x` is X, or its codes along the tokens `[K, T]` with their scales."""
     if scale is None:
         dtype = gemm_dtype(dy.device)

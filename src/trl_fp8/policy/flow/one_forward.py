@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from peft.tuners.lora import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -18,12 +19,21 @@ from transformers import PreTrainedModel
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.recipe.from_model import linear_layers, of_adapter
-from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, listed
+from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 
 from .adapter import FollowedAdapter, require_sums
-from .between import FollowedEmbedding, FollowedMLP, FollowedNorm, FollowedRotary, FollowedScaledEmbedding, Turning
+from .between import (
+    FollowedEmbedding,
+    FollowedMLP,
+    FollowedNorm,
+    FollowedParallelLayer,
+    FollowedRotary,
+    FollowedScaledEmbedding,
+    Turning,
+)
+from .experts import FollowedExperts, FollowedRouter
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
 from .linear import FollowedLinear, FusedCall, tokens_of
@@ -52,6 +62,7 @@ class OneForward(SwappedModules):
         _turn_by_engine(base)
         ours = {base.get_output_embeddings(), *base.get_decoder().modules()}
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
+        self._experts = {experts for _, experts in expert_modules(model)}
         self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
@@ -63,6 +74,9 @@ class OneForward(SwappedModules):
             raise
         hook.follow(self)
 
+    def switch(self, on: bool) -> None:
+        self.on = on
+
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
         before, self.on = self.on, on
@@ -71,19 +85,34 @@ class OneForward(SwappedModules):
         finally:
             self.on = before
 
+    def remove(self) -> None:
+        super().remove()
+        self.hook.follow(None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a policy has no engine that holds its weights
+
     def _follow(self, path: str, module: nn.Module) -> None:
         """Let `module` call the engine, if it computes anything by itself."""
         name, kernels = checkpoint_name(path), self.kernels
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
+        elif isinstance(module, ParamWrapper):
+            return  # lends its sums to the module inside, which follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
+        elif is_router(module):
+            self._swap(path, module, FollowedRouter, engine=kernels.router(name))
+        elif module in self._experts:
+            self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, _embedding(module))
-        elif hasattr(module, "inv_freq"):
+        elif any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
+        elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
+            self._swap(path, module, FollowedParallelLayer)
         elif all(hasattr(module, part) for part in MLP):
             self._swap(path, module, FollowedMLP, engine=kernels.activation(name))
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):

@@ -1,25 +1,31 @@
 """The engine's value with the policy's own gradient: what straight-through means for anything but a large GEMM.
 
     forward    y = engine(x)                                  on the engine's tensors; x is all that is kept
-    backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation in FP32
+    backward   d policy(x, parameters) / d (x, parameters)    of the policy's own, unquantized computation, in FP32
 
 The backward computes the policy's forward once more. For norms, rotary embeddings and activation functions that is
-cheap; linear layers, attention and the output head have backwards of their own.
+cheap, experts have nothing cheaper; linear layers, attention and the output head have backwards of their own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
 Outputs = Tensor | tuple[Tensor, ...]
 
 
-def own_gradient(engine: Callable[..., Outputs], policy: Callable[..., Outputs], *inputs: Tensor) -> Outputs:
-    """`engine(*inputs)`, whose gradients are those of `policy(*inputs)`; outputs have the same shapes."""
-    outputs = _OwnGradient.apply(engine, policy, *inputs)
+def own_gradient(
+    engine: Callable[..., Outputs],
+    policy: Callable[..., Outputs],
+    *inputs: Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> Outputs:
+    """`engine(*inputs)`, whose gradients are those of `policy(*inputs)` in `dtype`; outputs have the same shapes."""
+    outputs = _OwnGradient.apply(engine, policy, dtype, *inputs)
     return outputs[0] if len(outputs) == 1 else outputs
 
 
@@ -28,20 +34,31 @@ def with_value(own: Tensor, value: Tensor) -> Tensor:
     return _WithValue.apply(own, value)
 
 
+@contextmanager
+def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
+    """Inside the block the module has these tensors in the place of its parameters."""
+    held = dict(module._parameters)
+    try:
+        module._parameters.update(parameters)
+        yield
+    finally:
+        module._parameters.update(held)
+
+
 class _OwnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, engine, policy, *inputs):
+    def forward(ctx, engine, policy, dtype, *inputs):
         outputs = engine(*inputs)
-        ctx.policy = policy
+        ctx.policy, ctx.dtype = policy, dtype
         ctx.save_for_backward(*inputs)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
-        needed, saved = ctx.needs_input_grad[2:], ctx.saved_tensors
+        needed, saved = ctx.needs_input_grad[3:], ctx.saved_tensors
         inputs = [
-            tensor.detach().float().requires_grad_() if need else tensor
+            tensor.detach().to(ctx.dtype).requires_grad_(need) if tensor.is_floating_point() else tensor
             for tensor, need in zip(saved, needed, strict=True)
         ]
         kind = gradients[0].device.type
@@ -54,7 +71,7 @@ class _OwnGradient(torch.autograd.Function):
         found = iter(torch.autograd.grad(values, wanted, dys, allow_unused=True))
         made = (next(found) if need else None for need in needed)
         given = zip(made, saved, strict=True)
-        return None, None, *(gradient if gradient is None else gradient.to(of.dtype) for gradient, of in given)
+        return None, None, None, *(gradient if gradient is None else gradient.to(of.dtype) for gradient, of in given)
 
 
 class _WithValue(torch.autograd.Function):
