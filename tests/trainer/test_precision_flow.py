@@ -152,3 +152,21 @@ def holds(linear):
     """Whether the engine holds the codes of the layer's weight."""
     fresh, held = linear.fp8_flow.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
     return torch.equal(held.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
+
+
+@pytest.mark.parametrize("backward", ["bf16", "fp8"])
+def test_between_forward_and_backward_no_copy_of_a_weight_is_kept(backward, checkpoint, tmp_path):
+    """What is gathered for a forward, under FSDP2 or ZeRO-3, would otherwise stay until the backward."""
+    args = arguments(tmp_path, max_steps=1, fp8_backward=backward, **FULL)
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train()
+        kept, held = [], trainer.vllm_generation.engine.layout.held.values()
+        lasting = {tensor.untyped_storage().data_ptr() for tensor in [*trainer.model.parameters(), *held]}
+        keep = torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor) or tensor, lambda kept: kept
+        )
+        with trainer.feature(Flow).forward.switched(on=True), keep:
+            trainer.model(input_ids=torch.tensor([[5, 6, 7]]))
+        weights = [tensor for tensor in kept if tensor.numel() >= 64 * 128]  # the smallest; activations have 3 rows
+        assert len(weights) >= 15 and len(kept) > 2 * len(weights)
+        assert all(tensor.untyped_storage().data_ptr() in lasting for tensor in weights)
