@@ -11,6 +11,7 @@ from testing import tiny_models
 from testing.runs import arguments, column, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.flow import Flow
+from trl_fp8.features.kv_cache import KVCache
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -165,7 +166,7 @@ def test_between_forward_and_backward_no_copy_of_a_weight_is_kept(backward, chec
         keep = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: kept.append(tensor) or tensor, lambda kept: kept
         )
-        with trainer.feature(Flow).forward.switched(on=True), keep:
+        with trainer.feature(Flow).forward.switched(on=True), trainer.feature(KVCache).simulated(), keep:
             trainer.model(input_ids=torch.tensor([[5, 6, 7]]))
         weights = [tensor for tensor in kept if tensor.numel() >= 64 * 128]  # the smallest; activations have 3 rows
         assert len(weights) >= 15 and len(kept) > 2 * len(weights)
