@@ -1,6 +1,7 @@
 """Training with a full FP8 forward: the policy's log-probs stay the engine's while the weights move."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,10 @@ def test_what_shows_without_an_engine_is_refused_before_one_starts():
         Flow(flow_trainer(model, recipe, backend="scaled_mm"))
     with pytest.raises(ValueError, match="full' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
         Flow(flow_trainer(tiny_models.build("glm4_moe"), recipe))
+    with pytest.raises(
+        ValueError, match="'full' with experts and vllm_tensor_parallel_size=2: each rank holds a part"
+    ):
+        Flow(flow_trainer(tiny_models.build("mixtral"), replace(recipe, fp8_experts=("b",), tensor_parallel_size=2)))
     model.model.embed_tokens.__class__ = type("OddEmbedding", (torch.nn.Embedding,), {"forward": lambda *args: None})
     with pytest.raises(ValueError, match="the model's embedding is a OddEmbedding"):
         Flow(flow_trainer(model, recipe))

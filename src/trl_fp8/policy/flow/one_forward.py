@@ -159,6 +159,12 @@ def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
 def require_followable(model: nn.Module, recipe: FP8Recipe) -> None:
     """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
     require_sums(model, recipe.tensor_parallel_size)
+    if recipe.has_experts and recipe.tensor_parallel_size > 1:
+        raise ValueError(
+            f"fp8_forward='full' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: each rank "
+            "holds a part of every expert, and the trainer calls the engine's. Set vllm_tensor_parallel_size=1, or "
+            "fp8_forward='off'."
+        )
     base = transformers_model(model)
     if f"{type(base).__module__}.{TURN}" not in PATCHES:
         raise ValueError(
