@@ -8,6 +8,7 @@ the base computes, its gradient would need what the base alone computes, and tha
 """
 
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
@@ -50,8 +51,8 @@ def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
 
 
 def _other_than_sum(module: BaseTunerLayer) -> str | None:
-    """What an adapter is, unless it adds to a linear layer's output."""
-    if type(module) is not LoraLinear:
+    """What an adapter is, unless it adds to a linear layer's output, or to a parameter (of experts)."""
+    if not isinstance(module, (LoraLinear, ParamWrapper)):
         return f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
     return next((type(variant).__name__ for variant in module.lora_variant.values()), None)
 
