@@ -10,10 +10,8 @@ from transformers import AutoModelForCausalLM
 from testing import engines
 from testing.played_attention import engine_with, played_attention
 from testing.runs import arguments, column, training
-
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.features.flow import Flow
-
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 

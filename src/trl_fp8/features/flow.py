@@ -16,10 +16,11 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.flow.experts import require_followable_experts
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.gemm import require_backend
 from trl_fp8.policy.flow.kernels import EngineKernels
-from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.policy.flow.one_forward import OneForward, require_family
 from trl_fp8.upstream.patches import substituted
 
 from .engine_head import engine_head
@@ -39,6 +40,8 @@ class Flow(Feature):
         self._outdated = self._checked = False
         self._flow()  # what can be refused before an engine is started
         require_backend(trainer.args.fp8_gemm_backend, _capability())
+        require_family(trainer.model)
+        require_followable_experts(trainer.recipe, trainer.args.fp8_backward)
         if is_peft_model(trainer.model) and trainer.recipe.tensor_parallel_size > 1:
             raise ValueError(
                 "fp8_forward='full' with adapters and vllm_tensor_parallel_size="
@@ -47,8 +50,8 @@ class Flow(Feature):
             )
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        trainer, scaling = self.trainer, numerics.linears or numerics.experts
-        if scaling is None:
+        trainer = self.trainer
+        if not numerics.kernels:
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r} calls the engine's FP8 kernels: expected are those of "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
@@ -58,7 +61,8 @@ class Flow(Feature):
         kv_cache = trainer.feature(KVCache)
         hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
         self._bound = numerics.mismatch_bound
-        flow = self._flow(operand_scale_format=scaling.scale_format)
+        options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
+        flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
         self.forward.on = False
         self._head = engine_head(self.forward)

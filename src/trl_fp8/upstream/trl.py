@@ -20,7 +20,6 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     ),
     "transformers.PreTrainedConfig": {"_attn_implementation": "policy"},
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
-    "transformers.integrations.moe.ExpertsInterface": {"_apply_gate": "policy"},
     "torch": {"_foreach_copy_": "engine quantization sync"} | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
     "torch.ops.aten": dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),
     "torch.nn.Module": {"_non_persistent_buffers_set": "recipe", "_parameters": "policy"},

@@ -56,7 +56,7 @@ class OneForward(SwappedModules):
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         super().__init__({})
-        base = transformers_model(model)
+        base = require_family(model)
         _turn_by_engine(base)
         ours = {base.get_output_embeddings(), *base.get_decoder().modules()}
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
@@ -158,14 +158,20 @@ def _embedding(module: nn.Embedding) -> type:
     )
 
 
-def _turn_by_engine(base: PreTrainedModel) -> None:
-    """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
-    family = sys.modules[type(base).__module__]
-    if f"{family.__name__}.{TURN}" not in PATCHES:
+def require_family(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside `model`. `ValueError` if it is of none of the families that can follow."""
+    base = transformers_model(model)
+    if f"{type(base).__module__}.{TURN}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
             f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
         )
+    return base
+
+
+def _turn_by_engine(base: PreTrainedModel) -> None:
+    """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
+    family = sys.modules[type(base).__module__]
     apply = getattr(family, TURN)
     if not isinstance(apply, Turning):
         patch(family, TURN, Turning(apply))
