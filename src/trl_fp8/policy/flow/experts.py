@@ -31,8 +31,8 @@ def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
         )
     if recipe.fp8_experts and backward == "fp8":
         raise ValueError(
-            f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): their backward is "
-            "straight-through only. Set fp8_backward='bf16', or keep the experts in high precision with fp8_ignored_modules."
+            f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): they have a straight-through "
+            "backward only. Set fp8_backward='bf16', or keep them in high precision with fp8_ignored_modules."
         )
 
 
