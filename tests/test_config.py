@@ -59,12 +59,8 @@ def test_what_the_user_sets_wins():
             ["simulate_kv_cache=True", "kv_cache_skip_layers=['1']", "kv_cache_dtype='auto'"],
         ),
         (
-            {"simulate_attention_weights": True, "simulate_kv_cache": False},
-            ["simulate_attention_weights=True", "simulate_kv_cache=False", "Set simulate_kv_cache=True"],
-        ),
-        (
-            {"simulate_attention_weights": True, "kv_cache_dtype": "auto"},
-            ["simulate_attention_weights=True", "kv_cache_dtype='auto'"],
+            {"fp8_forward": "full", "simulate_kv_cache": False},
+            ["simulate_kv_cache=False with fp8_forward='full'", "Remove simulate_kv_cache", "fp8_forward='off'"],
         ),
         ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
@@ -105,18 +101,19 @@ def test_what_the_user_sets_wins():
         ),
         ({"vllm_engine_kwargs": {"seed": 1, "kv_cache_dtype": "auto"}}, ["['kv_cache_dtype', 'seed']", "own"]),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, ["FSDP1", "embeddings", "fsdp_config={'version': 2}"]),
-        ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'weights', 'full']"]),
+        ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'full']"]),
+        ({"fp8_forward": "full", "fp8_forward_check": "off"}, ["fp8_forward_check='off'", "['error', 'warn']"]),
         (
             {"fp8_forward": "full", "fp8_weights": False},
             ["fp8_forward='full' with fp8_weights=False", "add mismatch", "Set fp8_weights=True", "fp8_forward='off'"],
         ),
         (
-            {"fp8_forward": "weights", "fp8_weights": False, "kv_cache_dtype": "auto"},
-            ["fp8_forward='weights' with fp8_weights=False", "engine does not"],
+            {"fp8_backward": "fp8"},
+            ["fp8_backward='fp8' with fp8_forward='off'", "no forward that it would concern", "remove fp8_backward"],
         ),
         (
-            {"fp8_backward": "fp8"},
-            ["fp8_backward='fp8' with fp8_forward='off'", "no FP8 linear layers", "remove fp8_backward"],
+            {"fp8_forward_check": "warn"},
+            ["fp8_forward_check='warn' with fp8_forward='off'", "fp8_forward='full'", "remove fp8_forward_check"],
         ),
         (
             {"fp8_gemm_backend": "scaled_mm"},
@@ -137,7 +134,7 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
         {"top_k": -1, "min_p": 0.0, "generation_kwargs": {"min_tokens": 0, "stop": ["\n"]}},
         {"fsdp": True, "fsdp_config": {"version": 2}},
         {"vllm_engine_kwargs": {"enforce_eager": True}},
-        {"fp8_forward": "weights"},
+        {"fp8_forward": "full", "fp8_forward_check": "warn"},
         {"fp8_forward": "full", "fp8_backward": "fp8", "fp8_gemm_backend": "scaled_mm"},
         {"fp8_forward": "off", "fp8_weights": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"},
     ],
@@ -205,12 +202,11 @@ def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
     "flags, simulated",
     [
         ({}, False),
-        ({"fp8_forward": "weights"}, False),
         ({"fp8_forward": "full"}, True),
         ({"fp8_weights": False}, True),
         ({"fp8_weights": False, "kv_cache_dtype": "auto"}, False),
         ({"fp8_forward": "full", "kv_cache_dtype": "auto"}, False),
-        ({"fp8_forward": "full", "simulate_kv_cache": False}, False),
+        ({"fp8_weights": False, "simulate_kv_cache": False}, False),
         ({"simulate_kv_cache": True}, True),
     ],
 )

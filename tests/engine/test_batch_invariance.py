@@ -27,7 +27,7 @@ from trl_fp8.upstream.vllm import forget_rotary_embeddings
 pytestmark = pytest.mark.engine
 
 ROWS = 200
-CONFIG = Cpu.rounding.arguments()["compilation_config"]
+CONFIG = Cpu.invariance.arguments()["compilation_config"]
 SIZES = {"aligned": 1024, "ragged": 900}  # of the sums: FP32 orders them by what a vector holds
 
 
@@ -160,6 +160,27 @@ def test_gate_weights_and_the_choice_of_experts(experts, renormalize):
     logits = random(ROWS, experts).clamp(-8, 8)  # with ties
     for which in (0, 1):
         require_invariant(lambda x, which=which: cpu_router._softmax_topk(x, 4, renormalize)[which] + which, logits)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_gate_weights_of_groups_of_experts(scoring):
+    register_cpu_ops()
+    logits, bias = random(ROWS, 60).clamp(-8, 8).float(), random(60, seed=1).float()
+    groups = dict(num_expert_group=5, scoring_func=scoring, e_score_correction_bias=bias)
+
+    def route(x, **options):
+        weights, ids = cpu_router._grouped_topk(x, **groups, **options)
+        return torch.ones(len(x), 60).scatter_add(1, ids.long(), weights)
+
+    every = dict(topk=60, topk_group=5, renormalize=False, routed_scaling_factor=2.0**20)
+    require_invariant(lambda x: route(x, **every), logits)
+    some = dict(topk=6, topk_group=2, renormalize=True, routed_scaling_factor=2.5)
+    require_invariant(lambda x: route(x, **some), logits)
+    scores = torch.sigmoid(logits.double()) if scoring == "sigmoid" else logits.double().softmax(-1)
+    chosen = route(logits, **some) > 1
+    assert (chosen.sum(1) == 6).all()
+    expected = torch.where(chosen, 2.5 * scores / (scores * chosen).sum(1, keepdim=True), 0) + 1
+    torch.testing.assert_close(route(logits, **some).double(), expected, rtol=2**-20, atol=0)
 
 
 # ------------------------------------------------------------------------------------- functions of a row or a number

@@ -6,7 +6,7 @@ import torch
 from trl_fp8.engine.vllm.cuda.pages import pages_of
 
 
-@pytest.mark.parametrize("lengths", [(5, 1, 23, 12), (16,), (1,), (16, 32, 1), (3,) * 40], ids=str)
+@pytest.mark.parametrize("lengths", [(5, 1, 23, 12), (16,), (1,), (16, 32, 1), (3,) * 40, (0, 7, 0, 16, 0)], ids=str)
 @pytest.mark.parametrize("slots", [1, 16, 32])
 def test_each_sequence_is_read_back_through_its_pages(lengths, slots):
     starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

@@ -10,6 +10,7 @@ from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerCo
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 
@@ -22,7 +23,21 @@ class IdleScheduler(Scheduler):
         self.kv_cache_manager = SimpleNamespace(reset_prefix_cache=lambda: True)
         self.requests, self.running, self.connector = {}, [], None
         self.prev_step_scheduled_req_ids = set()
+        self.has_requests = lambda: False
         self._pause_state = PauseState.UNPAUSED
+
+
+class IdleExecutor(UniProcExecutor):
+    """vLLM's, whose worker remembers the level at which it sleeps, and what is discarded or woken."""
+
+    def __init__(self):
+        self.sleeping_tags, self.level, self.happened = set(), None, []
+
+    def collective_rpc(self, method: str, args: tuple = (), kwargs: dict | None = None) -> None:
+        if method == "sleep":
+            self.level = kwargs["level"]
+        if method in ("discard", "wake_up"):
+            self.happened.append((method, *(args or [kwargs["tags"]])))
 
 
 class IdleCore(EngineCore):
@@ -30,13 +45,13 @@ class IdleCore(EngineCore):
 
     def __init__(self, routes: bool):
         self.scheduler = IdleScheduler(routes)
-        self.model_executor = SimpleNamespace(collective_rpc=lambda name: None, sleep=self._note, is_sleeping=False)
-        self.model_executor.wake_up = lambda tags: None
+        self.model_executor = IdleExecutor()
         self.reset_mm_cache = self.reset_encoder_cache = lambda: None
-        self.level = None
+        self.batch_queue = None
 
-    def _note(self, level: int) -> None:
-        self.level = level
+    @property
+    def level(self) -> int | None:
+        return self.model_executor.level
 
 
 @pytest.fixture
@@ -53,6 +68,7 @@ def made(monkeypatch):
 
     monkeypatch.setattr(LLM, "__init__", start)
     monkeypatch.setattr(LLM, "sleep", lambda llm, level=1, mode="abort": llm.core.sleep(level, mode))
+    monkeypatch.setattr(LLM, "release_kv_cache_memory", lambda llm: llm.core.release_kv_cache_memory())
     monkeypatch.setattr(LLM, "wake_up", lambda llm, tags: llm.core.wake_up(tags))
     monkeypatch.setattr(LLM, "generate", draw)
     return RolloutLLM
@@ -69,7 +85,31 @@ def test_an_engine_that_returns_routes_sleeps_and_wakes(keep_weights, level, mad
     assert llm.core.level == level and scheduler.aux_output_connector._generation == 1  # the cache was reset
     assert scheduler.pause_state == PauseState.PAUSED_ALL
     llm.wake_up(["weights"])
+    assert scheduler.pause_state == PauseState.PAUSED_ALL  # until all is awake
+    llm.wake_up(["kv_cache"])
     assert scheduler.pause_state == PauseState.UNPAUSED
+
+
+@pytest.mark.parametrize("routes", [False, True])
+def test_shared_weights_never_sleep_again(routes, made):
+    llm = made(routes_from="vllm", enable_return_routed_experts=True) if routes else made()
+    llm.sleep(level=2)
+    llm.share_weights()
+    executor, scheduler = llm.core.model_executor, llm.core.scheduler
+    assert executor.level == 2 and not llm.weights_kept
+    for tags in ["weights"], ["weights"], ["kv_cache"]:  # a sync before the first sleep may be repeated
+        llm.wake_up(tags)
+    assert scheduler.pause_state == PauseState.UNPAUSED
+    for _ in range(2):
+        llm.sleep(level=2)
+        assert executor.sleeping_tags == {"kv_cache"} and llm.weights_kept
+        assert scheduler.pause_state != PauseState.UNPAUSED
+        for tags in ["weights"], ["weights"], ["kv_cache"]:
+            llm.wake_up(tags)
+            assert not llm.weights_kept
+        assert scheduler.pause_state == PauseState.UNPAUSED
+    once = [("discard", ("kv_cache",)), ("wake_up", ["kv_cache"])]
+    assert executor.happened == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), *once, *once]
 
 
 def test_others_abort_what_still_runs(made):

@@ -1,7 +1,8 @@
 """Sleep mode: what is freed when, in which order the engine wakes up, and when weights have to be sent again.
 
 vLLM refuses sleep mode on CPU. Here the engine is real and its sleep is played with real tensors: level 2 destroys
-parameters and KV cache, level 1 keeps a copy of the parameters, and waking brings back what was kept.
+parameters, level 1 keeps a copy of them, and waking brings back what was kept. Both destroy the KV cache, as does its
+release at level 0.
 """
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from vllm import LLM
 
 from testing import engines
-from testing.runs import arguments, dataset, reward_digits, rows
+from testing.runs import arguments, column, dataset, reward_digits, rows
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
@@ -28,12 +29,22 @@ def events(monkeypatch):
     def parameters(llm):
         return [parameter for parameter in engine_model(llm).parameters() if parameter.numel()]
 
+    def destroy(tensors):
+        for tensor in tensors:
+            tensor.data.view(torch.uint8).fill_(0x7F)  # NaN in e4m3, 3e38 in BF16
+
+    def free_kv_cache(llm):
+        happened.append("free kv_cache")
+        destroy(layer.kv_cache for layer in attention_layers(engine_model(llm)).values())
+        assert llm.reset_prefix_cache()
+
     def sleep(llm, level, **kwargs):
         happened.append(f"sleep {level}")
-        kept["weights"] = [p.detach().clone() for p in parameters(llm)] if level == 1 else None
-        for parameter in parameters(llm):
-            parameter.data.view(torch.uint8).fill_(0x7F)  # NaN in e4m3, 3e38 in BF16
-        assert llm.reset_prefix_cache()
+        if level:
+            kept["weights"] = [p.detach().clone() for p in parameters(llm)] if level == 1 else None
+            destroy(parameters(llm))
+            free_kv_cache(llm)
+            happened.pop()
 
     def wake_up(llm, tags):
         happened.append(f"wake {' '.join(tags)}")
@@ -50,6 +61,7 @@ def events(monkeypatch):
 
     monkeypatch.setattr(RolloutLLM, "__init__", lambda llm, enable_sleep_mode, **kw: LLM.__init__(llm, **kw))
     monkeypatch.setattr(LLM, "sleep", sleep)
+    monkeypatch.setattr(LLM, "release_kv_cache_memory", free_kv_cache)
     monkeypatch.setattr(LLM, "wake_up", wake_up)
     monkeypatch.setattr(LLM, "generate", noted("generate", LLM.generate))
     monkeypatch.setattr(Writer, "write", noted("write", Writer.write))
@@ -82,6 +94,24 @@ def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tm
     assert trainer.vllm_generation.llm.occasion == (3, 0)  # so that a resumed run draws what this one drew
     logged = rows(trainer)
     assert all(0 < row["mismatch/logp_difference_mean"] < 0.3 for row in logged)
+    engines.shutdown(trainer.vllm_generation.llm)
+
+
+def test_weights_that_the_trainer_computes_with_stay_awake(events, checkpoint, tmp_path):
+    """Sent once when they changed: for rollouts, and for the second optimizer step on the same rollouts."""
+    flags = {"fp8_forward": "full", "num_iterations": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = sleepy_trainer(checkpoint("qwen3"), tmp_path, **flags)
+    trainer.train()
+    used = ["wake kv_cache", "generate", "sleep 0", "free kv_cache"]
+    second_step = ["write"]
+    evaluation = ["write", *used, *used]
+    assert events == [
+        *("sleep 2", "wake weights"),  # nothing was sent yet
+        *("write", *used, *second_step, *evaluation),
+        *(*used, *second_step, *evaluation),  # the weights that were evaluated
+    ]
+    mismatch = column(trainer, "mismatch/logp_difference_mean")
+    assert len(mismatch) == 2 and max(mismatch) < 1e-5
     engines.shutdown(trainer.vllm_generation.llm)
 
 

@@ -24,6 +24,7 @@ def engine_head(flow: OneForward) -> type[ChunkedLogProbFunction]:
             ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
         ) -> tuple[Tensor | None, ...]:
             """hidden `[T, K]`, weight `[V, K]`, targets `[T]` -> what `outputs` names, FP32 `[T]` each, else None."""
+            ctx.set_materialize_grads(False)  # of an entropy that is only logged
             own = () if flow.shares else (weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16))
             found = []
             for rows, wanted in zip(tokens_of(hidden).split(TOKENS), targets.split(TOKENS), strict=True):

@@ -5,17 +5,19 @@ scoring, loss      on, after an optimizer step without a sync the engine is sent
 first rollouts     compared: beyond what the platform guarantees is an error that names where the two part
 """
 
+import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import trl.trainer.utils as trl_utils
 from accelerate.logging import get_logger
-from accelerate.utils import is_peft_model
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.flow.adapter import require_sums
+from trl_fp8.policy.flow.comparison import Comparison
 from trl_fp8.policy.flow.experts import require_followable_experts
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.gemm import require_backend
@@ -42,12 +44,7 @@ class Flow(Feature):
         require_backend(trainer.args.fp8_gemm_backend, _capability())
         require_family(trainer.model)
         require_followable_experts(trainer.recipe, trainer.args.fp8_backward)
-        if is_peft_model(trainer.model) and trainer.recipe.tensor_parallel_size > 1:
-            raise ValueError(
-                "fp8_forward='full' with adapters and vllm_tensor_parallel_size="
-                f"{trainer.recipe.tensor_parallel_size}: the engine quantizes the sum of base and adapters, of which "
-                "each rank has a part. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
-            )
+        require_sums(trainer.model, trainer.recipe.tensor_parallel_size)
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         trainer = self.trainer
@@ -64,7 +61,7 @@ class Flow(Feature):
         options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
         flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
-        self.forward.on = False
+        self.forward.switch(on=False)
         self._head = engine_head(self.forward)
 
     def _flow(self, **options) -> FP8Flow:
@@ -97,10 +94,12 @@ class Flow(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date()
-        self.forward.on = True  # until the backward is through: gradient checkpointing runs the forward again in it
+        self.forward.switch(
+            on=True
+        )  # until the backward is through: gradient checkpointing runs the forward again in it
 
     def end_loss(self) -> None:
-        self.forward.on = False
+        self.forward.switch(on=False)
 
     def _bring_up_to_date(self) -> None:
         """Send the weights again where an optimizer step came after the last sync (num_iterations > 1)."""
@@ -109,11 +108,20 @@ class Flow(Feature):
             self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:
-        mismatch = batch.metrics.get("mismatch/logp_difference_mean")
-        if mismatch is None or self._checked:
+        """Look at the first rollouts that were measured; a collective if they differ."""
+        if self._checked:
             return
-        self._checked = True
-        if mismatch <= self._bound:
+        if self.trainer.correction is None:
+            self._checked = True
+            logger.warning(
+                f"fp8_forward={self.trainer.args.fp8_forward!r} with vllm_importance_sampling_correction=False: the "
+                "trainer never compares log-probs with those of the rollouts, so that nothing shows whether the two "
+                "share a forward. Set it to True; rollout_correction='monitor' only measures."
+            )
+            return
+        mismatch = batch.metrics["mismatch/logp_difference_mean"]  # of all ranks; NaN if no token was scored
+        self._checked = not math.isnan(mismatch)
+        if not mismatch > self._bound:
             return
         text = self._failure(mismatch, batch)
         if self.trainer.args.fp8_forward_check == "error":
@@ -123,14 +131,47 @@ class Flow(Feature):
     def _failure(self, mismatch: float, batch: Batch) -> str:
         return (
             f"fp8_forward='full', but the mean difference of log-probs of the first rollouts is {mismatch:.2g}, where "
-            f"trainer and engine share kernels that leave at most {self._bound:g}. "
-            f"{self._where(batch)} of a policy of type {self.trainer.recipe.model_type!r}. Set fp8_forward='off' "
-            "(rollout correction works without it), or fp8_forward_check='warn' to go on as it is."
+            f"trainer and engine share kernels that leave at most {self._bound:g} (a policy of type "
+            f"{self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout correction "
+            "works without it), or fp8_forward_check='warn' to go on as it is."
         )
 
     def _where(self, batch: Batch) -> str:
-        """The first call of the engine whose result the policy does not get, on one of the rollouts."""
-        return "The first layer whose output differs is unknown"
+        """Sentences on the first layer whose result the policy does not get, found with a rollout of this rank."""
+        trainer, comparison = self.trainer, Comparison(self.forward)
+        with comparison.engine():
+            tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
+        ids = torch.tensor([tokens], device=trainer.accelerator.device)
+        kv_cache = trainer.feature(KVCache)
+        as_cached = kv_cache.simulated() if kv_cache else nullcontext()
+        with (
+            torch.no_grad(),
+            as_cached,
+            self.scoring(ids.shape, 1),
+            comparison.policy(),
+        ):  # but no observation, no routes
+            GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
+        if difference := comparison.first_difference():
+            return f"First to differ, when both compute one of the rollouts, is {difference}."
+        if not comparison.layers:
+            return (
+                "The engine is compiled, so that its layers cannot be watched: with vllm_engine_kwargs="
+                "{'enforce_eager': True} this names the first one that differs."
+            )
+        return (
+            f"When both compute one of the rollouts, all {comparison.layers} linear layers agree: what differs is the "
+            "output head, or what the engine does for few tokens at a time, when it decodes."
+        )
+
+
+def worst_rollout(batch: Batch) -> list[int]:
+    """Prompt and completion of the rollout with the largest mismatch, but the last token, after which nothing came."""
+    row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
+    parts = [
+        batch.tensors[f"{part}_ids"][row][batch.tensors[f"{part}_mask"][row].bool()]
+        for part in ("prompt", "completion")
+    ]
+    return torch.cat(parts)[:-1].tolist()
 
 
 def _capability() -> tuple[int, int] | None:

@@ -6,8 +6,8 @@ batch -> a copy of the scales in force for each sequence, because TRL shuffles a
 loss -> k and v (and q) as the cache held them, under the scales of these rollouts
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 
 import torch
@@ -58,7 +58,7 @@ class KVCache(Feature):
         return self.calibrator.next_scales(self.trainer.model_wrapped)
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        self.hook.query_rounded = numerics.query_rounded
+        self.hook.round_queries(numerics.query_rounded)
 
     def before_generation(self, prompts: list) -> None:
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
@@ -70,7 +70,6 @@ class KVCache(Feature):
     def after_generation(self, rollouts: Rollouts) -> None:
         sync = self.trainer.vllm_generation.last_sync
         self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales)
-        self._simulate(self._scales_in_force)
         if sync.kv_scales is self._logged:
             return
         self._logged = sync.kv_scales
@@ -81,8 +80,23 @@ class KVCache(Feature):
             "fp8/kv_margin": self.calibrator.margin_used,
         }
 
-    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
-        return self.calibrator.watching()
+    @contextmanager
+    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> Iterator[None]:
+        with self.calibrator.watching(), self.simulated():
+            yield
+
+    @contextmanager
+    def simulated(self) -> Iterator[None]:
+        """Inside the block the policy sees the cache of the latest rollouts, if not already that of those in a loss.
+        A reference of the same modules, adapters disabled, is scored outside of it.
+        """
+        before = self.hook.scales_L3
+        if before is None:
+            self._simulate(self._scales_in_force)
+        try:
+            yield
+        finally:
+            self.hook.simulate(before)
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:

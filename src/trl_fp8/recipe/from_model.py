@@ -16,7 +16,7 @@ def outline_of(model: nn.Module) -> Outline:
     text = model.config.get_text_config()
     class_name = type(model.get_base_model() if is_peft_model(model) else model).__name__
     kv_heads, head_dim = _heads(text)
-    named = {checkpoint_name(name): p for name, p in model.named_parameters() if not _is_of_adapter(name, model)}
+    named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     named |= persistent_buffers(model)
     return Outline(
         name=model.config.name_or_path or class_name,
@@ -35,7 +35,7 @@ def outline_of(model: nn.Module) -> Outline:
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Linear layers by checkpoint name. PEFT's wrappers are looked through, its adapters left out."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and not _is_of_adapter(name, model):
+        if isinstance(module, nn.Linear) and not of_adapter(name, model):
             yield checkpoint_name(name), module
 
 
@@ -49,8 +49,16 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         for name, buffer in module.named_buffers(prefix, recurse=False):
             persistent = name.rpartition(".")[2] not in module._non_persistent_buffers_set
-            if persistent and not _is_of_adapter(name, model):
+            if persistent and not of_adapter(name, model):
                 yield checkpoint_name(name), buffer
+
+
+def of_adapter(name: str, model: nn.Module) -> bool:
+    """True for modules and parameters of adapters, and copies of whole modules: what TRL's sync leaves out, too."""
+    prefix = getattr(model, "prefix", "lora_")  # of the PEFT method
+    # copies of whole modules: PEFT's original, and TRL's reference
+    copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
+    return copied or f".{prefix}" in f".{name}"
 
 
 def _heads(text: Any) -> tuple[int, int]:
@@ -61,14 +69,6 @@ def _heads(text: Any) -> tuple[int, int]:
         return (kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads) if heads else (0, 0)
     except RuntimeError:  # transformers 5.17 refuses to name one value where layers have several
         return 0, 0
-
-
-def _is_of_adapter(name: str, model: nn.Module) -> bool:
-    """True for what TRL's sync leaves out, too."""
-    prefix = getattr(model, "prefix", "lora_")  # of the PEFT method
-    # copies of whole modules: PEFT's original, and TRL's reference
-    copied = "original_module" in name or ".modules_to_save." in checkpoint_name(name)
-    return copied or f".{prefix}" in f".{name}"
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:

@@ -52,6 +52,7 @@ _PATCHES = {  # how -> target -> (by, why)
             (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
             ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
+        f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
         f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
@@ -78,8 +79,7 @@ _PATCHES = {  # how -> target -> (by, why)
     ON_INSTANCES: {
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
-        "torch.nn.Linear": ("policy/flow/linear.py", "The class: names and state_dict stay."),
-        "torch.nn.Module": ("policy/flow/bf16_modules.py", "The class of what lies between linears."),
+        "torch.nn.Module": ("policy/flow/one_forward.py", "The class of what computes: names and state_dict stay."),
         "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),

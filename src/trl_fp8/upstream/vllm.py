@@ -30,7 +30,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     },
     f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
     f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
-    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine"},
+    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
 }
 

@@ -86,6 +86,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.match_rounding:
             platform.invariance.require(upstream.engine_config(self.llm))
             require_invariant_routers(upstream.engine_model(self.llm))
+            self.llm.share_weights()
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
@@ -159,6 +160,22 @@ class FP8VLLMGeneration(VLLMGeneration):
         if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first
             self.delivery.require_whole()
         return super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.
+
+        Returns that sequence.
+        """
+        if self.tensor_parallel_size > 1:
+            of_first = [tokens]
+            torch.distributed.broadcast_object_list(of_first, group=self.tp_group, group_src=0)
+            [tokens] = of_first
+        if self.enable_sleep_mode:
+            self.llm.wake_up(tags=["kv_cache"])
+        self.llm.prefill(tokens)
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        return tokens
 
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:

@@ -5,8 +5,9 @@ here. Modules are found by the tensors that a sync writes to them (`Layout`), an
 """
 
 import copy
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ class VLLMKernels:
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
         self._head = getattr(model, HEAD, None) or model.model.embed_tokens  # families that are always tied have none
         self._layers = attention_layers(model)
-        self._attention = {number: attention(layer) for number, layer in self._layers.items()}
+        self._attend = cache(lambda number: attention(self._layers[number]))
         self._names = {module: name for name, module in model.named_modules()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
@@ -141,7 +142,7 @@ class VLLMKernels:
         return EngineRotary(self._model.get_submodule(attention).rotary_emb)
 
     def attention(self, layer: int) -> object:
-        return self._attention[layer]
+        return self._attend(layer)
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self._holding(module)
@@ -175,6 +176,19 @@ class VLLMKernels:
         head, processor = holding(self._head, {"weight": weight}), copy.copy(self._model.logits_processor)
         processor.logits_as_input = True  # what is left is to scale and cap them
         return processor(head, head.quant_method.apply(head, hidden, bias=bias))
+
+    @contextmanager
+    def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> Iterator[None]:
+        def noted(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            note(layers, args[0], output[0] if isinstance(output, tuple) else output)
+
+        calls = self._linears.items()
+        handles = [module.register_forward_hook(partial(noted, call.layers)) for module, call in calls]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _holding(self, name: str) -> nn.Module:
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")

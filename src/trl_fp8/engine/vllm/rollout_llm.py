@@ -2,7 +2,8 @@
 
 TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
 with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same: there level 1
-moves them to host memory (half as much in FP8) and back.
+moves them to host memory (half as much in FP8) and back. A trainer that computes with the engine's weights
+(`share_weights`) needs them while the engine sleeps: there they stay where they are, and only the KV cache is freed.
 
 vLLM's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
 engine have to draw the same ones, or they wait for each other for ever; but reward functions draw from it too, each
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
-from vllm import LLM, RequestOutput
+from vllm import LLM, RequestOutput, SamplingParams
 
 from .routes import RouteLog, RouterCapture, returned_routes
 
@@ -31,14 +32,15 @@ def numpy_seeded(*seed: int) -> Iterator[None]:
 
 
 class RolloutLLM(LLM):
-    """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set.
+    """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set, and less if its weights are shared.
 
     `routes_from` says where the experts that routers choose come from: `"vllm"` returns them (`ValueError` with its
     reason if it cannot), `"routers"` are read; None: nobody asks. `seed` is the same on ranks that share an engine.
     """
 
     keep_weights = False  # they will be needed again as they are
-    weights_kept = False  # the engine sleeps with its weights in host memory
+    weights_kept = False  # the engine sleeps and has its weights, in host memory unless they are shared
+    _weights_shared = _weights_asleep = False
     routes: RouteLog | None = None  # of everything that was generated; None without `routes_from`
     occasion = 0, 1  # the trainer's step, and 1 if it trains: all that a resumed run has, to sample as without a break
     _routes_from: str | None = None
@@ -74,13 +76,31 @@ class RolloutLLM(LLM):
             self.routes.add(outputs)
         return outputs
 
+    def prefill(self, tokens: list[int]) -> None:
+        """Compute the layers for a sequence, all of it in one go. No rollout: neither routes nor draws are counted."""
+        parameters = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+        with numpy_seeded(self._seed):
+            super().generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
+
+    def share_weights(self) -> None:
+        """From now on the trainer computes with the engine's weights, also while the engine sleeps."""
+        self._weights_shared = True
+
     def sleep(self, level: int = 1, **kwargs) -> None:
-        self.weights_kept = level == 1 or self.keep_weights
+        self.weights_kept = level == 1 or self.keep_weights or self._weights_shared
         if self._routes_from == "vllm":  # aborting, vLLM's default, it refuses to reset its prefix cache beside routes
             kwargs.setdefault("mode", "keep")
+        if self._weights_shared:
+            super().sleep(level=0, **kwargs)
+            self.release_kv_cache_memory()
+            return
+        self._weights_asleep = True
         super().sleep(level=1 if self.weights_kept else level, **kwargs)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        super().wake_up(tags)
-        if tags is None or "weights" in tags:
-            self.weights_kept = False
+        self.weights_kept = self.weights_kept and not (tags is None or "weights" in tags)
+        if not self._weights_asleep and tags is not None:
+            tags = [tag for tag in tags if tag != "weights"]  # vLLM would warn, and wake nothing
+        if tags is None or tags:
+            super().wake_up(tags)
+        self._weights_asleep = self._weights_asleep and not (tags is None or "weights" in tags)

@@ -28,6 +28,7 @@ from trl_fp8.quantization.e4m3 import cache_round_trip
 
 from .observation import QKVObservation
 from .packed import packed_attention
+from .sequences import Sequences
 
 
 if TYPE_CHECKING:
@@ -68,9 +69,13 @@ class AttentionHook:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
         self.skip_layers = frozenset(layers)
 
-    def follow(self, flow: "OneForward") -> None:
-        """Compute attention as the engine that `flow` calls, while it is on."""
+    def follow(self, flow: "OneForward | None") -> None:
+        """Compute attention as the engine that `flow` calls, while it is on; None: never."""
         self._flow = flow
+
+    def round_queries(self, rounded: bool) -> None:
+        """While an FP8 cache is simulated, whether its attention rounds q, too."""
+        self.query_rounded = rounded
 
     def simulate(self, scales_L3: Tensor | None) -> None:
         """From now on attention sees k and v as an FP8 cache under these scales holds them; None: as they are."""
@@ -112,16 +117,15 @@ class AttentionHook:
     def _attend_as_engine(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
         engine = self._flow.kernels.attention(layer)
-        packed = [states.transpose(1, 2).flatten(0, 1).to(torch.bfloat16) for states in (query, key, value)]
         scales = self.scales_L3[layer] if self._simulates(layer) else None
-        starts, longest = self._sequences
+        starts, longest = self._sequences.starts, self._sequences.longest
 
         def kernel(*states: Tensor) -> tuple:
             return engine(*states, starts, longest, scales)
 
+        states = (self._sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
         mask = engine.scaling, engine.window, engine.softcap
-        output = packed_attention(kernel, *packed, starts, longest, *mask)
-        return output.view(query.shape[0], query.shape[2], *output.shape[1:])
+        return self._sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
 
     @property
     def _followed(self) -> bool:
@@ -146,29 +150,13 @@ class AttentionHook:
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
         if self._followed:
             tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
-            self._sequences = sequences_in(self._real_BT, *tokens.shape[:2], tokens.device)
+            self._sequences = Sequences.of(self._real_BT, *tokens.shape[:2], tokens.device)
         idle = self.scales_L3 is None and not self._followed
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return None
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
         return args, kwargs | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
-
-
-def sequences_in(real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> tuple[Tensor, int]:
-    """The sequences of a padded batch, as they lie one after another in its `rows * length` tokens.
-
-    Returns their first tokens and the end, int32 `[R + 1]`, and a bound of their lengths. Padding on either side of a
-    row is a sequence by itself, so that nothing has to be packed; on a GPU it may be an empty one, so that nobody has
-    to wait for its length.
-    """
-    first_B = torch.arange(0, rows * length, length, device=device)
-    starts = first_B
-    if real_BT is not None:
-        before_B = real_BT.int().argmax(-1)
-        starts = torch.stack([first_B, first_B + before_B, first_B + before_B + real_BT.sum(-1)], -1).flatten()
-    starts = torch.cat([starts, starts.new_full((1,), rows * length)]).int()
-    return (starts.unique_consecutive() if device.type == "cpu" else starts), length
 
 
 def _wrap_registered(name: str) -> None:

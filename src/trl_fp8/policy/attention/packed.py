@@ -113,8 +113,8 @@ def plain_gradients(
     softcap: float | None,
     scores: int = SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v in FP32, on CPU in FP64; `scores`: how many to hold at a time, of one query per head at least."""
-    dtype = torch.float64 if gradient_NHD.device.type == "cpu" else torch.float32
+    """Of q, k and v, at least in FP32; `scores`: how many to hold at a time, of one query per head at least."""
+    dtype = torch.promote_types(gradient_NHD.dtype, torch.float32)
     rows_N, sequences = _rows_when_padded(starts, longest, len(gradient_NHD)), len(starts) - 1
     heads, groups = rounded[0].shape[1], rounded[1].shape[1]
 
@@ -137,23 +137,28 @@ def plain_gradients(
         distance_CS = position[queries, None] - position[keys]
         hidden_CS = (distance_CS < 0) if window is None else (distance_CS < 0) | (distance_CS >= window)
         q, do, k, v = q_RGMLD[..., queries, :], do_RGMLD[..., queries, :], k_RGLD[:, :, keys], v_RGLD[:, :, keys]
-        s_RGMCS = scaling * torch.einsum("rgmcd,rgsd->rgmcs", q, k)
+        s_RGMCS = scaling * _per_group(q, k.mT)
         if softcap:
             bent = torch.tanh(s_RGMCS / softcap)
             s_RGMCS = softcap * bent
         p = (s_RGMCS - lse_RGML[..., queries, None]).exp_().masked_fill_(hidden_CS, 0.0)
-        dp = torch.einsum("rgmcd,rgsd->rgmcs", do, v)
+        dp = _per_group(do, v.mT)
         ds = p * (dp - (p * dp).sum(-1, keepdim=True))
         if softcap:
             ds = ds * (1 - bent * bent)
-        dq[..., queries, :] = scaling * torch.einsum("rgmcs,rgsd->rgmcd", ds, k)
-        dk[:, :, keys] += scaling * torch.einsum("rgmcs,rgmcd->rgsd", ds, q)
-        dv[:, :, keys] += torch.einsum("rgmcs,rgmcd->rgsd", p, do)
+        dq[..., queries, :] = scaling * _per_group(ds, k)
+        dk[:, :, keys] += scaling * ds.flatten(2, 3).mT @ q.flatten(2, 3)
+        dv[:, :, keys] += p.flatten(2, 3).mT @ do.flatten(2, 3)
 
     def packed(padded: Tensor) -> Tensor:
         return padded.flatten(1, -3).transpose(1, 2).flatten(0, 1)[rows_N]
 
     return packed(dq), packed(dk), packed(dv)
+
+
+def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
+    """The product, `[R, G, M, C, y]`, as one matrix for all M heads of a group."""
+    return (left_RGMCx.flatten(2, 3) @ right_RGxy).unflatten(2, left_RGMCx.shape[2:4])
 
 
 def _rows_when_padded(starts: Tensor, longest: int, tokens: int) -> Tensor:

@@ -24,7 +24,8 @@ class FollowedNorm:
         return own_gradient(self._value, self._own, x, *dict(self.named_parameters(recurse=False)).values())
 
     def _value(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        return self.engine(x.to(torch.bfloat16).flatten(0, max(0, min(x.dim() - 2, 1)))).view(x.shape)
+        rows = x.flatten(0, 1) if x.dim() > 2 else x
+        return self.engine(rows.to(torch.bfloat16)).view(x.shape)
 
     def _own(self, x: Tensor, *parameters: Tensor) -> Tensor:
         with holding(self, dict(zip(dict(self.named_parameters(recurse=False)), parameters, strict=True))):
@@ -91,9 +92,9 @@ class FollowedRotary:
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
         given = () if layer_type is None else (layer_type,)
-        cos, sin = super().forward(x, position_ids, *given)
         if not self.flow.on:
-            return cos, sin
+            return super().forward(x, position_ids, *given)
+        cos, sin = super().forward(x[:0].float(), position_ids, *given)  # of x the device and the dtype matter
         turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return turn, turn
 
@@ -125,13 +126,16 @@ class Turning:
         self._apply = apply
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor | Turn, sin: Tensor | Turn, *args, **kwargs) -> tuple:
-        return cos(self._apply, q, k) if isinstance(cos, Turn) else self._apply(q, k, cos, sin, *args, **kwargs)
+        if isinstance(cos, Turn):
+            return cos(self._apply, q, k, *args, **kwargs)
+        return self._apply(q, k, cos, sin, *args, **kwargs)
 
 
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
     """Both, `[..., N]`, in rows `[T, 2 N]`: no copy where they are two halves of a fused call's output."""
-    width, rows = left.shape[-1], left.flatten(0, -2) if left.dim() > 2 else left
-    beside = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    if beside and right.storage_offset() == left.storage_offset() + width and right.stride() == left.stride():
-        return rows.as_strided((len(rows), 2 * width), rows.stride(), rows.storage_offset())
-    return torch.cat([left, right], -1).flatten(0, -2)
+    width, left, right = left.shape[-1], left.flatten(0, -2), right.flatten(0, -2)
+    together = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    in_a_row = left.stride() == right.stride() and left.stride(1) == 1
+    if together and in_a_row and right.storage_offset() == left.storage_offset() + width:
+        return left.as_strided((len(left), 2 * width), left.stride(), left.storage_offset())
+    return torch.cat([left, right], -1)

@@ -4,8 +4,8 @@
               softmax, top-k and normalization: transformers' code at these logits, in FP32, around the engine's choice
     experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
 
-The engine's choice is taken as it is, so that nobody breaks a tie otherwise. Router replay (policy/router.py) has the
-last word all the same: experts that it gives get gate weights of the engine's logits.
+The engine's choice is taken as it is, so that nobody breaks a tie otherwise. Router replay (policy/router.py) has
+the last word: experts that it gives get gate weights of the engine's logits.
 
 Shape letters: T tokens, E experts, K experts per token.
 """

@@ -41,7 +41,7 @@ def fake_quant_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
     return dequantize_weight(a, dtype) @ dequantize_weight(b, dtype).T
 
 
-def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
     """`a @ b.T` of the codes in cuBLASLt, BF16 `[M, N]`. Operands are zero-padded to the sizes that it wants.
 
     Layouts (cuBLASLt's, as torch 2.13 checks them): codes `a` row-major and `b.T` column-major; 1x128 scales

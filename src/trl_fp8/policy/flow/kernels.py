@@ -8,6 +8,7 @@ Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -80,3 +81,8 @@ class EngineKernels(Protocol):
 
     def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same, with a weight `[V, K]` and a bias of the trainer's own."""
+
+    def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> AbstractContextManager[None]:
+        """Inside the block `note(layers, x, y)` follows each call of a linear layer in the engine's own forward, as
+        this rank computes it. A compiled engine makes no calls.
+        """

@@ -8,8 +8,7 @@ What the backward keeps decides its memory: straight through x in BF16, in FP8 t
 an element. Neither keeps a copy of the weight. Where several ranks share an engine (tensor parallelism) each holds a
 part of a layer: there the trainer quantizes the weight itself, and calls the engine's kernel on that.
 
-Under LoRA the engine holds the sum of base and adapters. So does the value of such a layer; its gradient is that of
-base and adapters apart.
+Under LoRA the engine holds the sum of base and adapters (adapter.py).
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """
@@ -27,7 +26,6 @@ from trl_fp8.quantization.formats.blocks import BLOCK
 from .flow import FP8Flow
 from .gemm import gemm_for
 from .kernels import Linear
-from .own_gradient import with_value
 from .swapped_modules import KeepsQuantizedWeights
 
 
@@ -52,15 +50,13 @@ class FusedCall:
             self._output = self._input = None
         return output
 
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_output": None, "_input": None}  # a copy has inputs of its own
-
 
 class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
     """An `nn.Linear` whose values are the engine's, made by `FollowedLinears.install` of an existing layer."""
 
     name: str  # checkpoint name
     is_fp8: bool
+    adapted: bool  # the engine holds the sum of this weight and adapters
     engine: Linear
     columns: slice  # of the engine's output
     parts: int  # of K that tensor parallel ranks multiply by themselves
@@ -83,6 +79,8 @@ class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
 
     def lasting_codes(self) -> Float8Tensor | None:
         """Codes of the weight that somebody keeps anyway; None if nobody does."""
+        if self.adapted:
+            return None  # the engine's are those of another weight
         if self.flow.shares:
             return self.engine.codes(self.name)
         return self.quantized_weight() if self.fp8_flow.cache_weights else None
@@ -97,17 +95,6 @@ class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
         # the first rank adds the bias; any all-reduce of two ranks rounds the sum once
         products = [self.engine.on(part.contiguous(), w, None if n else bias) for n, (part, w) in enumerate(pieces)]
         return sum(product.float() for product in products).to(torch.bfloat16)
-
-
-class FollowedAdapter:
-    """Mixed into PEFT's wrapper of a followed linear: the engine holds the merged weight."""
-
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
-        base = self.base_layer
-        if not base.flow.on or not base.flow.shares:
-            return super().forward(x, *args, **kwargs)
-        value = base.value(x)
-        return with_value(super().forward(x, *args, **kwargs), value)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -146,7 +133,7 @@ class StraightThrough(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 dw = _weight_gradient(dy, x, x_scale, ctx.flow).to(ctx.dtypes[1])
             if ctx.needs_input_grad[3]:
-                db = dy.sum(0).to(ctx.dtypes[2])
+                db = dy.sum(0, dtype=ctx.dtypes[2])
         return None, dx, dw, db, None
 
 

@@ -11,18 +11,19 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from peft.tuners.lora import ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
 
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.recipe.from_model import linear_layers
+from trl_fp8.recipe.from_model import linear_layers, of_adapter
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 
+from .adapter import FollowedAdapter, require_sums
 from .between import (
     FollowedEmbedding,
     FollowedMLP,
@@ -35,7 +36,7 @@ from .between import (
 from .experts import FollowedExperts, FollowedRouter
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
-from .linear import FollowedAdapter, FollowedLinear, FusedCall, tokens_of
+from .linear import FollowedLinear, FusedCall, tokens_of
 from .swapped_modules import SwappedModules, swapped_class
 
 
@@ -57,6 +58,7 @@ class OneForward(SwappedModules):
         self.on = True
         super().__init__({})
         base = require_family(model)
+        require_sums(model, recipe.tensor_parallel_size)
         _turn_by_engine(base)
         ours = {base.get_output_embeddings(), *base.get_decoder().modules()}
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
@@ -65,12 +67,15 @@ class OneForward(SwappedModules):
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
             for name, module in model.named_modules():
-                if module in ours and ".lora_" not in f".{name}":
+                if module in ours and not of_adapter(name, model):
                     self._follow(name, module)
         except ValueError:
             self.remove()
             raise
         hook.follow(self)
+
+    def switch(self, on: bool) -> None:
+        self.on = on
 
     @contextmanager
     def switched(self, on: bool) -> Iterator[None]:
@@ -79,6 +84,13 @@ class OneForward(SwappedModules):
             yield
         finally:
             self.on = before
+
+    def remove(self) -> None:
+        super().remove()
+        self.hook.follow(None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a policy has no engine that holds its weights
 
     def _follow(self, path: str, module: nn.Module) -> None:
         """Let `module` call the engine, if it computes anything by itself."""
@@ -95,7 +107,7 @@ class OneForward(SwappedModules):
             self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, _embedding(module))
-        elif hasattr(module, "inv_freq"):
+        elif any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
@@ -127,6 +139,7 @@ class OneForward(SwappedModules):
             "fp8_flow": self.flow,
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
+            "adapted": module in self._adapted,
             "engine": engine,
             "columns": slice(start, start + module.out_features),
             "parts": self.recipe.tensor_parallel_size if name.endswith(ROW_PARALLEL) else 1,

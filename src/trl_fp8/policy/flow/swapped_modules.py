@@ -39,8 +39,18 @@ class SwappedModules:
 @cache
 def swapped_class(mixin: type, cls: type[nn.Module], prefix: str, attributes: tuple[str, ...] = ()) -> type:
     """`cls` with `mixin` before it, and what `SwappedModules.remove` needs: the class, and attributes to delete."""
-    members = {"__module__": cls.__module__, "before": cls, "attributes": attributes}
+    members = {"__module__": cls.__module__, "__reduce_ex__": _as_before, "before": cls, "attributes": attributes}
     return type(f"{prefix}{cls.__name__}", (mixin, cls), members)
+
+
+def _as_before(module: nn.Module, protocol: int) -> tuple:
+    """Copies and pickles of a module are what it was: its weights are an engine's or a sync's, theirs are not."""
+    cls = type(module)
+    return _empty, (cls.before,), {name: value for name, value in vars(module).items() if name not in cls.attributes}
+
+
+def _empty(cls: type[nn.Module]) -> nn.Module:
+    return cls.__new__(cls)
 
 
 class QuantizedWeight(NamedTuple):
@@ -77,9 +87,6 @@ class KeepsQuantizedWeights:
         """Compute with `codes`, Q(W) of the weight as it is now, until the weight changes."""
         weight = getattr(self, name)
         self._quantized[name] = QuantizedWeight(codes, weakref.ref(weight), _state(weight))
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"_quantized": {}}  # copies and pickles have weights of their own
 
 
 def _state(weight: Tensor) -> tuple:

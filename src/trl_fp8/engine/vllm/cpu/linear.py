@@ -44,7 +44,7 @@ def _added_wide(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype
     for rows in weights:
         part, stop = wide @ rows.double().T, start + len(rows)
         part = part if bias is None else part + bias[start:stop].double()
-        parts.append(part.float().to(dtype))
+        parts.append(part.to(dtype))
         start = stop
     return torch.cat(parts, -1)
 

@@ -8,7 +8,7 @@ than transformers' BF16 arithmetic does, and e4m3 magnifies every BF16 step of d
     residual add + norm   the sum is rounded to BF16 before it is normalized; vLLM's torch path normalizes the FP32 sum
     Cohere's norms        the same; vLLM compiles them, for one row and for many apart
     SiLU, GELU            FP64; torch's kernels for GELU, picked by size and layout, differ in 1 % of BF16 numbers
-    gate weights          the softmax over a router's BF16 logits is FP64; vLLM's CPU router computes it in BF16
+    gate weights          softmax and sigmoid of a router's logits are FP64; vLLM's CPU router has a softmax in BF16
     rotary embedding      each product and sum is rounded to nearest; vLLM's kernel for AVX2 rounds the result to zero
 
 What models do to logits stays torch's: tanh and sigmoid give one result for each of the 65,536 BF16 numbers, whatever
@@ -59,6 +59,7 @@ def register_cpu_ops() -> None:
     for activation in ReferenceSiluAndMul, ReferenceGeluAndMul:
         CustomOp.register_oot(activation, name=activation.__base__.__name__)
     patch(cpu_router, "_softmax_topk", partial(_wide_logits, cpu_router._softmax_topk))
+    patch(cpu_router, "_grouped_topk", partial(_wide_sigmoid, cpu_router._grouped_topk))
     patch(commandr, "layer_norm_func", layer_norm)
     patch(commandr, "rms_norm_func", _fp32_weight_rms_norm)
 
@@ -106,6 +107,24 @@ def _fp32_weight_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
     return softmax_topk(router_logits.double(), *args, **kwargs)
+
+
+class _RouterLogits:
+    """What vLLM's grouped top-k asks of logits: their sigmoid, here in FP64 and rounded once."""
+
+    def __init__(self, logits: Tensor):
+        self._logits = logits
+
+    def float(self) -> "_RouterLogits":
+        return self
+
+    def sigmoid(self) -> Tensor:
+        return self._logits.double().sigmoid().float()
+
+
+def _wide_sigmoid(grouped_topk: Callable, gating_output: Tensor, **kwargs) -> tuple[Tensor, Tensor]:
+    logits = _RouterLogits(gating_output) if kwargs["scoring_func"] == "sigmoid" else gating_output
+    return grouped_topk(logits, **kwargs)
 
 
 def _add_rms_norm(

@@ -1,0 +1,89 @@
+"""After the first rollouts of a full flow: that it holds, or the first layer whose output differs, by its name."""
+
+from contextlib import nullcontext
+
+import pytest
+
+from testing.runs import arguments, training
+from trl_fp8.engine.vllm.kernels import VLLMKernels
+from trl_fp8.features.flow import Flow
+from trl_fp8.upstream.vllm import engine_model
+
+
+pytestmark = pytest.mark.engine
+
+FULL = {"fp8_forward": "full", "max_steps": 1}
+LAYERS = 14  # linear layers of two decoder layers
+DECODED = 8  # rows of a decode: one for each rollout
+
+
+def off(module, where=lambda rows: True):
+    """From now on what an engine's module returns is off by a hundredth, `where` it gets as many rows."""
+
+    def change(module, args, output):
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        changed = first * (1.01 if where(len(args[0])) else 1)
+        return (changed, *rest) if isinstance(output, tuple) else changed
+
+    return module.register_forward_hook(change)
+
+
+@pytest.fixture(scope="module")
+def trainer(checkpoint, tmp_path_factory):
+    with training(checkpoint("qwen3"), arguments(tmp_path_factory.mktemp("check"), **FULL)) as made:
+        yield made
+
+
+def failure(trainer, name, **where):
+    """What a run says whose engine computes something else in one of its modules."""
+    handle = off(engine_model(trainer.vllm_generation.llm).get_submodule(name), **where)
+    trainer.feature(Flow)._checked = False
+    try:
+        with pytest.raises(RuntimeError, match="mean difference of log-probs of the first rollouts is 0.0") as raised:
+            trainer.train()
+    finally:
+        handle.remove()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "broken, found",
+    [
+        ("model.layers.1.mlp.down_proj", "the output of model.layers.1.mlp.down_proj, from token 1 of"),
+        ("model.layers.0.self_attn.qkv_proj", "the output of model.layers.0.self_attn.q_proj, from token 1 of"),
+        ("model.layers.1.self_attn.attn", "the input of model.layers.1.self_attn.o_proj, from token 1 of"),
+        ("model.embed_tokens", "the input of model.layers.0.self_attn.q_proj"),
+    ],
+    ids=lambda text: text.rpartition(".")[2][:20],
+)
+def test_the_first_layer_that_differs_is_named(broken, found, trainer):
+    said = failure(trainer, broken)
+    assert found in said and "leave at most 1e-05 (a policy of type 'qwen3')" in said
+    assert "Set fp8_forward='off'" in said
+
+
+def test_what_only_a_decode_computes_otherwise_is_told_apart(trainer):
+    said = failure(trainer, "model.layers.0.mlp.gate_up_proj", where=lambda rows: rows <= DECODED)
+    assert f"all {LAYERS} linear layers agree" in said and "when it decodes" in said
+
+
+def test_an_engine_whose_modules_are_not_called_is_said_to_be_compiled(trainer, monkeypatch):
+    monkeypatch.setattr(VLLMKernels, "watching", lambda kernels, note: nullcontext())
+    assert "vllm_engine_kwargs={'enforce_eager': True} this names" in failure(trainer, "model.layers.1.mlp.down_proj")
+
+
+def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog):
+    args = arguments(tmp_path, **(FULL | {"fp8_forward_check": "warn", "max_steps": 2}))
+    with training(checkpoint("qwen3"), args) as trainer, caplog.at_level("WARNING", logger="trl_fp8"):
+        off(engine_model(trainer.vllm_generation.llm).model.layers[0].self_attn.o_proj)
+        trainer.train()
+    warnings = [record.message for record in caplog.records if "fp8_forward='full', but" in record.message]
+    assert len(warnings) == 1 and "the output of model.layers.0.self_attn.o_proj" in warnings[0]
+
+
+def test_a_run_that_compares_nothing_is_told_so_once(checkpoint, tmp_path, caplog):
+    args = arguments(tmp_path, **(FULL | {"vllm_importance_sampling_correction": False, "max_steps": 2}))
+    with training(checkpoint("qwen3"), args) as trainer, caplog.at_level("WARNING", logger="trl_fp8"):
+        trainer.train()
+    warnings = [record.message for record in caplog.records if "share a forward" in record.message]
+    assert len(warnings) == 1 and "vllm_importance_sampling_correction=False" in warnings[0]

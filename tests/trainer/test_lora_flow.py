@@ -1,0 +1,138 @@
+"""LoRA under a full flow: values of the merged weights, PEFT's own gradients, and what is refused by name."""
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from peft.tuners.lora.layer import Linear as LoraLinear
+from transformers import AutoModelForCausalLM
+
+from testing.quantization_counter import QuantizationCounter
+from testing.runs import arguments, column, training
+from trl_fp8 import FP8GRPOTrainer
+from trl_fp8.features.flow import Flow
+from trl_fp8.policy.flow.adapter import require_sums
+
+
+FULL = {"fp8_forward": "full"}
+MISMATCH = "mismatch/logp_difference_mean"
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
+
+
+def lora(**options):
+    return LoraConfig(**({"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "adapters, flags",
+    [
+        ({"init_lora_weights": False}, {"learning_rate": 1e-2, "bf16": False}),
+        ({"lora_dropout": 0.3, "use_rslora": True}, {"learning_rate": 1e-2, "gradient_checkpointing": True}),
+        ({"modules_to_save": ["embed_tokens", "norm", "k_proj"]}, {"num_iterations": 2, "max_steps": 4}),
+        ({"init_lora_weights": False}, {"fp8_backward": "fp8", "fp8_weight_format": "tensor", "beta": 0.1}),
+    ],
+    ids=["moving", "dropout", "saved_modules", "fp8_backward"],
+)
+def test_the_mismatch_stays_at_rounding_while_adapters_train(adapters, flags, checkpoint, tmp_path):
+    model = checkpoint("qwen3")
+    with training(model, arguments(tmp_path, **(FULL | flags)), peft_config=lora(**adapters)) as trainer:
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        after = dict(trainer.model.named_parameters())
+    mismatch = column(trainer, MISMATCH)
+    assert len(mismatch) == (2 if "num_iterations" in flags else 3) and max(mismatch) < 1e-5, mismatch
+    steps = {name: (after[name].detach() - old).abs().max() for name, old in before.items()}
+    assert all(steps[name] > 1e-5 for name, parameter in after.items() if parameter.requires_grad)
+    # PEFT adds to the base what it subtracts after a sync, in FP32
+    assert all(steps[name] < 1e-6 for name, parameter in after.items() if not parameter.requires_grad)
+
+
+@pytest.mark.engine
+def test_adapters_get_the_gradients_that_peft_computes(checkpoint, tmp_path):
+    args = arguments(tmp_path, max_steps=1, bf16=False, **FULL)
+    with training(checkpoint("qwen3"), args, peft_config=lora(init_lora_weights=False)) as trainer:
+        trainer.train()
+        flow = trainer.feature(Flow).forward
+        layers = {name: module for name, module in trainer.model.named_modules() if isinstance(module, LoraLinear)}
+        assert len(layers) == 2 * len(TARGETS)
+        for name, layer in layers.items():
+            x, dy = (torch.randn(3, 7, n).bfloat16().float() for n in (layer.in_features, layer.out_features))
+            found = {}
+            for on in (True, False):
+                x_leaf = x.clone().requires_grad_()
+                with flow.switched(on):
+                    y = layer(x_leaf)
+                wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+                found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)
+            value, plain = found[True][0], found[False][0]
+            assert torch.equal(value, layer.base_layer.value(x)), name
+            assert 0.01 < (value - plain).norm() / plain.norm() < 0.1, name  # e4m3, twice
+            for ours, theirs in zip(found[True][1][1:], found[False][1][1:], strict=True):
+                assert torch.equal(ours, theirs) and theirs.any(), name
+            ours, theirs = found[True][1][0], found[False][1][0]
+            # base and adapters are two FP32 GEMMs on both sides
+            assert (ours - theirs).norm() < 1e-6 * theirs.norm(), name
+
+
+@pytest.mark.engine
+def test_the_base_without_adapters_computes_as_it_did(checkpoint, tmp_path):
+    """The reference of a policy with adapters: neither quantized nor under the scales of a KV cache."""
+    args = arguments(tmp_path, max_steps=1, beta=0.1, bf16=False, **FULL)
+    with training(checkpoint("qwen3"), args, peft_config=lora(init_lora_weights=False)) as trainer:
+        seen, score = [], FP8GRPOTrainer._get_per_token_logps_and_entropies
+
+        def scored(model, ids, mask, *rest, **options):
+            result = score(trainer, model, ids, mask, *rest, **options)
+            seen.append((ids, mask, trainer.feature(Flow).forward.on, result[0].detach()))
+            return result
+
+        trainer._get_per_token_logps_and_entropies = scored
+        trainer.train()
+    (ids, mask, _, policy), (_, _, on, reference), *_ = seen
+    assert not on and not torch.equal(policy, reference)
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32)
+    with torch.no_grad():
+        logits = plain(input_ids=ids, attention_mask=mask).logits[:, -reference.shape[1] - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, ids[:, -reference.shape[1] :, None])[..., 0]
+    scored_BT = mask[:, -reference.shape[1] :].bool()
+    assert (reference - expected)[scored_BT].abs().max() < 1e-4
+
+
+@pytest.mark.engine
+def test_nothing_is_quantized_in_the_trainer(checkpoint, tmp_path, monkeypatch):
+    counter = QuantizationCounter(monkeypatch)
+    with training(checkpoint("qwen3"), arguments(tmp_path, **FULL)) as trainer:
+        trainer.train()
+        linears = trainer.feature(Flow).forward.modules.values()
+        assert counter.calls == 0 and not any(getattr(linear, "_quantized", None) for linear in linears)
+
+
+def adapted(checkpoint, config):
+    return get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")), config)
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        (lora(use_dora=True), r"layers\.0\.self_attn\.q_proj \(DoraLinearVariant\).* and 5 more"),
+        (lora(target_modules=["embed_tokens", "q_proj"]), r"model\.embed_tokens \(lora\.Embedding\)"),
+        (
+            IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+            r"k_proj \(ia3\.Linear\)",
+        ),
+    ],
+    ids=["dora", "embedding", "ia3"],
+)
+def test_adapters_that_do_more_than_add_are_refused_by_name(config, named, checkpoint):
+    with pytest.raises(
+        ValueError, match=f"not plain LoRA on linear layers, experts or routers: .*{named}.*or set fp8_forward='off'"
+    ):
+        require_sums(adapted(checkpoint, config), tensor_parallel_size=1)
+
+
+def test_a_tensor_parallel_engine_holds_no_sum(checkpoint):
+    model = adapted(checkpoint, lora())
+    require_sums(model, tensor_parallel_size=1)
+    require_sums(AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")), tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="fp8_forward='full' with adapters and vllm_tensor_parallel_size=2"):
+        require_sums(model, tensor_parallel_size=2)
