@@ -58,7 +58,10 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
     },
     REGISTERED: {
-        "vllm.ir.ops.rms_norm": (f"{_CPU}/ops.py", "Its mean is FP64, which no host orders otherwise."),
+        "vllm.ir.ops.rms_norm": (
+            "engine/vllm/cuda/norms.py",
+            "The same bits in every batch; on CPU its mean is FP64.",
+        ),
         "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),
         f"{_LAYERS}.activation.SiluAndMul": (f"{_CPU}/ops.py", "A compiled one depends on the place in a vector."),
         f"{_LAYERS}.activation.GeluAndMul": (f"{_CPU}/ops.py", "It depends on size and layout."),
@@ -80,7 +83,6 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/one_forward.py", "The class of what computes: names and state_dict stay."),
-        "transformers.integrations.moe": ("policy/flow/experts.py", "The class of experts."),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },
