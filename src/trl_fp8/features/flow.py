@@ -39,14 +39,14 @@ class Flow(Feature):
         super().__init__(trainer)
         self.forward: OneForward | None = None  # until the engine is there to be called
         self._outdated, self._checked = True, False
-        self._flow()  # what can be refused before an engine is started
         require_backend(trainer.args.fp8_gemm_backend, _capability())
-        require_followable(trainer.model, trainer.recipe)
+        # what can be refused before an engine is started
+        require_followable(trainer.model, trainer.recipe, self._flow())
         self._require_whole_weights()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        trainer, scaling = self.trainer, numerics.linears or numerics.experts
-        if scaling is None:
+        trainer = self.trainer
+        if not numerics.kernels:
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r} calls the engine's FP8 kernels: expected are those of "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
@@ -56,7 +56,8 @@ class Flow(Feature):
         kv_cache = trainer.feature(KVCache)
         hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
         self._bound = numerics.mismatch_bound
-        flow = self._flow(operand_scale_format=scaling.scale_format)
+        options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
+        flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
         self.forward.switch(on=False)
         self._head = engine_head(self.forward)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from peft.tuners.lora import ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -34,7 +34,7 @@ from .between import (
     FollowedScaledEmbedding,
     Turning,
 )
-from .experts import FollowedExperts, FollowedRouter
+from .experts import FollowedExperts, FollowedRouter, require_followable_experts
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
 from .linear import FollowedLinear, FusedCall, tokens_of
@@ -58,7 +58,7 @@ class OneForward(SwappedModules):
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         super().__init__({})
-        require_followable(model, recipe)
+        require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])
         ours = _computing(base)
@@ -156,15 +156,10 @@ def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
     return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
 
 
-def require_followable(model: nn.Module, recipe: FP8Recipe) -> None:
+def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> None:
     """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
     require_sums(model, recipe.tensor_parallel_size)
-    if recipe.has_experts and recipe.tensor_parallel_size > 1:
-        raise ValueError(
-            f"fp8_forward='full' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: each rank "
-            "holds a part of every expert, and the trainer calls the engine's. Set vllm_tensor_parallel_size=1, or "
-            "fp8_forward='off'."
-        )
+    require_followable_experts(recipe, flow.backward)
     base = transformers_model(model)
     if f"{type(base).__module__}.{TURN}" not in PATCHES:
         raise ValueError(
