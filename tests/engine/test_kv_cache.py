@@ -103,12 +103,12 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     mask = torch.ones_like(ids)
     mask[0, :pad] = 0
     in_fp32 = trainer_bytes(generation, hook, scales, ids, mask, monkeypatch)
-    follow(generation, hook)
+    flow = follow(generation, hook)
     ours = trainer_bytes(generation, hook, scales, ids, mask, monkeypatch)
     monkeypatch.setattr(AttentionHook, "_before_forward", lambda self, module, args, kwargs: None)
     hook.remove()
     shifted_hook = AttentionHook(generation.model)
-    shifted_hook.sum_in_fp64()
+    shifted_hook.follow(flow)
     shifted = trainer_bytes(generation, shifted_hook, scales, ids, mask, monkeypatch)
     for layer, (_, _, slots) in written.items():
         for column, held in enumerate(cached(generation, layer, slots)):  # k, v

@@ -16,10 +16,12 @@ from testing.rollouts import PROMPTS, calibrated, calls_of, differences, follow,
 from trl_fp8.engine.vllm.numerics import activation_scaling
 from trl_fp8.policy.flow.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
 from trl_fp8.policy.flow.experts import FollowedExperts, FollowedRouter
+from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.linear import FollowedLinear
-from trl_fp8.policy.flow.one_forward import require_family
+from trl_fp8.policy.flow.one_forward import require_followable
 from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.upstream.patches import FAMILIES
 from trl_fp8.upstream.vllm import engine_model
 
@@ -115,10 +117,13 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, sta
 
 
 def test_each_family_that_can_follow_is_tested_here_and_others_are_refused():
-    tested = {require_family(tiny_models.on_meta(architecture)).config.model_type for architecture, *_ in CASES}
+    models = [tiny_models.on_meta(architecture) for architecture, *_ in CASES]
+    for model in models:
+        require_followable(model, recipe_for_model(model), FP8Flow())
+    tested = {model.config.model_type for model in models}
     assert {model_type.removesuffix("_text") for model_type in tested} == set(FAMILIES)
     with pytest.raises(ValueError, match=r"fp8_forward='full' with a policy of type 'glm4_moe'.*cohere, gemma, .*off"):
-        require_family(tiny_models.on_meta("glm4_moe"))
+        require_followable(tiny_models.on_meta("glm4_moe"), FP8Recipe(()), FP8Flow())
 
 
 @pytest.mark.parametrize("architecture, options", [("qwen3", {}), ("qwen3_moe", {"num_experts": 8})])

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
 from trl_fp8.engine.vllm.layout import engine_layout
@@ -75,6 +76,7 @@ def parallel_state():
         socket.socket() as free,
     ):
         free.bind(("127.0.0.1", 0))
+        AttentionBackendEnum.CPU_ATTN.clear_override()  # classes as on a GPU: the reference knows fewer attentions
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
         free.close()
         patch.setattr(registry, "_run_in_subprocess", lambda fn: fn())

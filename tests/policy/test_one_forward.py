@@ -168,7 +168,7 @@ def test_families_of_models_that_nothing_is_known_of_are_refused():
 
 
 def test_dropout_that_the_engine_does_not_have_is_refused():
-    model = build(attention_dropout=0.1)
+    model = tiny_models.build("qwen3", attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1 in the model's config.*'attention_dropout': 0\.0"):
         OneForward(model, recipe_for_model(model), None, FP8Flow(), AttentionHook(model))
 

@@ -97,7 +97,8 @@ def test_lora_trains_adapters_and_the_engine_holds_the_merged_weights(lora, tied
         merged = copy.deepcopy(trainer.model).merge_and_unload()
         trainer.vllm_generation.sync_weights()
         synced = engines.log_probs(trainer.vllm_generation.llm)
-    assert all(math.isfinite(row["loss"]) and 0 < row["mismatch/k3_kl"] < SMALL_K3 for row in rows(trainer))
+    assert all(math.isfinite(row["loss"]) and row["mismatch/k3_kl"] < SMALL_K3 for row in rows(trainer))
+    assert all((row["mismatch/k3_kl"] > 0) == ("fp8_forward" not in flags) for row in rows(trainer))
 
     start = {name: tensor.float() for name, tensor in load_file(f"{model}/model.safetensors").items()}
     for name, parameter in trainer.model.named_parameters():

@@ -39,9 +39,9 @@ class Flow(Feature):
         super().__init__(trainer)
         self.forward: OneForward | None = None  # until the engine is there to be called
         self._outdated, self._checked = True, False
-        require_backend(trainer.args.fp8_gemm_backend, _capability())
         # what can be refused before an engine is started
         require_followable(trainer.model, trainer.recipe, self._flow())
+        require_backend(trainer.args.fp8_gemm_backend, _capability())
         self._require_whole_weights()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:

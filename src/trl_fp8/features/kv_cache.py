@@ -91,7 +91,7 @@ class KVCache(Feature):
         A reference of the same modules, adapters disabled, is scored outside of it.
         """
         before = self.hook.scales_L3
-        if before is None:
+        if before is None and self.trainer.args.simulate_kv_cache:
             self._simulate(self._scales_in_force)
         try:
             yield
