@@ -23,6 +23,7 @@ over repeats in the same order. `weight_bytes` are the plan's; `parameter_bytes`
 import argparse
 import os
 import tempfile
+from contextlib import nullcontext
 
 import torch
 from accelerate import PartialState
@@ -85,12 +86,13 @@ def start(options: argparse.Namespace, folder: str):
         {"linear_backend": variant} if variant in KERNELS else {}
     )
     user |= options.engine_kwargs
-    arguments = platform.arguments(recipe, model.config, **sizes, match_rounding=variant == FOLLOWED, user=user)
+    shared = variant == FOLLOWED
+    arguments = platform.arguments(recipe, model.config, **sizes, match_rounding=shared, user=user)
     PartialState()
     shapes.as_a_single_rank()
-    with platform.ready(recipe):
+    with platform.ready(recipe), platform.invariant(recipe) if shared else nullcontext():
         device, backends = torch.device(platform.name), platform.linear_backends(recipe)
-        arguments |= pinned_gemm(backends, recipe, model, device, user, list)
+        arguments |= pinned_gemm(backends, recipe, model, device, user, list, shared)
         llm = LLM(
             model=folder,
             distributed_executor_backend="external_launcher",

@@ -145,7 +145,10 @@ demo() {
 case $stage in
   bundle) bundle "$@" ;;
   1) first_look ;;
-  2) step mismatch 350 "$python" -m benchmarks.measure_mismatch --results "$out" "$@" ;;
+  2)
+    gpu_tests "test_" 160 tests/engine/test_gpu_parts.py # a part that is not equal explains what comes after it
+    step mismatch 350 "$python" -m benchmarks.measure_mismatch --results "$out" "$@"
+    ;;
   3) # few sequences fit at this length: graphs for 1024 would cost every engine a minute
     engine_bench rollout 565 --size "$size" --lengths 16384 --slice 128 --most 96 \
       --precisions bf16 fp8_linears_kv fp8_linears_kv_deep_gemm fp8_linears_kv_triton "$@"

@@ -4,6 +4,8 @@ Each test names the part, so that one run says which is not equal. Written from 
 was at hand. That names, arguments and shapes fit was seen on fake tensors (`gpu/dry_run.py`).
 """
 
+from itertools import accumulate
+
 import pytest
 import torch
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -191,11 +193,11 @@ def test_attention_of_decode_is_that_of_prefill(config, head_size, fp8, window, 
     """Single queries over scattered pages, all sequences together and each alone."""
     paged, qkv, table, _ = sequences(config, head_size, fp8, window, softcap)
     whole = paged(*qkv, list(LENGTHS), list(LENGTHS), table)
-    starts = torch.tensor([0, *LENGTHS[:-1]]).cumsum(0).tolist()
+    ends = list(accumulate(LENGTHS))
     for back in (0, 1, 40):
         rows = [row for row, length in enumerate(LENGTHS) if length > back]
         for batch in [rows, *([row] for row in rows)]:
-            at = torch.tensor([starts[row] + LENGTHS[row] - 1 - back for row in batch], device="cuda")
+            at = torch.tensor([ends[row] - 1 - back for row in batch], device="cuda")
             seen = [LENGTHS[row] - back for row in batch]
             found = paged(*(one[at] for one in qkv), [1] * len(batch), seen, table[batch])
             assert torch.equal(found, whole[at]), f"{back} from the end, sequences {batch}"

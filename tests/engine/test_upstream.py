@@ -61,6 +61,7 @@ def resolved(target):
 def has(owner, name):
     """Whether a module or class has a name, or the code of its module, or of a base class, gives it to objects."""
     modules = [sys.modules[cls.__module__] for cls in getattr(owner, "__mro__", ()) if cls is not object] or [owner]
+    modules = [module for module in modules if module.__spec__]  # a namespace of operators has no code
     given = re.compile(rf"\.{name}\b|[\"']{name}[\"']")
     return hasattr(owner, name) or any(given.search(inspect.getsource(module)) for module in modules)
 

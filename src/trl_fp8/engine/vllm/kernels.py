@@ -34,7 +34,8 @@ def without_gradients(call: Callable) -> Callable:
 
     @wraps(call)
     def called(*args, **kwargs):
-        with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        device = next(each for each in args if isinstance(each, Tensor)).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
             return call(*args, **kwargs)
 
     return called

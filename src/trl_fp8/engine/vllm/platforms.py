@@ -206,8 +206,8 @@ class Cuda(Platform):
             major, minor = self.capability
             raise ValueError(
                 f"fp8_forward='full' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
-                "there, in tiles that differ between prompts and decoding, so that the trainer cannot have the "
-                "engine's bits. FlashAttention 3 can be held to one kernel, on Hopper (9.0). Set fp8_forward='off'."
+                "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
+                "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
             )
         return super()._invariant_arguments()
 

@@ -1,4 +1,4 @@
-"""The trained model's linear layers, computed by the engine: `FollowedLinears.install(model, ...)`.
+"""The trained model's linear layers, computed by the engine.
 
     forward    y = engine(x)                 its kernel on its tensors; q, k, v and gate, up in one call each
     backward   "bf16"  dX = dY @ W, dW = dY.T @ X                   straight through, unquantized operands
@@ -52,7 +52,7 @@ class FusedCall:
 
 
 class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
-    """An `nn.Linear` whose values are the engine's, made by `FollowedLinears.install` of an existing layer."""
+    """An `nn.Linear` whose values are the engine's, made by `OneForward` of an existing layer."""
 
     name: str  # checkpoint name
     is_fp8: bool

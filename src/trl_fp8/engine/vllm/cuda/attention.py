@@ -12,13 +12,13 @@ their names; `hopper/` of vLLM's fork of flash-attention says when which is take
     a single query: no causal mask, other tiles at BF16 and head size 64     the same
     a sliding window no smaller than max_seqlen_k: it is dropped, and        max_seqlen_k of the engine's max_model_len
         with it narrower tiles (head size 256: 64 instead of 80 or 128)
-    no page table, or pages that are whole tiles: loaded by TMA, wider tiles pages of the engine's size, here too
+    no page table, or pages that are whole tiles: other kernels, some wider  pages of the engine's size, here too
     few queries over many keys: keys are split, parts are added up           num_splits=1, no scheduler metadata
     a common prefix: attended to by itself (cascade)                         never
 
 So the trainer's packed sequences are put into pages, one sequence after another, by the operator that writes the
-engine's cache; q is rounded by the engine's own layer. Ada and Blackwell, where vLLM's Triton kernel attends in tiles
-that differ between prefill and decode, are refused (`platforms.Cuda`).
+engine's cache; q is rounded by the engine's own layer. Ada and Blackwell, where vLLM's Triton kernel attends, which
+keeps no log-sum-exp, are refused (`platforms.Cuda`).
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
 """
