@@ -22,17 +22,15 @@ from .pictures import plot_rewards
 
 
 ROOT = Path(__file__).parents[1]
-FLOW = ["--fp8_forward", "full", "--simulate_kv_cache", "true"]
 BF16_WEIGHTS = ["--fp8_weights", "false"]
 NOT_SIMULATED = ["--simulate_kv_cache", "false"]
 LEARNING = {
     "bf16": [*BF16_WEIGHTS, "--kv_cache_dtype", "auto", "--use_vllm", "true"],
     "fp8_linears_kv": [],
-    "fp8_flow": FLOW,
+    "fp8_flow": ["--fp8_forward", "full"],
 }
 OTHERS = {
     "fp8_linears_kv_simulated": ["--simulate_kv_cache", "true"],
-    "fp8_flow_without_kv": ["--fp8_forward", "full", *NOT_SIMULATED],
     "kv_only": [*BF16_WEIGHTS, *NOT_SIMULATED],
     "kv_only_simulated": [*BF16_WEIGHTS, "--simulate_kv_cache", "true"],
     "policy_calibration": ["--kv_calibration", "policy"],
@@ -43,7 +41,6 @@ FP8_KEYS = ("sync_seconds_median", "calibration_seconds_median", "kv_saturation_
 PAIRS = {  # ratio of two precisions' mismatch, run by run with the same seed
     "simulation, FP8 weights": ("fp8_linears_kv_simulated", "fp8_linears_kv"),
     "simulation, BF16 weights": ("kv_only_simulated", "kv_only"),
-    "simulation, FP8 forward": ("fp8_flow", "fp8_flow_without_kv"),
     "flow over plain FP8 rollouts": ("fp8_flow", "fp8_linears_kv"),
     "flow over BF16 rollouts": ("fp8_flow", "bf16"),
 }

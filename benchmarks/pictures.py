@@ -1,16 +1,25 @@
-"""The pictures in the docs that are made of results: learning curves over seeds, and the mismatch ladder."""
+"""The pictures in the docs that are made of results: learning curves over seeds, and the mismatch over depth."""
 
 from collections.abc import Mapping, Sequence
+from math import log10
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from trl_fp8.report.canvas import RAW, TREND, new_figure, save
+from trl_fp8.report.canvas import SERIES, new_figure, save, tidy
 from trl_fp8.report.curves import moving_mean
 
 
 # Two-sided 95 % quantiles of Student's t for the mean of n runs
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+# Mismatches below this are drawn between it and 0, in proportion
+SMALLEST = 1e-8
+# Policies of benchmarks/measure_depth.py, as the picture calls them
+DEPTH_CURVES = {
+    "bf16": "BF16 rollouts",
+    "fp8": "FP8 rollouts",
+    "full": "FP8 rollouts, trainer runs the engine's forward",
+}
 
 
 def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Path, window: int = 5) -> Path:
@@ -38,21 +47,38 @@ def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Pa
     return save(figure, path)
 
 
-def plot_ladder(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
-    """Write one PNG: a bar per row of a mismatch ladder, in order, with its 95 % interval.
+def plot_depth(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
+    """Write one PNG: the mismatch over layers, a curve per policy, logarithmic above `SMALLEST` and linear below it,
+    where 0 has its place. Curves are of random weights, with the range over seeds; marks stand for other weights.
 
     Args:
-        rows: Each with `name`, `mismatch_mean` and `ci95` (low, high), as in benchmarks/measure_mismatch.py.
+        rows: As in benchmarks/measure_depth.py.
         path: Of the PNG; its folder is made.
     """
-    figure = new_figure(8, 0.4 * len(rows) + 1)
+    figure = new_figure(7, 4.2)
     axes = figure.subplots()
-    means = [row["mismatch_mean"] for row in rows]
-    errors = [[abs(row["ci95"][side] - row["mismatch_mean"]) for row in rows] for side in (0, 1)]
-    positions = range(len(rows), 0, -1)
-    axes.barh(positions, means, xerr=errors, color=RAW, ecolor=TREND, capsize=3)
-    for position, mean in zip(positions, means, strict=True):
-        axes.annotate(f"{mean:.2g}", (mean, position), (6, 8), textcoords="offset points", fontsize=8)
-    axes.set_yticks(list(positions), [row["name"].replace("_", " ") for row in rows])
-    axes.set_xlabel("mismatch: mean |trainer - rollout| log-prob, nats")
+    axes.set_yscale("symlog", linthresh=SMALLEST, linscale=0.6)
+    markers = dict(
+        zip([w for w in dict.fromkeys(row["weights"] for row in rows) if w != "random"], "D*^", strict=False)
+    )
+    for policy, colour in zip(DEPTH_CURVES, SERIES, strict=False):
+        of = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["layers"])
+        drawn = [row for row in of if row["weights"] == "random"]
+        means = [row["mismatch_mean"] for row in drawn]
+        errors = [[abs(row["mismatch"][side] - row["mismatch_mean"]) for row in drawn] for side in ("min", "max")]
+        layers = [row["layers"] for row in drawn]
+        axes.errorbar(layers, means, errors, marker="o", capsize=3, color=colour, label=DEPTH_CURVES[policy])
+        for row in (row for row in of if row["weights"] != "random"):
+            marker = markers[row["weights"]]
+            axes.plot(row["layers"], row["mismatch_mean"], marker, color=colour, markerfacecolor="none", markersize=8)
+    for weights, marker in markers.items():
+        axes.plot([], [], marker, color="black", markerfacecolor="none", label=f"{weights} weights")
+    axes.set_ylim(-SMALLEST / 2, 1)
+    ticks = [10.0**exponent for exponent in range(round(log10(SMALLEST)), 1, 2)]
+    axes.set_yticks([0, *ticks], ["0: equal bits", *(f"{tick:.0e}" for tick in ticks)])
+    axes.set_xscale("log", base=2)
+    depths = sorted({row["layers"] for row in rows})
+    axes.set_xticks(depths, list(map(str, depths)))
+    axes.minorticks_off()
+    tidy(axes, "mean |trainer - rollout| log-prob, nats", "decoder layers", legend="center right")
     return save(figure, path)

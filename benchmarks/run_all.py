@@ -21,7 +21,7 @@ BENCHMARKS = {
     "rollout": ("qwen3_8b",),
     "sync": ("qwen3_8b",),
     "calibration": ("qwen3_8b",),
-    "mismatch_ladder": (None,),
+    "depth": (None,),
     "fp8_linear": ("qwen3_8b",),
     "step": ("qwen3_1_7b", "qwen3_8b"),
 }
@@ -31,9 +31,9 @@ def commands(options: argparse.Namespace) -> list[list[str]]:
     """The command of each benchmark and size that was asked for."""
     found = []
     for name in options.only:
-        if name == "mismatch_ladder":  # has one size, and a result of its own for CPU
+        if name == "depth":  # has sizes of its own, and a result for CPU
             if shapes.DEVICE == "cuda" and options.results is None:
-                found.append([sys.executable, "-m", "benchmarks.measure_mismatch"])
+                found.append([sys.executable, "-m", "benchmarks.measure_depth"])
             continue
         sizes = BENCHMARKS[name] if shapes.DEVICE == "cuda" else ("tiny",)
         for size in sizes if options.size is None else [size for size in options.size if size in (*sizes, "tiny")]:
@@ -54,7 +54,7 @@ def main() -> None:
     if not chosen:
         raise SystemExit(
             f"--only {' '.join(options.only)} --size {options.size} on {shapes.DEVICE} chooses no benchmark: "
-            "published sizes and the mismatch ladder need a GPU, the ladder has a folder of its own "
+            "published sizes and the mismatch over depth need a GPU, that has a folder of its own "
             f"(no --results), and sizes are {BENCHMARKS}."
         )
     for command in chosen:

@@ -3,11 +3,11 @@
 #
 #   gpu/run.sh bundle DIR     take the parts of a bundle that are in DIR; unpack once all of them have come
 #   gpu/run.sh 1              imports, two syncs of a tiny model, rollouts with CUDA graphs, KV scales
-#   gpu/run.sh 2 [OPTIONS]    mismatch ladder       (options go to the stage's first benchmark)
+#   gpu/run.sh 2 [OPTIONS]    parts of a full flow, mismatch over depth   (options go to the stage's first benchmark)
 #   gpu/run.sh 3 [OPTIONS]    rollouts of 16k responses: BF16, and FP8 with the GEMM kernel that is chosen, DeepGEMM, Triton
 #   gpu/run.sh 4 [OPTIONS]    weight sync
 #   gpu/run.sh 5 [OPTIONS]    rollouts of other lengths and precisions, KV calibration
-#   gpu/run.sh 6 [OPTIONS]    FP8 linears of the trainer
+#   gpu/run.sh 6 [OPTIONS]    FP8 linears, as the trainer calls them
 #   gpu/run.sh 7 [OPTIONS]    whole GRPO steps
 #   gpu/run.sh 8              the tests for GPUs
 #   gpu/run.sh 9              those of mixture of experts
@@ -147,7 +147,7 @@ case $stage in
   1) first_look ;;
   2)
     gpu_tests "test_" 160 tests/engine/test_gpu_parts.py # a part that is not equal explains what comes after it
-    step mismatch 350 "$python" -m benchmarks.measure_mismatch --results "$out" "$@"
+    step depth 350 "$python" -m benchmarks.measure_depth --layers 36 --results "$out" "$@"
     ;;
   3) # few sequences fit at this length: graphs for 1024 would cost every engine a minute
     engine_bench rollout 565 --size "$size" --lengths 16384 --slice 128 --most 96 \

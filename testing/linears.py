@@ -1,13 +1,19 @@
-"""A linear layer to try FP8 on, its FP8 twin, and inputs with outliers."""
+"""A linear layer to try FP8 on, its twin that follows an engine, and inputs with outliers."""
+
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 
-from trl_fp8.policy.flow.linear import FP8Linears
+from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.linear import FollowedLinear, FusedCall, tokens_of
+from trl_fp8.policy.flow.swapped_modules import swapped_class
+
+from .fake_engine import FakeLinear
 
 
 class Wrapped(nn.Module):
-    """One linear under the name `layer`, so that it can be installed by name."""
+    """One linear under the name `layer`."""
 
     def __init__(self, columns, rows, bias=True, seed=0):
         super().__init__()
@@ -22,14 +28,33 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
-def installed(model, flow, names=("layer",)):
-    return FP8Linears.install(model, names, flow)
+def follow(linear: nn.Linear, flow: FP8Flow, shares: bool = True, parts: int = 1) -> FakeLinear:
+    """Let `linear` compute as an FP8 engine; `shares`: on the engine's tensors, else on codes of its own."""
+    (codes,) = flow.quantize_weights([linear.weight])
+    bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
+    engine = FakeLinear({"layer": (codes, bias)})
+    attributes = {
+        "flow": SimpleNamespace(on=True, shares=shares),
+        "fp8_flow": flow,
+        "name": "layer",
+        "is_fp8": True,
+        "adapted": False,
+        "engine": engine,
+        "columns": slice(0, linear.out_features),
+        "parts": parts,
+        "fused": FusedCall(lambda x: engine(tokens_of(x)), 1),
+        "along_tokens": FusedCall(lambda x: flow.quantize_for_backward(tokens_of(x).t()), 1),
+        "_quantized": {},
+    }
+    linear.__class__ = swapped_class(FollowedLinear, nn.Linear, "Followed", tuple(attributes))
+    linear.__dict__.update(attributes)
+    return engine
 
 
-def pair(columns, rows, flow, bias=True):
-    """A plain linear and its FP8 twin."""
+def pair(columns, rows, flow, bias=True, **options):
+    """A plain linear and its twin."""
     plain, twin = Wrapped(columns, rows, bias), Wrapped(columns, rows, bias)
-    installed(twin, flow)
+    follow(twin.layer, flow, **options)
     return plain, twin
 
 

@@ -1,14 +1,19 @@
 """What an engine samples, what its layers and routers computed for it, and a policy that computes as it does."""
 
+from contextlib import contextmanager
+
 import torch
+import trl.trainer.utils as trl_utils
 from vllm import SamplingParams
 
+from trl_fp8.features.engine_head import engine_head
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.one_forward import OneForward
 from trl_fp8.policy.router import RouterReplay
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import engine_model
 
 from . import engines
@@ -81,7 +86,7 @@ def calibrated(generation, prompts=PROMPTS, margin=2.0):
 def flow_of(generation, **fields):
     """How a policy that follows an engine quantizes what is its own."""
     recipe, numerics = generation.recipe, generation.numerics
-    scaling = numerics.linears or numerics.experts
+    scaling = numerics.linears
     formats = {"format": recipe.format, "scale_format": recipe.scale_format}
     return FP8Flow(**formats, operand_scale_format=scaling.scale_format if scaling else "pow2", **fields)
 
@@ -91,3 +96,36 @@ def follow(generation, hook=None, model=None, **fields):
     model = generation.model if model is None else model
     hook = hook or AttentionHook(model, generation.recipe.kv_cache_skip_layers)
     return OneForward(model, generation.recipe, generation.engine.kernels, flow_of(generation, **fields), hook)
+
+
+def scored(flow, model, sequences):
+    """Log-probs of all tokens of each sequence but its first, from one left-padded batch, as the trainer scores them:
+    through TRL's fused output head.
+    """
+    length = max(map(len, sequences))
+    ids = torch.tensor([[0] * (length - len(tokens)) + tokens for tokens in sequences])
+    real = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
+    if "forward" not in vars(model):
+        trl_utils.add_fused_lm_head(model)
+    with torch.no_grad(), substituted(trl_utils, "_ChunkedLogProbFunction", engine_head(flow)):
+        output = model(input_ids=ids, attention_mask=real, labels=ids.where(real.bool(), -100), fused_lm_head=True)
+    return [row[length - len(tokens) :] for row, tokens in zip(output.log_probs, sequences, strict=True)]
+
+
+@contextmanager
+def left_out(flow, mixin):
+    """Inside the block the modules that follow by `mixin`, which are yielded, compute by themselves."""
+    followed = {module: type(module) for module in flow.modules.values() if issubclass(type(module), mixin)}
+    try:
+        for module, cls in followed.items():
+            module.__class__ = cls.before
+        yield list(followed)
+    finally:
+        for module, cls in followed.items():
+            module.__class__ = cls
+
+
+def differences(ours, theirs):
+    """|difference| of prompt tokens, and of the `DECODED` last ones."""
+    pairs = [(a - b).abs() for a, b in zip(ours, theirs, strict=True)]
+    return torch.cat([row[:-DECODED] for row in pairs]), torch.cat([row[-DECODED:] for row in pairs])

@@ -66,18 +66,42 @@ def test_a_goal_is_reached_or_missed_by_the_number_in_the_file(tmp_path):
     assert "| 2.4 | reached |" in table and table.count("| not measured |") == 3
 
 
-def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path, monkeypatch):
-    from benchmarks import bench_fp8_linear
-
+def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
     options = ("--size", "tiny", "--repeats", "1", "--tokens", "128", "--results", str(tmp_path))
     done = run("bench_fp8_linear", *options, TRL_FP8_COMMIT="abc123")
     assert done.returncode == 0, done.stderr[-2000:]
-    record = json.loads((tmp_path / "fp8_linear_tiny_cpu.json").read_text())
+    record = json.loads((tmp_path / "fp8_linear_cpu.json").read_text())
     assert record["commit"] == "abc123" and record["n"] == 1 and "torch" in record["versions"]
-    assert record["results"]["backends"]["fake_quant"]["decoder_layer"]["fprop"]["speedup"]["median"] > 0
-    monkeypatch.setattr(sys, "argv", ["bench_fp8_linear", *options, "--backends", "scaled_mm"])
-    with pytest.raises(ValueError, match="scaled_mm"):
-        bench_fp8_linear.main()
+    found = record["results"]
+    assert found["kernels"] == {"ReferenceFp8BlockKernel": 4}  # fused calls of a decoder layer
+    for backward in ("bf16", "fp8"):
+        for which in ("forward", "forward_backward"):
+            assert found["backward"][backward]["decoder_layer"][which]["speedup"]["median"] > 0
+
+
+def test_depth_is_measured_once_and_drawn(tmp_path):
+    words = ("--layers", 2, "--trained", "--seeds", 1, "--policies", "full", "--results", tmp_path)
+    done = run("measure_depth", *words, TRL_FP8_COMMIT="abc123")
+    assert done.returncode == 0, done.stderr[-2000:]
+    [row] = json.loads((tmp_path / "depth_cpu.json").read_text())["results"]["rows"]
+    assert (row["weights"], row["layers"], row["tokens"], row["decoded_alone"]) == ("random", 2, 156, 8)
+    assert row["mismatch_mean"] <= 1e-6 and row["prefill_decode"]["largest"] == 0
+    assert (tmp_path / "depth.png").read_bytes().startswith(b"\x89PNG")
+    again = run("measure_depth", *words, TRL_FP8_COMMIT="abc123")
+    assert "random 2 full: " in done.stdout and "random 2 full: " not in again.stdout
+    assert "| random | 2 " in again.stdout
+
+
+def test_a_mismatch_of_exactly_nothing_is_shown_as_0():
+    from benchmarks.table import depth
+
+    row = {"weights": "trained", "layers": 24, "prefill_decode": {"mean": 0.0, "largest": 0.0}}
+    spread = {"median": 0.0123, "min": 0.011, "max": 0.0145}
+    fp8 = row | {"policy": "fp8", "mismatch_mean": 0.0126, "mismatch": spread, "largest": 0.4}
+    full = row | {"policy": "full", "mismatch_mean": 0.0, "mismatch": dict.fromkeys(spread, 0.0), "largest": 0.0}
+    *_, first, second = depth({"results": {"rows": [fp8, full]}})
+    assert first == "| trained | 24 | fp8 | 0.013 (0.011 - 0.015) | 0.40 | 0 |"
+    assert second == "| trained | 24 | full | 0 | 0 | 0 |"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from threading import Thread
 
 import pytest
 
+from benchmarks.table import depth
 from testing.browser import LAPTOP, chromium, look_at
 
 
@@ -57,46 +58,10 @@ def test_pages_are_right_in_a_browser(site):
         server.shutdown()
 
 
-def test_the_tables_of_depth_are_those_of_the_measurements():
-    now, before = (measured_depth(name) for name in ("mismatch_depth_cpu", "mismatch_depth_fp32_sums_cpu"))
-    flow, numerics = [], []
-    for (policy, layers), new in now.items():
-        old = before[policy, layers]
-        head, columns = [policy, str(layers)], ("bf16", "fp8_linears_kv", "full_flow", "full_flow_reordered")
-        flow.append(head + [new["uneven"][row][0] for row in columns] + [old["uneven"]["full_flow"][0]])
-        reordered = [share(found["uneven"]) for found in (old, new)]
-        numerics.append(head + [old[kind]["fp8_prefill_decode"][0] for kind in ("even", "uneven")] + reordered)
-        for row in ("full_flow_prefill", "fp8_prefill_decode", "full_flow"):  # what the text says of the new run
-            assert {new[kind][row][0] for kind in new} == {"0"}
-    assert now.keys() == before.keys() and depth_rows("unified_flow.md") == flow
-    assert depth_rows("numerics.md") == numerics
-
-
-def measured_depth(name):
-    """(weights, layers) -> kind of lengths -> row -> (median and range as in the docs, median)."""
-    cells = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["results"]["cells"]
-    return {
-        (cell["policy"].partition("-")[0], cell["layers"]): {
-            kind: {row: (shown(of["mismatch"]), of["mismatch"]["median"]) for row, of in rows.items()}
-            for kind, rows in cell["rows"].items()
-        }
-        for cell in cells
-    }
-
-
-def shown(spread):
-    median, low, high = (f"{spread[key]:#.2g}" if spread[key] else "0" for key in ("median", "min", "max"))
-    return f"{median} ({low} - {high})" if spread["max"] else "0"
-
-
-def share(rows):
-    reordered, ordinary = rows["full_flow_reordered"], rows["fp8_linears_kv"]
-    return f"{reordered[0]}: {reordered[1] / ordinary[1]:.0%}".replace("%", " %")
-
-
-def depth_rows(page):
-    lines = (ROOT / "docs" / page).read_text().splitlines()
-    return [line.strip("| ").split(" | ") for line in lines if re.match(r"\| (random|SmolLM2) \| \d", line)]
+def test_the_table_of_depth_is_that_of_the_measurement():
+    measured = json.loads((ROOT / "benchmarks" / "results" / "depth_cpu.json").read_text())
+    lines = (ROOT / "docs" / "numerics.md").read_text().splitlines()
+    assert [line for line in lines if re.match(r"\| (random|trained) \| \d", line)] == list(depth(measured))[2:]
 
 
 def test_a_link_to_a_file_that_does_not_exist_fails_the_build(tmp_path):

@@ -28,6 +28,15 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
     assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in reports[0]["log"])
 
 
+def test_the_first_layer_that_differs_is_named_on_both_ranks(reports):
+    """Of layers whose rows the ranks share, as a whole: those that sum over ranks."""
+    for report in reports:
+        assert (
+            "First to differ" in report["broken"]
+            and "the output of model.layers.1.self_attn.o_proj" in report["broken"]
+        )
+
+
 def test_each_rank_holds_its_part_of_every_expert_and_replays_the_routes_of_its_own_rollouts(reports):
     reports = [report["experts"] for report in reports]
     assert [report["w13_shape"] for report in reports] == [[4, 256, 128]] * 2  # gate and up of 128 rows each

@@ -23,6 +23,7 @@ from testing.reference_experts import offered_fp8_experts  # noqa: E402
 from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
+from trl_fp8.features.flow import Flow  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
 from trl_fp8.sync import shards, writer  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
@@ -142,7 +143,20 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str) -> d
     trainer.accelerator.wait_for_everyone()
     llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
     fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
-    return described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts}
+    report = described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts}
+    return report | {"broken": _first_difference(trainer, "model.layers.1.self_attn.o_proj")}
+
+
+def _first_difference(trainer: FP8GRPOTrainer, name: str) -> str:
+    """What a run says whose engine computes something else in one of its modules, whose output is a pair."""
+    module = engine_model(trainer.vllm_generation.llm).get_submodule(name)
+    module.register_forward_hook(lambda module, args, output: (output[0] * 1.01, *output[1:]))
+    trainer.feature(Flow)._checked = False
+    try:
+        trainer.train()
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def _with_experts(folder: Path, checkpoint: str) -> dict:

@@ -1,4 +1,4 @@
-"""FP8 experts in a real engine: sync, audit and near-dead experts.
+"""FP8 experts in a real engine: sync, audit, near-dead experts, and the choice of routers on both sides.
 The kernel is a reference (reference_experts.py).
 """
 
@@ -7,12 +7,14 @@ import torch
 
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
-from testing.rollouts import calibrated, follow
-from trl_fp8.policy.flow.precision_flow import VERIFIED_WITH_FP8_EXPERTS
+from testing.rollouts import PROMPTS, calibrated, follow, sampled, scored
+from trl_fp8.policy.router import RouterReplay, RouteTally
+from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is for CPU")]
+ROUNDING = 5e-6  # as in test_one_forward.py
 MOE = ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe"]
 
 
@@ -128,32 +130,51 @@ def test_experts_are_refused_where_their_kernel_repacks_them(checkpoint, started
         require_auditable(model)
 
 
-def test_what_is_called_verified_is_tested_here():
-    assert sorted(MOE) == sorted(VERIFIED_WITH_FP8_EXPERTS)
-
-
 @pytest.mark.parametrize("architecture", MOE)
-def test_the_policys_log_probs_are_the_engines(architecture, checkpoint):
-    """FP8 experts, linears and KV cache on both sides. The engine's batches are larger and add in another order."""
-    with reference_fp8_experts(fused_activation=True):  # as TritonExperts where DeepGEMM is not in use
-        generation = engines.start(checkpoint(architecture), expert_kernels=True, return_routes=True)
-    hook, scales = calibrated(generation, engines.PROMPTS)
-    theirs = [torch.tensor(prompt) for _, _, prompt in engines.log_probs(generation.llm)]
+def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoint, started):
+    """Choice by choice, in the engine's order; and what replay is told goes first all the same. In this model two
+    experts of each layer tie for every token.
+    """
+    eight = {"num_local_experts" if architecture == "mixtral" else "num_experts": 8}
+    generation = started(checkpoint(architecture, **eight), match_rounding=True, return_routes=True)
+    engines.perturb(generation.model, seed=0)
+    routers = [layer.mlp.gate for layer in generation.model.model.layers]
+    with torch.no_grad():
+        for router in routers:
+            router.weight[3] = router.weight[5]
+    hook, scales = calibrated(generation, PROMPTS)
     hook.simulate(scales.values)
+    sequences, theirs = sampled(generation)
+    rollout = generation.llm.routes.of(sequences)
+    replay = RouterReplay(generation.model)
+    flow = follow(generation, hook)
+    routes = _left_padded(rollout, sequences, replay)
 
-    def off():
-        differences = []
-        for tokens, engines_own in zip(engines.PROMPTS, theirs, strict=True):
-            with torch.no_grad():
-                logits = generation.model(input_ids=torch.tensor([tokens])).logits[0, :-1].float()
-            ours = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
-            differences.append((ours - engines_own).abs())
-        return torch.cat(differences)
+    def scored_with(routes, **options):
+        tally = RouteTally(torch.device("cpu"))
+        with replay.during(routes, tally=tally, **options):
+            found = scored(flow, generation.model, sequences)
+        return torch.cat(found), tally.counts.tolist()
 
-    plain = off()
-    follow(generation, hook)
-    engines.shutdown(generation.llm)
-    # nearly all tokens are equal; the rare ones that are not are far from what the plain forward leaves
-    found = off()
-    assert found.median() < 1e-5 and found.mean() < 0.1 * plain.mean()
-    assert plain.mean() > 0.03
+    own, (known, used, chosen) = scored_with(routes, replay=False)
+    assert (own - torch.cat(theirs)).abs().max() < ROUNDING
+    assert known == used == chosen == sum(2 * len(rows) for rows in rollout)
+    replayed, counts = scored_with(routes, replay=True, record=True)
+    assert torch.equal(replayed, own) and counts == [known] * 3
+    recorded = replay.recorded()
+    assert torch.equal(recorded[routes != NOWHERE], routes[routes != NOWHERE])
+    chose = [(recorded == expert).any(-1) for expert in (3, 5)]
+    assert (chose[0] != chose[1]).any()  # one of two equals
+    others = torch.where(routes == NOWHERE, routes, (routes + 1) % 8)
+    away, (known, used, chosen) = scored_with(others, replay=True)
+    assert used == known > 2 * chosen and (away - own).abs().mean() > 1e-3
+    assert len(generation.llm.routes.of(sequences)[0]) == len(sequences[0]) - 1  # the engine took no note of all this
+
+
+def _left_padded(rollout, sequences, replay):
+    """Routes `[B, S, L, K]` as the trainer aligns them."""
+    length = max(map(len, sequences))
+    routes = torch.full((len(sequences), length, *rollout[0].shape[1:]), NOWHERE, dtype=replay.dtype)
+    for row, found, tokens in zip(routes, rollout, sequences, strict=True):
+        row[length - len(tokens) :][: len(found)] = torch.from_numpy(found)
+    return routes

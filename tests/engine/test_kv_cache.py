@@ -1,7 +1,5 @@
 """The real paged cache against the trainer's simulation of it, and the guards around recalibrated scales."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from vllm import SamplingParams
@@ -12,7 +10,6 @@ from trl_fp8.engine.vllm import kv_scales as kv_cache
 from trl_fp8.engine.vllm.cpu.attention import ReferenceAttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import (
     attention_layers,
-    attention_weight_offset,
     fp8_attention_layers,
     quantizes_query,
 )
@@ -27,23 +24,6 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [4 + 7 * position % 50 for position in range(20)]
 DECODED = 32
-
-
-@pytest.mark.parametrize(
-    ("implementations", "offset"),
-    [
-        (["FlashAttentionImpl", "FlashAttentionImpl"], 256.0),
-        (["TritonAttentionImpl", None], 1.0),  # a skipped layer rounds no query, and no weights
-        ([None, None], None),
-    ],
-)
-def test_where_queries_are_rounded_attention_weights_are(implementations, offset, monkeypatch):
-    layers = {
-        number: SimpleNamespace(impl=type(name or "CPU", (), {})(), query_quant=name and object())
-        for number, name in enumerate(implementations)
-    }
-    monkeypatch.setattr(kv_cache, "attention_layers", lambda model: layers)
-    assert attention_weight_offset(None) == offset
 
 
 def start(checkpoint, **options):

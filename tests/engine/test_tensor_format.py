@@ -9,9 +9,8 @@ from safetensors import safe_open
 from trl.trainer.utils import ensure_master_addr_port
 
 from testing import engines
+from testing.rollouts import follow
 from trl_fp8.export.export import INDEX, export_fp8
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.linear import FP8Linears
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX
 from trl_fp8.upstream.vllm import engine_model
 
@@ -74,21 +73,18 @@ def test_a_flipped_byte_and_a_changed_scale_are_named(checkpoint):
     engines.shutdown(generation.llm)
 
 
-def test_a_synced_scale_is_that_of_the_flow(checkpoint):
-    """The trainer that quantizes by itself has the engine's codes: peers share a scale there, too."""
+def test_what_a_trainer_quantizes_itself_is_what_the_engine_holds(checkpoint):
+    """Peers share a scale there, too."""
     generation = start(checkpoint)
-    shared = {}
-    generation.share = shared.__setitem__
     generation.sync_weights()
-    engines.shutdown(generation.llm)
-    flow = FP8Flow(format=generation.recipe.format, activation=generation.numerics.linears)
-    linears = FP8Linears.install(generation.model, generation.recipe.fp8_modules, flow).modules
-    for name, linear in linears.items():
-        ours, sent = linear.quantized_weight(), shared[f"{name}.weight"]
-        assert torch.equal(ours.scale, sent.scale)
-        assert torch.equal(ours.qdata.view(torch.uint8), sent.qdata.view(torch.uint8))
-    group = [linears[f"model.layers.0.mlp.{kind}"].quantized_weight().scale for kind in ("gate_proj", "up_proj")]
-    assert torch.equal(*group)
+    forward = follow(generation)
+    for name in generation.recipe.fp8_modules:
+        linear = forward.modules[name]
+        ours, held = linear.quantized_weight(), linear.engine.codes(name)
+        assert torch.equal(ours.scale, held.scale)
+        assert torch.equal(ours.qdata.view(torch.uint8), held.qdata.view(torch.uint8))
+    peers = [forward.modules[f"model.layers.0.mlp.{kind}"].quantized_weight() for kind in ("gate_proj", "up_proj")]
+    assert torch.equal(*(one.scale for one in peers))
 
 
 def test_vllm_loads_an_export_and_computes_the_same(checkpoint, tmp_path):

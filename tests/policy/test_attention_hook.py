@@ -439,13 +439,13 @@ def test_attention_reads_what_the_cache_holds(architecture, implementation, quer
         expected = logits(model, inputs)
     hook = AttentionHook(model)
     hook.simulate(scales)
-    hook.query_rounded = query
+    hook.round_queries(query)
     hooked = logits(model, inputs)
     assert torch.equal(hooked, expected)
     assert not torch.equal(hooked, plain)
-    hook.query_rounded = not query
+    hook.round_queries(not query)
     assert not torch.equal(logits(model, inputs), expected)
-    hook.query_rounded = query
+    hook.round_queries(query)
     hook.simulate(scales[:, [0, 2, 1]])
     assert not torch.equal(logits(model, inputs), expected)
 
@@ -464,7 +464,7 @@ def test_skip_layers_are_left_alone_but_observed(skipped):
         expected = logits(model, inputs)
     hook = AttentionHook(model, skipped)
     hook.simulate(scales)
-    hook.query_rounded = True
+    hook.round_queries(True)
     assert torch.equal(logits(model, inputs), expected)
     assert (observe(hook, model, inputs).amax_L3 > 0).all()
     hook.skip(())

@@ -124,7 +124,9 @@ def adapted(checkpoint, config):
     ids=["dora", "embedding", "ia3"],
 )
 def test_adapters_that_do_more_than_add_are_refused_by_name(config, named, checkpoint):
-    with pytest.raises(ValueError, match=f"not plain LoRA on linear layers: .*{named}.*or set fp8_forward='off'"):
+    with pytest.raises(
+        ValueError, match=f"not plain LoRA on linear layers, experts or routers: .*{named}.*or set fp8_forward='off'"
+    ):
         require_sums(adapted(checkpoint, config), tensor_parallel_size=1)
 
 

@@ -8,6 +8,7 @@ from transformers import CONFIG_MAPPING, dynamic_module_utils
 from vllm.model_executor.models import registry
 
 from testing import engines, other_models, tiny_models
+from testing.reference_experts import offered_fp8_experts
 from testing.runs import arguments, training
 from trl_fp8.engine.vllm import generation as fp8_generation
 from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
@@ -44,6 +45,20 @@ def test_the_fallback_of_vllm_is_refused_before_an_engine_starts(flags, tmp_path
     model = saved("olmo2", tmp_path / "model")
     with pytest.raises(ValueError, match="type 'olmo2' cannot be served.*transformers backend"):
         training(model, arguments(tmp_path / "run", **flags)).__enter__()
+
+
+@pytest.mark.parametrize(
+    "model_type, flags, said",
+    [
+        ("glm4_moe", {}, "fp8_forward='full' with a policy of type 'glm4_moe'.* known of cohere, .*fp8_forward='off'"),
+        ("qwen3_moe", {"fp8_backward": "fp8"}, "fp8_backward='fp8' with FP8 experts .*fp8_ignored_modules"),
+    ],
+)
+def test_policies_that_cannot_follow_are_refused_before_an_engine_starts(
+    model_type, flags, said, checkpoint, tmp_path, no_engine
+):
+    with offered_fp8_experts(), pytest.raises(ValueError, match=said):
+        training(checkpoint(model_type), arguments(tmp_path, fp8_forward="full", **flags)).__enter__()
 
 
 def test_the_remedy_of_a_refused_model_trains_it(tmp_path, no_engine):

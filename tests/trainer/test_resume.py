@@ -24,8 +24,8 @@ def trajectory(trainer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"fp8_forward": "full"},
         # checkpoint 2 falls between two generations: 3 updates for each batch of rollouts
+        {"fp8_forward": "full", "num_iterations": 3},
         {"num_iterations": 3, "beta": 0.02},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
     ],

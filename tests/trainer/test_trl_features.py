@@ -188,14 +188,18 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source",
-    [{"tools": [Keypad().press]}, {"environment_factory": Keypad, "reward_funcs": None}],
-    ids=["tools", "environment"],
+    "source, forward",
+    [
+        ({"tools": [Keypad().press]}, "off"),
+        ({"environment_factory": Keypad, "reward_funcs": None}, "off"),
+        ({"tools": [Keypad().press]}, "full"),
+    ],
+    ids=["tools", "environment", "one-forward"],
 )
-def test_tools_are_called_and_their_output_is_not_corrected(source, checkpoint, tmp_path):
+def test_tools_are_called_and_their_output_is_not_corrected(source, forward, checkpoint, tmp_path):
     """Several turns on the real engine. Tool output has no rollout log-prob; TRL fills in 0, which is far off."""
     budget = {"max_completion_length": 64, "max_tool_calling_iterations": 2, "vllm_max_model_length": 96}
-    args = arguments(tmp_path, max_steps=2, generation_kwargs={"max_tokens": 8}, **budget)
+    args = arguments(tmp_path, max_steps=2, generation_kwargs={"max_tokens": 8}, fp8_forward=forward, **budget)
     options = {"train": chats(), "processing_class": chat_tokenizer(), "reward_funcs": turns} | source
     with training(checkpoint("qwen3"), args, **options) as trainer:
         watched = recorded(trainer.feature(KVCache).hook, "observing", lambda _, observation: observation)
@@ -213,6 +217,7 @@ def test_tools_are_called_and_their_output_is_not_corrected(source, checkpoint, 
         k3 = torch.expm1(log_r) - log_r
         assert row["mismatch/k3_kl"] == pytest.approx(k3[own].mean().item(), rel=1e-5)
         assert row["mismatch/k3_kl"] < SMALL_K3 and k3[external].mean() > 1
+        assert (row["mismatch/logp_difference_mean"] < 1e-5) == (forward == "full")
         assert row["correction/ratio_min"] == pytest.approx(log_r[own].min().exp().item(), rel=1e-5)
     # every token of prompts, turns and tool output was observed, and k of a layer has 2 heads of 64
     seen = [observation.elements_L3[0, 1].item() for observation in watched if observation.limits_L3 is not None]

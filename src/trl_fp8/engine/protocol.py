@@ -12,7 +12,6 @@ class EngineNumerics:
 
     kernels: Mapping[str, int]  # name of each FP8 kernel of linears and experts -> number of layers that it runs
     linears: ActivationScaling | None = None  # how FP8 linears quantize their input; None if no linear is FP8
-    experts: ActivationScaling | None = None  # how FP8 experts quantize activations; None if no expert is FP8
     query_rounded: bool = False  # attention rounds q to e4m3, as it does k and v
     # Largest mean |log-prob difference| of a trainer that calls the same kernels; what the platform guarantees
     mismatch_bound: float = 0.0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
-from trl_fp8.policy.flow.linear import gemm_dtype, tokens_of
+from trl_fp8.policy.flow.linear import tokens_of
 from trl_fp8.policy.flow.one_forward import OneForward
 
 
@@ -34,7 +34,8 @@ def engine_head(flow: OneForward) -> type[ChunkedLogProbFunction]:
             named = dict(zip((name for name in OPTIONAL if name in outputs), others, strict=True))
             entropy = named.get("entropy")
             ctx.save_for_backward(hidden, weight, bias, targets, log_z, log_z if entropy is None else entropy)
-            ctx.compute_dtype, ctx.chunk_size = gemm_dtype(hidden.device), chunk_size
+            # On a CPU, too: it makes the engine's rounded logits again, which the normalizer goes with
+            ctx.compute_dtype, ctx.chunk_size = torch.bfloat16, chunk_size
             ctx.kernel_args = {
                 "logit_scale": logit_scale,
                 "softcap": final_logit_softcapping or 1.0,

@@ -16,12 +16,12 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.hook import AttentionHook
-from trl_fp8.policy.flow.adapter import require_sums
 from trl_fp8.policy.flow.comparison import Comparison
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.gemm import require_backend
 from trl_fp8.policy.flow.kernels import EngineKernels
-from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.policy.flow.one_forward import OneForward, require_followable
+from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.upstream.patches import substituted
 
 from .engine_head import engine_head
@@ -38,14 +38,15 @@ class Flow(Feature):
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
         self.forward: OneForward | None = None  # until the engine is there to be called
-        self._outdated = self._checked = False
-        self._flow()  # what can be refused before an engine is started
+        self._outdated, self._checked = True, False
         require_backend(trainer.args.fp8_gemm_backend, _capability())
-        require_sums(trainer.model, trainer.recipe.tensor_parallel_size)
+        # what can be refused before an engine is started
+        require_followable(trainer.model, trainer.recipe, self._flow())
+        self._require_whole_weights()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        trainer, scaling = self.trainer, numerics.linears or numerics.experts
-        if scaling is None:
+        trainer = self.trainer
+        if not numerics.kernels:
             raise RuntimeError(
                 f"fp8_forward={trainer.args.fp8_forward!r} calls the engine's FP8 kernels: expected are those of "
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
@@ -55,7 +56,8 @@ class Flow(Feature):
         kv_cache = trainer.feature(KVCache)
         hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
         self._bound = numerics.mismatch_bound
-        flow = self._flow(operand_scale_format=scaling.scale_format)
+        options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
+        flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
         self.forward.switch(on=False)
         self._head = engine_head(self.forward)
@@ -66,12 +68,27 @@ class Flow(Feature):
             **trainer.args.flow,
             format=trainer.recipe.format,
             scale_format=trainer.recipe.scale_format,
-            cache_weights=not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled),
+            cache_weights=not self._sharded,
             **options,
         )
 
+    def _require_whole_weights(self) -> None:
+        args, recipe = self.trainer.args, self.trainer.recipe
+        if recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale and self._sharded:
+            raise ValueError(
+                f"fp8_weight_format={recipe.format.name!r} with fp8_forward={args.fp8_forward!r} and "
+                f"vllm_tensor_parallel_size={recipe.tensor_parallel_size} under FSDP2 or ZeRO-3: layers that vLLM "
+                "fuses share a scale, and a forward sees one gathered weight at a time. Set fp8_weight_format="
+                "'blocks', or vllm_tensor_parallel_size=1."
+            )
+
+    @property
+    def _sharded(self) -> bool:
+        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+
     def __str__(self) -> str:
-        return f"the engine's kernels, backward {self.forward.flow.backward}"
+        weights = "its tensors" if self.forward.shares else "codes of its own"
+        return f"the engine's kernels on {weights}, backward {self.forward.flow.backward}"
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.forward.invalidate()
@@ -89,18 +106,19 @@ class Flow(Feature):
             yield
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._bring_up_to_date()
-        self.forward.switch(
-            on=True
-        )  # until the backward is through: gradient checkpointing runs the forward again in it
+        self._bring_up_to_date(inputs.get("kv_scales"))
+        # until the backward is through: gradient checkpointing runs the forward again in it
+        self.forward.switch(on=True)
 
     def end_loss(self) -> None:
         self.forward.switch(on=False)
 
-    def _bring_up_to_date(self) -> None:
-        """Send the weights again where an optimizer step came after the last sync (num_iterations > 1)."""
+    def _bring_up_to_date(self, scales_BL3: torch.Tensor | None = None) -> None:
+        """Send the weights again where an optimizer step came after the last sync (num_iterations > 1), or no sync was
+        yet: a run resumed with rollouts that it had left, which bring the scales that they were sampled under.
+        """
         if self._outdated:
-            self.trainer.vllm_generation.send_weights()
+            self.trainer.vllm_generation.send_weights(None if scales_BL3 is None else KVScales(scales_BL3[0].cpu()))
             self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:

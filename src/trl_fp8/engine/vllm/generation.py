@@ -146,9 +146,12 @@ class FP8VLLMGeneration(VLLMGeneration):
     def sync_weights(self) -> None:
         self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None)
 
-    def send_weights(self) -> None:
-        """Bring the engine to the policy's current weights and leave its KV scales as they are."""
-        scales = self.last_sync.kv_scales
+    def send_weights(self, scales: KVScales | None = None) -> None:
+        """Bring the engine to the policy's current weights and leave its KV scales as they are.
+
+        `scales` are for an engine that was never synced: a run may resume between two optimizer steps on one batch.
+        """
+        scales = self.last_sync.kv_scales if self.last_sync else scales
         self.delivery.deliver(None if scales is None else lambda: scales)
 
     def generate(

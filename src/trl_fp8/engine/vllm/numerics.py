@@ -19,7 +19,6 @@ def engine_numerics(model: nn.Module) -> EngineNumerics:
     return EngineNumerics(
         kernels=fp8_kernels(model),
         linears=activation_scaling(model),
-        experts=expert_scaling(model),
         query_rounded=quantizes_query(model),
     )
 
@@ -60,7 +59,7 @@ def kernel_scaling(kernel: object) -> ActivationScaling:
 
 
 def expert_scaling(model: nn.Module) -> ActivationScaling | None:
-    """`EngineNumerics.experts`."""
+    """How FP8 experts quantize activations; None if no expert is FP8."""
     if not fp8_experts(model):
         return None
     # vLLM's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in

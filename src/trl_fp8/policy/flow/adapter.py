@@ -8,10 +8,11 @@ the base computes, its gradient would need what the base alone computes, and tha
 """
 
 from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router, listed
 
 from .own_gradient import with_value
 
@@ -43,14 +44,18 @@ def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
     }
     if others:
         raise ValueError(
-            f"fp8_forward='full' with adapters that are not plain LoRA on linear layers: {_described(others)}. The "
-            "engine holds them merged, and only of a sum is the gradient known without what the base alone computes. "
-            "Use LoRA without variants such as use_dora on linear layers only, or set fp8_forward='off'."
+            "fp8_forward='full' with adapters that are not plain LoRA on linear layers, experts or routers: "
+            f"{_described(others)}. The engine holds them merged, and only of a sum is the gradient known without "
+            "what the base alone computes. Use LoRA on these, without variants such as use_dora, or set "
+            "fp8_forward='off'."
         )
 
 
 def _other_than_sum(module: BaseTunerLayer) -> str | None:
-    """What an adapter is, unless it adds to a linear layer's output."""
+    """What an adapter is, unless it adds to a linear layer's output, or to the weights of experts or a router."""
+    if type(module) is ParamWrapper:
+        routes = module.parameter_name in TRANSFORMERS.fused or is_router(module.get_base_layer())
+        return None if routes else f"of the parameter {module.parameter_name}"
     if type(module) is not LoraLinear:
         return f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
     return next((type(variant).__name__ for variant in module.lora_variant.values()), None)

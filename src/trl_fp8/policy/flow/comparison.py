@@ -67,7 +67,7 @@ class Comparison:
                 self._engine[linear.name, "input"].append(checksums(x))
             if self._shares:
                 self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
-            elif y.shape[-1] == linear.out_features:
+            elif len(layers) == 1 and y.shape[-1] == linear.out_features:
                 self._engine[linear.name, "output"].append(checksums(y))
 
     def _note_policy(self, name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:

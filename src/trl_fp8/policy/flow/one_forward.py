@@ -10,8 +10,9 @@ Modules stay the objects that they are: only their class is exchanged (swapped_m
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
-from peft.tuners.lora import ParamWrapper
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,7 +34,7 @@ from .between import (
     FollowedScaledEmbedding,
     Turning,
 )
-from .experts import FollowedExperts, FollowedRouter
+from .experts import FollowedExperts, FollowedRouter, require_followable_experts
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
 from .linear import FollowedLinear, FusedCall, tokens_of
@@ -57,10 +58,10 @@ class OneForward(SwappedModules):
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         super().__init__({})
+        require_followable(model, recipe, flow)
         base = transformers_model(model)
-        require_sums(model, recipe.tensor_parallel_size)
-        _turn_by_engine(base)
-        ours = {base.get_output_embeddings(), *base.get_decoder().modules()}
+        _turn_by_engine(sys.modules[type(base).__module__])
+        ours = _computing(base)
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
         self._experts = {experts for _, experts in expert_modules(model)}
         self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
@@ -120,11 +121,6 @@ class OneForward(SwappedModules):
 
     def _linear(self, name: str, module: nn.Linear) -> dict:
         """The attributes of a `FollowedLinear`."""
-        if type(module).forward is not nn.Linear.forward:
-            raise ValueError(
-                f"fp8_forward='full': {name} is a {type(module).__name__}, whose own forward would be lost. Set "
-                "fp8_forward='off'."
-            )
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
@@ -160,6 +156,32 @@ def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
     return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
 
 
+def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> None:
+    """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
+    require_sums(model, recipe.tensor_parallel_size)
+    require_followable_experts(recipe, flow.backward)
+    base = transformers_model(model)
+    if f"{type(base).__module__}.{TURN}" not in PATCHES:
+        raise ValueError(
+            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
+            f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
+        )
+    computing = _computing(base)
+    for name, module in model.named_modules():
+        if module in computing and isinstance(module, nn.Embedding):
+            _embedding(module)
+        elif module in computing and isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+            raise ValueError(
+                f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "
+                "be lost. Set fp8_forward='off'."
+            )
+
+
+def _computing(base: PreTrainedModel) -> set[nn.Module]:
+    """The modules between tokens and logits."""
+    return {base.get_output_embeddings(), *base.get_decoder().modules()}
+
+
 def _embedding(module: nn.Embedding) -> type:
     if type(module).forward is nn.Embedding.forward:
         return FollowedEmbedding
@@ -171,14 +193,8 @@ def _embedding(module: nn.Embedding) -> type:
     )
 
 
-def _turn_by_engine(base: PreTrainedModel) -> None:
+def _turn_by_engine(family: ModuleType) -> None:
     """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
-    family = sys.modules[type(base).__module__]
-    if f"{family.__name__}.{TURN}" not in PATCHES:
-        raise ValueError(
-            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
-            f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
-        )
     apply = getattr(family, TURN)
     if not isinstance(apply, Turning):
         patch(family, TURN, Turning(apply))
