@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from trl_fp8.recipe.names import TRANSFORMERS, listed
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.patches import substituted
 
 from .linear import StraightThrough, gemm_dtype, tokens_of
 from .own_gradient import holding, own_gradient, with_value
@@ -44,28 +45,30 @@ class FollowedRouter:
         if not self.flow.on:
             return super().forward(hidden_states)
         logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
-        with _Routing(logits_TE, chosen_TK.long()):
-            logits_TE, own_TK, used_TK = super().forward(hidden_states)
+
+        def linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+            # in FP32 softmax and gate weights stay so, and their gradients
+            return StraightThrough.apply(lambda _: logits_TE.float(), x, weight, None, None)
+
+        with substituted(F, "linear", linear), _Routing(chosen_TK.long(), logits_TE.shape):
+            followed_TE, own_TK, used_TK = super().forward(hidden_states)
         is_engines_T1 = (used_TK == chosen_TK).all(-1, keepdim=True)
-        return logits_TE, with_value(own_TK, torch.where(is_engines_T1, weights_TK, own_TK.detach())), used_TK
+        return followed_TE, with_value(own_TK, torch.where(is_engines_T1, weights_TK, own_TK.detach())), used_TK
 
 
 class _Routing(TorchFunctionMode):
-    """Around a router's own code: its linear gives the engine's logits, its top-k the engine's choice."""
+    """Around a router's own code: its top-k gives the engine's choice."""
 
-    def __init__(self, logits_TE: Tensor, chosen_TK: Tensor):
+    def __init__(self, chosen_TK: Tensor, shape: torch.Size):
         super().__init__()
-        self.logits_TE, self.chosen_TK = logits_TE, chosen_TK
+        self.chosen_TK, self.shape = chosen_TK, shape  # of the logits
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear:
-            # in FP32 softmax and gate weights stay so, and their gradients
-            return StraightThrough.apply(lambda _: self.logits_TE.float(), *args, None, None)
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **(kwargs or {}))
         # a ranking that is the engine's: whoever looks on, or replaces the choice, calls or is called by this
         rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
-        ranking_TE = torch.zeros_like(self.logits_TE, dtype=torch.float32)
+        ranking_TE = torch.zeros(self.shape, device=self.chosen_TK.device)
         ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))
         indices_TK = func(ranking_TE, *args[1:], **(kwargs or {})).indices
         return torch.return_types.topk((args[0].gather(-1, indices_TK), indices_TK))
