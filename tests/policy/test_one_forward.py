@@ -167,6 +167,12 @@ def test_families_of_models_that_nothing_is_known_of_are_refused():
         OneForward(model, recipe_for_model(model), None, FP8Flow(), AttentionHook(model))
 
 
+def test_dropout_that_the_engine_does_not_have_is_refused():
+    model = build(attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1 in the model's config.*'attention_dropout': 0\.0"):
+        OneForward(model, recipe_for_model(model), None, FP8Flow(), AttentionHook(model))
+
+
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_no_engine_and_train_on_their_own(clone):
     model = build(tied=True)

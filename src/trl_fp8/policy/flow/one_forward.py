@@ -166,6 +166,11 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
             f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
             f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
         )
+    if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
+        raise ValueError(
+            f"fp8_forward='full' with attention_dropout={dropout} in the model's config: the engine's attention drops "
+            "nothing. Set model_init_kwargs={'attention_dropout': 0.0}, or fp8_forward='off'."
+        )
     computing = _computing(base)
     for name, module in model.named_modules():
         if module in computing and isinstance(module, nn.Embedding):
