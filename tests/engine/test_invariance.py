@@ -121,6 +121,6 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
     with pytest.raises(ValueError, match="with rotary_embedding"):
         engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, match_rounding=True)
     engines.shutdown(started.pop())
+    monkeypatch.undo()
     # where nobody follows, it is the user's choice
     engines.shutdown(engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs).llm)
-    assert not started

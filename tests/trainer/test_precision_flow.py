@@ -88,7 +88,7 @@ def test_what_shows_without_an_engine_is_refused_before_one_starts():
     with pytest.raises(ValueError, match="full' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
         Flow(flow_trainer(tiny_models.build("glm4_moe"), recipe))
     with pytest.raises(
-        ValueError, match="'full' with experts and vllm_tensor_parallel_size=2: each rank holds a part"
+        ValueError, match="'full' with experts and vllm_tensor_parallel_size=2: each rank of the engine has a part"
     ):
         Flow(flow_trainer(tiny_models.build("mixtral"), replace(recipe, fp8_experts=("b",), tensor_parallel_size=2)))
     model.model.embed_tokens.__class__ = type("OddEmbedding", (torch.nn.Embedding,), {"forward": lambda *args: None})
