@@ -13,7 +13,6 @@ from trl_fp8.engine.vllm.kv_scales import (
     fp8_attention_layers,
     quantizes_query,
 )
-from trl_fp8.policy.attention import hook as attention_hook
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.quantization.e4m3 import cache_codes
 from trl_fp8.quantization.kv_scales import KVScales
@@ -74,19 +73,20 @@ def test_the_cache_holds_the_bytes_that_the_trainer_computes_from_the_same_state
 
 
 def trainer_bytes(generation, hook, scales, ids, mask, monkeypatch):
-    """Per layer, the codes of k and v `[B, G, T, D]` that the trainer's forward round-trips."""
-    seen, round_trip = [], attention_hook.cache_round_trip
+    """Per layer, the codes of k and v `[B, G, T, D]` that the trainer's attention reads."""
+    seen, attend = [], AttentionHook.attend
 
-    def record(states, scale):
-        seen.append(cache_codes(states, scale).view(torch.uint8))
-        return round_trip(states, scale)
+    def record(self, function, module, query, key, value, *args, **kwargs):
+        pair = zip((key, value), scales.values[module.layer_idx, 1:], strict=True)
+        seen.append([cache_codes(states, scale).view(torch.uint8) for states, scale in pair])
+        return attend(self, function, module, query, key, value, *args, **kwargs)
 
     with monkeypatch.context() as patch, torch.no_grad():
-        patch.setattr(attention_hook, "cache_round_trip", record)
+        patch.setattr(AttentionHook, "attend", record)
         hook.simulate(scales.values)
         generation.model(input_ids=ids, attention_mask=mask)
         hook.simulate(None)
-    return [(seen[i], seen[i + 1]) for i in range(0, len(seen), 2)]
+    return seen
 
 
 def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, monkeypatch):
