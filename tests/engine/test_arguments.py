@@ -56,6 +56,13 @@ def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform)
         arguments(platform=platform, match_rounding=True)
 
 
+def test_norms_that_the_engine_compiles_for_one_row_and_for_many_are_refused():
+    sizes = {"max_num_seqs": 8, "max_model_len": 64, "match_rounding": True}
+    with pytest.raises(ValueError, match="fp8_forward='full' with a policy of type 'cohere' on cuda: .* its norms"):
+        HOPPER.arguments(RECIPE, tiny_models.config("cohere"), **sizes)
+    assert Cpu().arguments(RECIPE, tiny_models.config("cohere"), **sizes)["enforce_eager"]
+
+
 def test_the_users_settings_win_one_by_one():
     user = {"compilation_config": {"cudagraph_mode": "NONE", "pass_config": {"fuse_act_quant": True}}, "seed_like": 3}
     made = arguments(match_rounding=True, user=user)

@@ -76,7 +76,7 @@ class Platform(ABC):
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
         arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
         if match_rounding:
-            arguments |= self._invariant_arguments()
+            arguments |= self._invariant_arguments(config.get_text_config())
         if return_routes:
             arguments |= self._routes_arguments(recipe, user)
             cached = arguments["enable_prefix_caching"]
@@ -95,7 +95,7 @@ class Platform(ABC):
         """Engines that are started inside the block, too, run kernels that a trainer can share."""
         return nullcontext()
 
-    def _invariant_arguments(self) -> dict:
+    def _invariant_arguments(self, config: PretrainedConfig) -> dict:
         return self.invariance.arguments()
 
     @abstractmethod
@@ -201,7 +201,13 @@ class Cuda(Platform):
         with invariant_attention(), substituted(batch_invariant, "init_batch_invariance", rest):
             yield
 
-    def _invariant_arguments(self) -> dict:
+    def _invariant_arguments(self, config: PretrainedConfig) -> dict:
+        if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
+            raise ValueError(
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms, for "
+                "one row apart from those for many, so that the trainer cannot have the engine's bits. Set "
+                "fp8_forward='off'."
+            )
         if self.flash_attention != 3:
             major, minor = self.capability
             raise ValueError(
@@ -209,7 +215,7 @@ class Cuda(Platform):
                 "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
                 "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
             )
-        return super()._invariant_arguments()
+        return super()._invariant_arguments(config)
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         major, minor = self.capability
