@@ -52,16 +52,21 @@ def folder_of(name: str, seed: int) -> Path:
 
 def run(name: str, seed: int, reuse: bool = False) -> dict:
     folder = folder_of(name, seed)
-    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
-    correction = ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "2.0"]
     if reuse and (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
-    words = ["--config", settings, "--seed", seed, "--output_dir", folder, *(LEARNING | OTHERS)[name], *correction]
-    ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29600 + 10 * list(LEARNING | OTHERS).index(name) + seed)}
-    command = [sys.executable, script, *map(str, words)]
+    correction = ["--vllm_importance_sampling_mode", "token_truncate", "--vllm_importance_sampling_clip_max", "2.0"]
+    words = ["--seed", seed, *(LEARNING | OTHERS)[name], *correction]
+    return run_demo(folder, words, port=29600 + 10 * list(LEARNING | OTHERS).index(name) + seed)
+
+
+def run_demo(folder: Path, words: list, port: int = 29600) -> dict:
+    """Summary of one run of the demo into `folder`, in a process of its own, with further arguments."""
+    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
+    command = [sys.executable, *map(str, [script, "--config", settings, "--output_dir", folder, *words])]
+    ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ports)
     if done.returncode:
-        raise RuntimeError(f"{name}, seed {seed} failed:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     return json.loads((folder / "summary.json").read_text())
 
 

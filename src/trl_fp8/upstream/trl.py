@@ -22,6 +22,9 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "transformers.PreTrainedConfig": {"_attn_implementation": "policy"},
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
     "torch": {"_foreach_copy_": "engine quantization sync"} | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
-    "torch.ops.aten": dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),
+    "torch.ops.aten": {
+        **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),
+        "_scaled_dot_product_flash_attention_for_cpu": "engine",
+    },
     "torch.nn.Module": {"_non_persistent_buffers_set": "recipe", "_parameters": "policy"},
 }

@@ -204,7 +204,7 @@ class Cuda(Platform):
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
         if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
             raise ValueError(
-                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms, for "
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "
                 "one row apart from those for many, so that the trainer cannot have the engine's bits. Set "
                 "fp8_forward='off'."
             )

@@ -132,13 +132,21 @@ def attend(
     denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
     """
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
+    if softcap is None:  # which torch's kernel knows none of
+        heads = q_RQHD.shape[2]
+        k, v = (states.repeat_interleave(heads // groups, 1) for states in (k, v))
+        hidden_R1QS = torch.where(visible_RQS, 0.0, -torch.inf).double()[:, None]
+        mask = {"attn_mask": hidden_R1QS.expand(-1, heads, -1, -1), "scale": scaling}
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q_RQHD.double().transpose(1, 2), k, v, **mask
+        )
+        return out.transpose(1, 2), lse
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
     for q, visible in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
         scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*q_RGhqD.shape[:4], -1) * scaling
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = softcap * torch.tanh(scores / softcap)
         scores = scores.masked_fill_(~visible[:, None, None], -torch.inf)
         lse_RGhq = scores.logsumexp(-1)
         weights = scores.sub_(lse_RGhq[..., None]).exp_()
