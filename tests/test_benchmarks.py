@@ -23,6 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_fp8
+from testing.processes import alone, free_port
 
 
 ROOT = Path(__file__).parents[1]
@@ -33,7 +34,7 @@ def run(script, *words, **environment):
     return subprocess.run(
         [sys.executable, "-m", f"benchmarks.{script}", *map(str, words)],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        env=alone() | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | environment,
         capture_output=True,
         text=True,
     )

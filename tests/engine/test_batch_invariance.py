@@ -21,7 +21,7 @@ from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.quantization.blockwise import quantize_activation, quantize_weight
 from trl_fp8.quantization.e4m3 import E4M3, saturating_cast_
-from trl_fp8.upstream.vllm import forget_rotary_embeddings
+from trl_fp8.upstream.vllm import forget_choices
 
 
 pytestmark = pytest.mark.engine
@@ -255,7 +255,7 @@ def test_what_torch_makes_of_a_bf16_number_does_not_depend_on_its_place():
 
 
 def test_rotary_embedding():
-    forget_rotary_embeddings()
+    forget_choices()
     with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig(**CONFIG))):
         rotary = get_rope(64, 4096, dtype=torch.bfloat16)
     positions = torch.randint(0, 4096, (ROWS,), generator=torch.Generator().manual_seed(0))
@@ -268,7 +268,7 @@ def test_rotary_embedding():
                 query,
                 key,
             )
-    forget_rotary_embeddings()
+    forget_choices()
 
 
 @pytest.mark.parametrize("vocabulary", [64, 1000, 32003])

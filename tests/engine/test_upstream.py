@@ -36,7 +36,7 @@ from trl_fp8.upstream import patches
 from trl_fp8.upstream import trl as trl_names
 from trl_fp8.upstream import vllm as vllm_names
 from trl_fp8.upstream.patches import substituted
-from trl_fp8.upstream.vllm import forget_rotary_embeddings
+from trl_fp8.upstream.vllm import forget_choices
 
 
 def test_versions_are_the_ones_that_were_read():
@@ -178,12 +178,12 @@ def test_rotary_embeddings_are_kept_for_the_process_until_they_are_forgotten():
         with set_current_vllm_config(config):
             return get_rope(64, 128)._forward_method.__name__
 
-    forget_rotary_embeddings()
+    forget_choices()
     first = implementation(["none", "+rotary_embedding"])
     assert implementation(["none"]) == first != "forward_native"
-    forget_rotary_embeddings()
+    forget_choices()
     assert implementation(["none"]) == "forward_native"
-    forget_rotary_embeddings()
+    forget_choices()
 
 
 def test_cpu_overrides_are_registered_once_and_scoped():

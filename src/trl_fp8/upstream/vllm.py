@@ -32,6 +32,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
     f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
+    "vllm.v1.attention.selector": {"_cached_get_attn_backend": "upstream"},
 }
 
 
@@ -75,10 +76,12 @@ def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tens
     return runner.router._compute_routing(x, logits, runner.routed_experts.quant_method.topk_indices_dtype)
 
 
-def forget_rotary_embeddings() -> None:
-    """Before another engine starts in this process: let it make its own rotary embeddings. vLLM keeps them by shape:
-    an engine told to run other kernels than the first (`invariance.py`) would not, and its configuration not show it.
+def forget_choices() -> None:
+    """Before another engine starts in this process: let it make its own rotary embeddings, choose its own attention.
+    vLLM keeps both by shape: an engine told otherwise than the first would get what that chose, and not show it.
     """
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.v1.attention import selector
 
     rotary_embedding._ROPE_DICT.clear()
+    selector._cached_get_attn_backend.cache_clear()

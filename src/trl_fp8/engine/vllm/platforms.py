@@ -26,7 +26,7 @@ from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
-from trl_fp8.upstream.vllm import forget_rotary_embeddings
+from trl_fp8.upstream.vllm import forget_choices
 
 from .cpu.attention import reference_attention
 from .cpu.experts import register_cpu_experts
@@ -127,7 +127,7 @@ class Cpu(Platform):
 
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
-        forget_rotary_embeddings()
+        forget_choices()
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
             register()
         with reference_attention():
@@ -175,7 +175,7 @@ class Cuda(Platform):
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
-        forget_rotary_embeddings()
+        forget_choices()
         yield
 
     def attention(self, layer: Attention) -> object:
