@@ -67,7 +67,7 @@ def started(options: argparse.Namespace) -> Iterator:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
         tokenizer(max_length=64).save_pretrained(folder)
-        flags = {"kv_cache_dtype": "auto", "match_rounding": True}
+        flags = {"kv_cache_dtype": "auto", "share_kernels": True}
         generation = engines.start(folder, engine_kwargs=options.engine_kwargs, **flags)
         generation.model.to(torch.bfloat16)
         generation.sync_weights()

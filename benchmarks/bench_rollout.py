@@ -1,7 +1,7 @@
 """Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too,
 as many sequences as the cache holds.
 
-"fp8_linears_kv_followed" is the last of them with its roundings kept for a trainer that follows (fp8_forward="full").
+"fp8_linears_kv_followed" is the last of them with kernels that a trainer can share (fp8_forward="full").
 All run the GEMM kernel that a trainer would choose on this device; "fp8_linears_kv_cutlass", "..._deep_gemm" and
 "..._triton" run the one of that name (GPU). No weights are sent to any of these engines: "auditable" says whether a
 sync could write what their kernels read.
@@ -87,7 +87,7 @@ def start(options: argparse.Namespace, folder: str):
     )
     user |= options.engine_kwargs
     shared = variant == FOLLOWED
-    arguments = platform.arguments(recipe, model.config, **sizes, match_rounding=shared, user=user)
+    arguments = platform.arguments(recipe, model.config, **sizes, share_kernels=shared, user=user)
     PartialState()
     shapes.as_a_single_rank()
     with platform.ready(recipe), platform.invariant(recipe) if shared else nullcontext():

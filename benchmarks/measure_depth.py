@@ -47,7 +47,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 POLICIES = {
     "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
     "fp8": {},
-    "full": {"match_rounding": True},
+    "full": {"share_kernels": True},
 }
 PROMPTS = 16  # that scales of the KV cache are calibrated on
 LENGTHS = (4, 8, 12, 16, 20, 24, 32, 40)  # greatest ones of the sequences of a group

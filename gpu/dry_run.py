@@ -198,7 +198,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from trl_fp8.engine.vllm.invariance import require_invariant_routers
     from trl_fp8.engine.vllm.platforms import Cuda
     from trl_fp8.recipe.recipe import recipe_for_model
-    from trl_fp8.upstream.vllm import forget_rotary_embeddings
+    from trl_fp8.upstream.vllm import forget_choices
 
     recipe = recipe_for_model(policy)
     try:
@@ -210,7 +210,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         if found.choice == FOLLOWED:
             Cuda.invariance.require(config)
         config.kernel_config.ir_op_priority.set_default()
-        forget_rotary_embeddings()
+        forget_choices()
         with (
             set_current_vllm_config(config),
             FakeTensorMode(allow_non_fake_inputs=True),
@@ -241,7 +241,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
         policy.config,
         max_num_seqs=SEQUENCES,
         max_model_len=LENGTH,
-        match_rounding=found.choice == FOLLOWED,
+        share_kernels=found.choice == FOLLOWED,
         user=OWN_CHOICE if found.choice == OWN else {"linear_backend": found.backend},
     )
     trls = dict(

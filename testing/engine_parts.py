@@ -32,7 +32,7 @@ def configured(folder: str) -> Iterator[VllmConfig]:
     user = {"enforce_eager": True, "block_size": BLOCK, "hf_overrides": {"max_position_embeddings": LONGEST}}
     with platform.invariant(recipe):
         model = AutoConfig.from_pretrained(folder)
-        ours = platform.arguments(recipe, model, **sizes, match_rounding=True, user=user)
+        ours = platform.arguments(recipe, model, **sizes, share_kernels=True, user=user)
         config = EngineArgs(model=folder, skip_tokenizer_init=True, **(sizes | ours)).create_engine_config()
         platform.invariance.require(config)
         config.kernel_config.ir_op_priority.set_default()

@@ -39,7 +39,7 @@ def start(
     engine_kwargs: dict | None = None,
     sleep: bool = False,
     return_routes: bool = False,
-    match_rounding: bool = False,
+    share_kernels: bool = False,
     **recipe_flags,
 ):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
@@ -52,7 +52,7 @@ def start(
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         return_routes=return_routes,
-        match_rounding=match_rounding,
+        share_kernels=share_kernels,
         model=model,
         accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),

@@ -102,6 +102,16 @@ def test_what_the_user_sets_wins():
         ({"vllm_engine_kwargs": {"seed": 1, "kv_cache_dtype": "auto"}}, ["['kv_cache_dtype', 'seed']", "own"]),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, ["FSDP1", "embeddings", "fsdp_config={'version': 2}"]),
         ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'full']"]),
+        (
+            {"fp8_forward": "full", "use_liger_kernel": True},
+            ["use_liger_kernel=True", "Remove"],
+        ),
+        ({"fp8_forward": "full", "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True with fp8_forward='full'"]),
+        ({"fp8_forward": "full", "fp8_backward": "off"}, ["fp8_backward='off'", "['bf16', 'fp8']"]),
+        (
+            {"fp8_forward": "full", "fp8_gemm_backend": "scaled_mm"},
+            ["fp8_gemm_backend='scaled_mm' with fp8_backward='bf16'", "Set fp8_backward='fp8'"],
+        ),
         ({"fp8_forward": "full", "fp8_forward_check": "off"}, ["fp8_forward_check='off'", "['error', 'warn']"]),
         (
             {"fp8_forward": "full", "fp8_weights": False},

@@ -41,7 +41,8 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
 
     def __post_init__(self):
         self.check_weights()
-        self.check_forward(self.fp8_weights, self.fp16, self.simulate_kv_cache)
+        others = {name: getattr(self, name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
+        self.check_forward(self.fp8_weights, self.fp16, self.simulate_kv_cache, others)
         self.resolve_kv_cache(self.blind_pass, alone=self.fp8_forward == "full" or not self.fp8_weights)
         self.resolve_engine(self.any_fp8)
         self.resolve_correction(self.any_fp8)

@@ -192,7 +192,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             calibrate=kv_cache and kv_cache.calibrate,
             engine_kwargs=args.vllm_engine_kwargs,
             return_routes=args.routes_returned,
-            match_rounding=args.fp8_forward == "full",
+            share_kernels=args.fp8_forward == "full",
             **kwargs,
         )
         for feature in self.features:
@@ -222,9 +222,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
         with ExitStack() as around:
-            if self.features and model is not self.ref_model and not is_reference(model):
-                for feature in self.features:
-                    around.enter_context(feature.scoring(input_ids.shape, logits_to_keep))
+            of_policy = model is not self.ref_model and not is_reference(model)
+            for feature in self.features:
+                scored = feature.scoring(input_ids.shape, logits_to_keep) if of_policy else feature.reference()
+                around.enter_context(scored)
             inputs = input_ids, attention_mask, logits_to_keep
             return super()._get_per_token_logps_and_entropies(model, *inputs, *args, **kwargs)
 

@@ -40,7 +40,7 @@ def test_linears_are_left_to_what_is_measured():
 
 def test_a_trainer_that_shares_kernels_pins_which():
     assert not {"compilation_config", "kernel_config"} & arguments().keys()
-    made = arguments(match_rounding=True)
+    made = arguments(share_kernels=True)
     assert made["kernel_config"]["ir_op_priority"]["fused_add_rms_norm"] == ["trl_fp8"]
     assert made["compilation_config"]["custom_ops"] == ["all", "-rms_norm"]
     assert made["attention_backend"] == "FLASH_ATTN"
@@ -53,11 +53,11 @@ def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform)
     with pytest.raises(
         ValueError, match=f"fp8_forward='full' on a GPU of compute capability {capability}.*TRITON_ATTN"
     ):
-        arguments(platform=platform, match_rounding=True)
+        arguments(platform=platform, share_kernels=True)
 
 
 def test_norms_that_the_engine_compiles_for_one_row_and_for_many_are_refused():
-    sizes = {"max_num_seqs": 8, "max_model_len": 64, "match_rounding": True}
+    sizes = {"max_num_seqs": 8, "max_model_len": 64, "share_kernels": True}
     with pytest.raises(ValueError, match="fp8_forward='full' with a policy of type 'cohere' on cuda: .* its norms"):
         HOPPER.arguments(RECIPE, tiny_models.config("cohere"), **sizes)
     assert Cpu().arguments(RECIPE, tiny_models.config("cohere"), **sizes)["enforce_eager"]
@@ -65,13 +65,13 @@ def test_norms_that_the_engine_compiles_for_one_row_and_for_many_are_refused():
 
 def test_the_users_settings_win_one_by_one():
     user = {"compilation_config": {"cudagraph_mode": "NONE", "pass_config": {"fuse_act_quant": True}}, "seed_like": 3}
-    made = arguments(match_rounding=True, user=user)
+    made = arguments(share_kernels=True, user=user)
     compilation = made["compilation_config"]
     assert compilation["cudagraph_mode"] == "NONE" and compilation["custom_ops"][0] == "all" and made["seed_like"] == 3
     assert (
         compilation["pass_config"]["fuse_act_quant"] is True and compilation["pass_config"]["fuse_norm_quant"] is False
     )
-    assert arguments(match_rounding=True, user={"compilation_config": 0})["compilation_config"] == 0
+    assert arguments(share_kernels=True, user={"compilation_config": 0})["compilation_config"] == 0
 
 
 @pytest.mark.parametrize(("capability", "flash"), [((10, 0), 4), ((11, 0), None), ((12, 1), 2), ((13, 0), 4)])

@@ -136,7 +136,7 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     experts of each layer tie for every token.
     """
     eight = {"num_local_experts" if architecture == "mixtral" else "num_experts": 8}
-    generation = started(checkpoint(architecture, **eight), match_rounding=True, return_routes=True)
+    generation = started(checkpoint(architecture, **eight), share_kernels=True, return_routes=True)
     engines.perturb(generation.model, seed=0)
     routers = [layer.mlp.gate for layer in generation.model.model.layers]
     with torch.no_grad():

@@ -155,7 +155,7 @@ def test_router_and_experts(architecture, fp8, checkpoint):
     from vllm.forward_context import set_forward_context
 
     generation = engines.start(
-        checkpoint(architecture, num_experts=8), engines.some_scales(2, 1), match_rounding=True, expert_kernels=fp8
+        checkpoint(architecture, num_experts=8), engines.some_scales(2, 1), share_kernels=True, expert_kernels=fp8
     )
     generation.sync_weights()
     block, rows = engine_model(generation.llm).model.layers[1], (1, 7, 64, 300, 1024)

@@ -88,7 +88,7 @@ def test_passes_of_a_compiler_that_does_not_run_do_not_matter():
 
 @pytest.mark.engine
 def test_an_engine_that_is_shared_runs_what_it_was_told(checkpoint):
-    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), match_rounding=True)
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), share_kernels=True)
     platform_of().invariance.require(engine_config(generation.llm))
     assert not engine_config(generation.llm).compilation_config.pass_config.fuse_norm_quant
     engines.shutdown(generation.llm)
@@ -104,7 +104,7 @@ def test_a_compiled_engine_computes_what_an_eager_one_does(checkpoint, tmp_path,
     for eager in (True, False):
         kwargs = {"enforce_eager": eager}
         generation = engines.start(
-            checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, match_rounding=True
+            checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, share_kernels=True
         )
         generation.sync_weights()
         assert bool(engine_config(generation.llm).compilation_config.mode) is not eager
@@ -119,7 +119,7 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
     started = []
     monkeypatch.setattr(upstream, "engine_config", lambda llm: started.append(llm) or engine_config(llm))
     with pytest.raises(ValueError, match="with rotary_embedding"):
-        engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, match_rounding=True)
+        engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, share_kernels=True)
     engines.shutdown(started.pop())
     monkeypatch.undo()
     # where nobody follows, it is the user's choice

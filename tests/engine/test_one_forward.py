@@ -70,7 +70,7 @@ def started(checkpoint):
 
     def start(architecture, options, prompts=PROMPTS, **flags):
         with reference_fp8_experts(fused_activation=True) if "expert_kernels" in flags else nullcontext():
-            generation = engines.start(checkpoint(architecture, **options), match_rounding=True, **flags)
+            generation = engines.start(checkpoint(architecture, **options), share_kernels=True, **flags)
         running.append(generation)
         engines.perturb(generation.model, seed=0)
         if generation.recipe.fp8_kv_cache:
@@ -129,7 +129,7 @@ def test_each_family_that_can_follow_is_tested_here_and_others_are_refused():
 @pytest.mark.parametrize("architecture, options", [("qwen3", {}), ("qwen3_moe", {"num_experts": 8})])
 def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(architecture, options, started):
     """24 layers, completions of 2 to 24 tokens. With sums in FP32 the engine's decode parts from its own prefill in a
-    few layers: benchmarks/results/mismatch_depth_fp32_sums_cpu.json.
+    few layers (docs/numerics.md).
     """
     lengths = 2, 5, 9, 14, 24
     prompts = [[4 + (11 * row + 7 * p) % 50 for p in range(6 + 3 * row)] for row in range(len(lengths))]

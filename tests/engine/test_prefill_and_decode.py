@@ -39,7 +39,7 @@ def engine(checkpoint, tmp_path):
             tiny_models.tokenizer().save_pretrained(tmp_path)
             folder = str(tmp_path)
         scales = engines.some_scales(2, 6) if "kv_cache_dtype" not in flags else None
-        generation = engines.start(folder, scales, match_rounding=True, **flags)
+        generation = engines.start(folder, scales, share_kernels=True, **flags)
         started.append(generation)
         engines.perturb(generation.model, seed=1)
         generation.sync_weights()

@@ -167,6 +167,32 @@ def test_families_of_models_that_nothing_is_known_of_are_refused():
         OneForward(model, recipe_for_model(model), None, FP8Flow(), AttentionHook(model))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_runs_each_forward_again_with_its_own_padding(reentrant):
+    """Two forwards before one backward: the second must not lend its sequences to the first."""
+    model = build()
+    followed(model)
+    other = {"input_ids": batch()["input_ids"].flip(0), "attention_mask": batch()["attention_mask"].flip(0)}
+    found = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.zero_grad()
+        sum(model(**inputs).logits[:, -1].float().square().sum() for inputs in (batch(), other)).backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
+
+
+def test_a_second_forward_takes_the_place_of_the_first():
+    model = build()
+    first, _ = followed(model)
+    engine = FakeEngine(model, recipe_for_model(model))
+    second = OneForward(model, recipe_for_model(model), engine, FP8Flow(), AttentionHook(model))
+    assert not first.modules and second.modules
+
+
 def test_dropout_that_the_engine_does_not_have_is_refused():
     model = tiny_models.build("qwen3", attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1 in the model's config.*'attention_dropout': 0\.0"):

@@ -6,6 +6,7 @@ import pytest
 
 from testing.runs import arguments, training
 from trl_fp8.engine.vllm.kernels import VLLMKernels
+from trl_fp8.features.feature import Batch
 from trl_fp8.features.flow import Flow
 from trl_fp8.upstream.vllm import engine_model
 
@@ -70,6 +71,15 @@ def test_what_only_a_decode_computes_otherwise_is_told_apart(trainer):
 def test_an_engine_whose_modules_are_not_called_is_said_to_be_compiled(trainer, monkeypatch):
     monkeypatch.setattr(VLLMKernels, "watching", lambda kernels, note: nullcontext())
     assert "vllm_engine_kwargs={'enforce_eager': True} this names" in failure(trainer, "model.layers.1.mlp.down_proj")
+
+
+def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
+    flow, batch = trainer.feature(Flow), Batch({})
+    batch.metrics |= {"mismatch/logp_difference_mean": 0.0, "mismatch/fraction_broken": 0.5}
+    monkeypatch.setattr(flow, "_checked", False)
+    monkeypatch.setattr(flow, "_where", lambda batch: "Nobody knows.")
+    with pytest.raises(RuntimeError, match="fp8_forward='full', but"):
+        flow.extend_batch(batch)
 
 
 def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from testing import tiny_models
@@ -13,6 +14,7 @@ from testing.runs import arguments, column, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.flow import Flow
 from trl_fp8.features.kv_cache import KVCache
+from trl_fp8.policy.flow.linear import FollowedLinear
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -55,7 +57,7 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
     start = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).state_dict()
     moved = {name: value for name, value in trainer.model.state_dict().items() if not torch.equal(value, start[name])}
     assert len(moved) == len(start)
-    assert trainer.vllm_generation.match_rounding  # compiled, the engine would keep its roundings
+    assert trainer.vllm_generation.share_kernels  # compiled, the engine would keep its roundings
     assert min(column(trainer, "grad_norm")) > 0
 
 
@@ -63,7 +65,7 @@ def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_p
     trainer = run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True)
     mismatch = column(trainer, MISMATCH)
     assert min(mismatch) > VISIBLE, mismatch
-    assert not trainer.vllm_generation.match_rounding
+    assert not trainer.vllm_generation.share_kernels
 
 
 def flow_trainer(model, recipe, sharded=False, **flags):
@@ -176,3 +178,30 @@ def test_between_forward_and_backward_no_copy_of_a_weight_is_kept(backward, chec
         weights = [tensor for tensor in kept if tensor.numel() >= 64 * 128]  # the smallest; activations have 3 rows
         assert len(weights) >= 15 and len(kept) > 2 * len(weights)
         assert all(tensor.untyped_storage().data_ptr() in lasting for tensor in weights)
+
+
+def test_a_second_training_begins_with_the_weights_that_the_first_left(checkpoint, tmp_path):
+    """TRL takes weights of the same step for the same, and steps are counted from 0 again."""
+    args = arguments(tmp_path, **(FULL | {"max_steps": 1, "learning_rate": 1e-2, "optim": "adamw_torch_fused"}))
+    with training(checkpoint("qwen3"), args) as trainer:
+        for _ in range(2):
+            trainer.train()
+            linears = [module for module in trainer.model.modules() if isinstance(module, FollowedLinear)]
+            assert not all(holds(linear) for linear in linears if linear.is_fp8)  # an optimizer step came after
+            assert column(trainer, MISMATCH)[-1] < ROUNDING
+
+
+def test_a_loss_outside_of_a_training_step_leaves_the_reference_alone(checkpoint, tmp_path):
+    """Adapters that are not zero: the engine's merged weights are the policy's, not the reference's."""
+    lora = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    args = arguments(tmp_path, max_steps=1, beta=0.1, **FULL)
+    with training(checkpoint("qwen3"), args, peft_config=lora) as trainer:
+        trainer.train()
+        flow, ids = trainer.feature(Flow), torch.tensor([[5, 6, 7, 8]])
+        inputs = ids, torch.ones_like(ids), 2
+        flow.begin_loss({})
+        with torch.no_grad(), trainer.model.disable_adapter():
+            on = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
+            flow.end_loss()
+            off = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
+    assert torch.equal(on, off)

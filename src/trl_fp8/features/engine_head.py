@@ -12,7 +12,7 @@ from trl_fp8.policy.flow.linear import tokens_of
 from trl_fp8.policy.flow.one_forward import OneForward
 
 
-TOKENS = 1024  # whose logits over the whole vocabulary are held at a time
+TOKENS = 256  # whose logits over the whole vocabulary are held at a time
 
 
 def engine_head(flow: OneForward) -> type[ChunkedLogProbFunction]:

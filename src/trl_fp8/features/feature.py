@@ -5,6 +5,7 @@
     before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
     after_generation(rollouts)       all turns are through
     scoring(shape, logits_to_keep)   around each pass of the policy that scores rollouts (TRL's old log-probs)
+    reference()                      around each pass of a reference, which may be the policy without its adapters
     extend_batch(batch)              TRL's batch is complete: add to it, correct it, measure it
     begin_loss(inputs)               a forward for the loss is about to start
     end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
@@ -72,6 +73,9 @@ class Feature(TrainerCallback):
     def after_generation(self, rollouts: Rollouts) -> None: ...
 
     def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
+        return nullcontext()
+
+    def reference(self) -> AbstractContextManager:
         return nullcontext()
 
     def extend_batch(self, batch: Batch) -> None: ...

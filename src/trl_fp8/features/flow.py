@@ -7,7 +7,7 @@ first rollouts     compared: beyond what the platform guarantees is an error tha
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import trl.trainer.utils as trl_utils
@@ -98,12 +98,26 @@ class Flow(Feature):
         self.forward.invalidate()  # the sync merged and unmerged adapters
         self._outdated = False
 
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._forget_sync()  # of another `train`, whose steps were counted from 0, too
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self._forget_sync()  # load_best_model_at_end has brought other weights
+
+    def _forget_sync(self) -> None:
+        """Let the next generation sync: TRL takes weights of the same step for the same."""
+        self.trainer._last_loaded_step = -1
+        self._outdated = True
+
     @contextmanager
     def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> Iterator[None]:
         self._bring_up_to_date()
         replaced = substituted(trl_utils, "_ChunkedLogProbFunction", self._head)
         with self.forward.switched(on=True), replaced:
             yield
+
+    def reference(self) -> AbstractContextManager:
+        return self.forward.switched(on=False)
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date(inputs.get("kv_scales"))
@@ -134,8 +148,9 @@ class Flow(Feature):
             )
             return
         mismatch = batch.metrics["mismatch/logp_difference_mean"]  # of all ranks; NaN if no token was scored
-        self._checked = not math.isnan(mismatch)
-        if not mismatch > self._bound:
+        broken = batch.metrics["mismatch/fraction_broken"]  # tokens whose log-prob is no number on one side
+        self._checked = not math.isnan(mismatch) or broken > 0
+        if not (mismatch > self._bound or broken > 0):
             return
         text = self._failure(mismatch, batch)
         if self.trainer.args.fp8_forward_check == "error":

@@ -86,6 +86,15 @@ class KVCache(Feature):
             yield
 
     @contextmanager
+    def reference(self) -> Iterator[None]:
+        before = self.hook.scales_L3
+        self.hook.simulate(None)
+        try:
+            yield
+        finally:
+            self.hook.simulate(before)
+
+    @contextmanager
     def simulated(self) -> Iterator[None]:
         """Inside the block the policy sees the cache of the latest rollouts, if not already that of those in a loss.
         A reference of the same modules, adapters disabled, is scored outside of it.

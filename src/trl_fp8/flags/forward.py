@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from . import flag
 
 
-FP8_FORWARDS, CHECKS = ("off", "full"), ("error", "warn")
+FP8_FORWARDS = "off", "full"
+KNOWN = {
+    "fp8_forward_check": ("error", "warn"),
+    "fp8_backward": ("bf16", "fp8"),
+    "fp8_gemm_backend": ("fake_quant", "scaled_mm"),
+}
 
 
 @dataclass
@@ -44,8 +49,10 @@ class ForwardFlags:
         """What the flags say of an `FP8Flow`."""
         return {"backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
 
-    def check_forward(self, fp8_weights: bool, fp16: bool, simulate_kv_cache: bool | None) -> None:
-        """Raise `ValueError` for what cannot be, as far as `FP8Flow` does not check it itself."""
+    def check_forward(
+        self, fp8_weights: bool, fp16: bool, simulate_kv_cache: bool | None, other_forwards: dict[str, bool]
+    ) -> None:
+        """Raise `ValueError` for what cannot be. `other_forwards`: flags that replace parts of a policy's forward."""
         if self.fp8_forward not in FP8_FORWARDS:
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} is not a precision flow. Use one of {list(FP8_FORWARDS)}."
@@ -65,8 +72,11 @@ class ForwardFlags:
                 "simulate_kv_cache=False with fp8_forward='full': the engine's forward reads k and v from its KV "
                 "cache, and the trainer runs that forward. Remove simulate_kv_cache, or set fp8_forward='off'."
             )
-        if self.fp8_forward_check not in CHECKS:
-            raise ValueError(f"fp8_forward_check={self.fp8_forward_check!r} is not known. Use one of {list(CHECKS)}.")
+        if self.fp8_flow_on and (replaced := [name for name, on in other_forwards.items() if on]):
+            raise ValueError(
+                f"{replaced[0]}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward, which "
+                f"would not be the engine's any more. Remove {replaced[0]}, or set fp8_forward='off'."
+            )
         given = {
             "fp8_backward": (self.fp8_backward, "bf16"),
             "fp8_forward_check": (self.fp8_forward_check, "error"),
@@ -78,3 +88,11 @@ class ForwardFlags:
                     f"{name}={value!r} with fp8_forward='off': there is no forward that it would concern. "
                     f"Set fp8_forward='full', or remove {name}."
                 )
+        for name, known in KNOWN.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not known. Use one of {list(known)}.")
+        if self.fp8_gemm_backend != "fake_quant" and self.fp8_backward != "fp8":
+            raise ValueError(
+                f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_backward={self.fp8_backward!r}: it computes the "
+                "GEMMs of an FP8 backward. Set fp8_backward='fp8', or remove fp8_gemm_backend."
+            )

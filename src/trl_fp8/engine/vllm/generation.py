@@ -45,7 +45,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
-        match_rounding: The trainer calls the engine's kernels, so run kernels that it can share, and those alone.
+        share_kernels: The trainer calls the engine's kernels, so run kernels that it can share, and those alone.
         **kwargs: As for TRL's `VLLMGeneration`.
     """
 
@@ -59,31 +59,31 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
-        match_rounding: bool = False,
+        share_kernels: bool = False,
         **kwargs,
     ):
         self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
-        self.return_routes, self.match_rounding = return_routes, match_rounding
+        self.return_routes, self.share_kernels = return_routes, share_kernels
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
         require_servable(self.model, upstream.engine_class)
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
-        wanted = {"return_routes": self.return_routes, "match_rounding": self.match_rounding}
+        wanted = {"return_routes": self.return_routes, "share_kernels": self.share_kernels}
         ours = platform.arguments(self.recipe, self.model.config, **sizes, **wanted, user=self.engine_kwargs)
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
-        invariant = platform.invariant(self.recipe) if self.match_rounding else nullcontext()
+        invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
         with platform.ready(self.recipe), invariant, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
-            asked = self.engine_kwargs, self._largest, self.match_rounding
+            asked = self.engine_kwargs, self._largest, self.share_kernels
             self.pinned = pinned_gemm(backends, self.recipe, self.model, device, *asked)
             ours |= self.pinned
             super()._init_vllm()
-        if self.match_rounding:
+        if self.share_kernels:
             platform.invariance.require(upstream.engine_config(self.llm))
             require_invariant_routers(upstream.engine_model(self.llm))
             self.llm.share_weights()

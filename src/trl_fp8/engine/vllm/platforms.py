@@ -57,7 +57,7 @@ class Platform(ABC):
         max_num_seqs: int,
         max_model_len: int | None,
         return_routes: bool = False,
-        match_rounding: bool = False,
+        share_kernels: bool = False,
         user: dict | None = None,
     ) -> dict:
         """What to pass to `LLM(...)` over what TRL passes; `ValueError` if the platform cannot run such a recipe.
@@ -65,7 +65,7 @@ class Platform(ABC):
         Args:
             recipe, config: The policy's.
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
-            return_routes, match_rounding: See `FP8VLLMGeneration`; on CPU rounding points are always pinned.
+            return_routes, share_kernels: See `FP8VLLMGeneration`; on CPU kernels always are those that can be shared.
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
@@ -75,7 +75,7 @@ class Platform(ABC):
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
         arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
-        if match_rounding:
+        if share_kernels:
             arguments |= self._invariant_arguments(config.get_text_config())
         if return_routes:
             arguments |= self._routes_arguments(recipe, user)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
+# A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
+SEQUENCES = "trl_fp8_sequences"
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
@@ -110,22 +112,23 @@ class AttentionHook:
         if self.observation is not None:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
             self.observation.add(layer, (query, key, value), self._real_BT, scaling)
+        sequences = kwargs.pop(SEQUENCES, None)
         if self._followed:
-            return self._attend_as_engine(layer, query, key, value), None
+            return self._attend_as_engine(layer, sequences, query, key, value), None
         return attend(module, *self._as_cached(layer, query, key, value), *args, **kwargs)
 
-    def _attend_as_engine(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_as_engine(self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
         engine = self._flow.kernels.attention(layer)
         scales = self.scales_L3[layer] if self._simulates(layer) else None
-        starts, longest = self._sequences.starts, self._sequences.longest
+        starts, longest = sequences.starts, sequences.longest
 
         def kernel(*states: Tensor) -> tuple:
             return engine(*states, starts, longest, scales)
 
-        states = (self._sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
+        states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
         mask = engine.scaling, engine.window, engine.softcap
-        return self._sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
+        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
 
     @property
     def _followed(self) -> bool:
@@ -148,15 +151,16 @@ class AttentionHook:
         """
         mask = kwargs.get("attention_mask")
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        ours = {}
         if self._followed:
             tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
-            self._sequences = Sequences.of(self._real_BT, *tokens.shape[:2], tokens.device)
+            ours[SEQUENCES] = Sequences.of(self._real_BT, *tokens.shape[:2], tokens.device)
         idle = self.scales_L3 is None and not self._followed
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
-            return None
+            return args, kwargs | ours
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
-        return args, kwargs | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
+        return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
 
 
 def _wrap_registered(name: str) -> None:

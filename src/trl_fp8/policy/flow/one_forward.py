@@ -58,6 +58,9 @@ class OneForward(SwappedModules):
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         super().__init__({})
+        for module in list(model.modules()):  # of a trainer before this one
+            if isinstance(before := module.__dict__.get("flow"), OneForward):
+                before.remove()
         require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])
@@ -166,10 +169,16 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
             f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
             f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
         )
+    if base.config.get_text_config() is not base.config:
+        raise ValueError(
+            f"fp8_forward='full' with a {type(base).__name__}: text models are known, and not what images do to "
+            "masks and positions. Set fp8_forward='off'."
+        )
     if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
         raise ValueError(
             f"fp8_forward='full' with attention_dropout={dropout} in the model's config: the engine's attention drops "
-            "nothing. Set model_init_kwargs={'attention_dropout': 0.0}, or fp8_forward='off'."
+            "nothing. Load the model with attention_dropout=0.0 (model_init_kwargs={'attention_dropout': 0.0}, or "
+            "from_pretrained(..., attention_dropout=0.0)), or set fp8_forward='off'."
         )
     computing = _computing(base)
     for name, module in model.named_modules():

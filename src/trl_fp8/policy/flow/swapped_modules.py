@@ -34,6 +34,7 @@ class SwappedModules:
             for name in type(module).attributes:
                 module.__dict__.pop(name, None)
             module.__class__ = type(module).before
+        self.modules.clear()
 
 
 @cache

@@ -174,6 +174,8 @@ def attend_packed(
     Returns:
         `[N, H, D]` in q's dtype, and the log of the softmax's denominators `[H, N]` in FP64.
     """
+    if not len(q_NHD):
+        return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
     lengths = starts.diff()
     real_RQ = torch.arange(int(lengths.max())) < lengths[:, None]
     k_RGSD, v_RGSD = (_padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
