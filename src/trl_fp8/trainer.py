@@ -222,7 +222,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
     ) -> tuple:
         with ExitStack() as around:
-            of_policy = model is not self.ref_model and not is_reference(model)
+            of_policy = self.features and model is not self.ref_model and not is_reference(model)
             for feature in self.features:
                 scored = feature.scoring(input_ids.shape, logits_to_keep) if of_policy else feature.reference()
                 around.enter_context(scored)
