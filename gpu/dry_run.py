@@ -259,9 +259,11 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 
 
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
     from trl_fp8.engine.vllm.auditable import require_auditable
     from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
-    from trl_fp8.engine.vllm.numerics import activation_scaling, expert_scaling, fp8_kernels
+    from trl_fp8.engine.vllm.numerics import activation_scaling, fp8_experts, fp8_kernels
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
@@ -280,9 +282,12 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
         except RuntimeError as refusal:
             found.refused.append(str(refusal))
     if not found.refused:
-        scaling, experts = activation_scaling(engine), expert_scaling(engine)
-        found.scales = [each.scale_format for each in (scaling, experts and experts[0]) if each]
-        found.unrounded = bool(experts and experts[1])
+        # vLLM's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is
+        # in use (Hopper, Blackwell), else fp32 scales, and activation and quantization in one kernel
+        experts = ["pow2" if is_deep_gemm_e8m0_used() else "fp32"] if fp8_experts(engine) else []
+        scaling = activation_scaling(engine)
+        found.scales = [scaling.scale_format, *experts] if scaling else experts
+        found.unrounded = experts == ["fp32"]
 
 
 def _attention_name(layer: "Attention") -> str:
@@ -368,7 +373,7 @@ def _contradictions(found: Found) -> list[str]:
     if scaled != {str(scale == "pow2") for scale in found.scales}:
         wrong.append(f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}")
     if (FUSED_SILU in found.calls) != found.unrounded:
-        wrong.append(f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, numerics.py says {found.unrounded}")
+        wrong.append(f"{FUSED_SILU} in the calls: {FUSED_SILU in found.calls}, DeepGEMM in use says {found.unrounded}")
     if found.choice == FOLLOWED:
         wrong += [f"{name} was not called" for name in SHARED if name not in found.calls]
         wrong += [f"{name} was called" for name in NOT_SHARED if name in found.calls]

@@ -6,7 +6,6 @@ from torch import nn
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
-from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
@@ -56,15 +55,6 @@ def kernel_scaling(kernel: object) -> ActivationScaling:
     scope = "token" if quant.group_shape.is_per_token() else "tensor"
     # always fp32 scales that are floored; the torch path multiplies by their reciprocal
     return ActivationScaling("fp32", FLOORED_SCALE_AMAX, scope, reciprocal=native)
-
-
-def expert_scaling(model: nn.Module) -> ActivationScaling | None:
-    """How FP8 experts quantize activations; None if no expert is FP8."""
-    if not fp8_experts(model):
-        return None
-    # vLLM's Triton experts follow DeepGEMM's setting although they do not call it: power-of-two scales where it is in
-    # use (Hopper, Blackwell), else fp32 scales
-    return ActivationScaling("pow2" if is_deep_gemm_e8m0_used() else "fp32", ACTIVATION_AMAX_FLOOR)
 
 
 def _kernels(model: nn.Module) -> list:
