@@ -13,7 +13,7 @@ from testing.fake_engine import FakeEngine, followed
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.linear import FollowedLinear
-from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.policy.flow.one_forward import OneForward, release
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -185,12 +185,15 @@ def test_checkpointing_runs_each_forward_again_with_its_own_padding(reentrant):
     assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())
 
 
-def test_a_second_forward_takes_the_place_of_the_first():
+def test_a_released_model_computes_by_itself_and_can_follow_again():
     model = build()
+    plain = logits(model)
     first, _ = followed(model)
-    engine = FakeEngine(model, recipe_for_model(model))
-    second = OneForward(model, recipe_for_model(model), engine, FP8Flow(), AttentionHook(model))
-    assert not first.modules and second.modules
+    assert not torch.equal(logits(model), plain)
+    release(model)
+    assert not first.modules and torch.equal(logits(model), plain)
+    second, _ = followed(model)
+    assert second.modules and not torch.equal(logits(model), plain)
 
 
 def test_dropout_that_the_engine_does_not_have_is_refused():

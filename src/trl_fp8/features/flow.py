@@ -20,7 +20,7 @@ from trl_fp8.policy.flow.comparison import Comparison
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.gemm import require_backend
 from trl_fp8.policy.flow.kernels import EngineKernels
-from trl_fp8.policy.flow.one_forward import OneForward, require_followable
+from trl_fp8.policy.flow.one_forward import OneForward, release, require_followable
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.upstream.patches import substituted
 
@@ -40,6 +40,7 @@ class Flow(Feature):
         self.forward: OneForward | None = None  # until the engine is there to be called
         self._outdated, self._checked = True, False
         # what can be refused before an engine is started
+        release(trainer.model)
         require_followable(trainer.model, trainer.recipe, self._flow())
         require_backend(trainer.args.fp8_gemm_backend, _capability())
         self._require_whole_weights()

@@ -58,9 +58,6 @@ class OneForward(SwappedModules):
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         super().__init__({})
-        for module in list(model.modules()):  # of a trainer before this one
-            if isinstance(before := module.__dict__.get("flow"), OneForward):
-                before.remove()
         require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])
@@ -157,6 +154,13 @@ class OneForward(SwappedModules):
 
 def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
     return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
+
+
+def release(model: nn.Module) -> None:
+    """Let a model that followed the engine of a trainer before this one compute by itself."""
+    for module in list(model.modules()):
+        if isinstance(before := module.__dict__.get("flow"), OneForward):
+            before.remove()
 
 
 def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> None:
