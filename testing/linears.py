@@ -7,7 +7,7 @@ from torch import nn
 
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.linear import FollowedLinear, FusedCall, tokens_of
-from trl_fp8.policy.flow.swapped_modules import swapped_class
+from trl_fp8.policy.flow.swapped import swap
 
 from .fake_engine import FakeLinear
 
@@ -44,10 +44,9 @@ def follow(linear: nn.Linear, flow: FP8Flow, shares: bool = True, parts: int = 1
         "parts": parts,
         "fused": FusedCall(lambda x: engine(tokens_of(x)), 1),
         "along_tokens": FusedCall(lambda x: flow.quantize_for_backward(tokens_of(x).t()), 1),
-        "_quantized": {},
+        "kept": None,
     }
-    linear.__class__ = swapped_class(FollowedLinear, nn.Linear, "Followed", tuple(attributes))
-    linear.__dict__.update(attributes)
+    swap(linear, FollowedLinear, **attributes)
     return engine
 
 

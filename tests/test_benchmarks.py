@@ -80,6 +80,23 @@ def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
             assert found["backward"][backward]["decoder_layer"][which]["speedup"]["median"] > 0
 
 
+def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatch, capsys):
+    from benchmarks import bench_flow, record
+
+    def run_demo(folder, words):
+        forward, seed = words[1], words[-1]
+        return {"step_seconds_median": (seed + 1) * (1.5 if forward == "full" else 1.0), "mismatch_mean": 0.0}
+
+    monkeypatch.setattr(bench_flow, "run_demo", run_demo)
+    monkeypatch.setattr(sys, "argv", ["bench_flow", "--pairs", "3"])
+    write = record.write
+    monkeypatch.setattr(record, "write", lambda *args: write(*args, tmp_path))
+    bench_flow.main()
+    found = json.loads(capsys.readouterr().out)
+    assert found["n"] == 3 and found["results"]["step_seconds_ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5}
+    assert found["results"]["full"]["step_seconds"]["median"] == 3.0
+
+
 def test_depth_is_measured_once_and_drawn(tmp_path):
     words = ("--layers", 2, "--trained", "--seeds", 1, "--policies", "full", "--results", tmp_path)
     done = run("measure_depth", *words, TRL_FP8_COMMIT="abc123")

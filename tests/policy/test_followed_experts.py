@@ -9,7 +9,7 @@ from torch import Tensor
 
 from testing.tiny_models import build
 from trl_fp8.policy.flow.experts import FollowedExperts, FollowedRouter, require_followable_experts
-from trl_fp8.policy.flow.swapped_modules import swapped_class
+from trl_fp8.policy.flow.swapped import swap
 from trl_fp8.policy.router import RouterReplay
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -20,8 +20,7 @@ TOKENS, EXPERTS, CHOSEN = 9, 4, 2
 
 
 def follow(module, mixin, engine) -> None:
-    module.__class__ = swapped_class(mixin, type(module), "Followed", ("flow", "engine"))
-    module.__dict__.update(flow=SimpleNamespace(on=True), engine=engine)
+    swap(module, mixin, flow=SimpleNamespace(on=True), engine=engine)
 
 
 def random(*shape, seed=0) -> Tensor:

@@ -59,21 +59,18 @@ def test_fused_weights_share_the_scale_of_the_largest(scale, scale_format):
     assert TENSOR.sent_scale(alone).shape == (1,)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("reciprocal", [False, True])
-def test_a_token_has_one_scale_on_each_rank(parts, reciprocal):
+def test_a_token_has_one_scale(reciprocal):
     """Divided by it as in vLLM's CUDA kernel, or times its rounded reciprocal as in its torch path."""
     x = torch.randn(33, 80, generator=torch.Generator().manual_seed(1)) * torch.logspace(-5, 1, 33)[:, None]
     x = x.bfloat16()
-    codes = TENSOR.quantize_activation(x, PER_TOKEN._replace(reciprocal=reciprocal), parts)
-    assert codes.scale.shape == (33, parts)
+    codes = TENSOR.quantize_activation(x, PER_TOKEN._replace(reciprocal=reciprocal))
+    assert codes.scale.shape == (33, 1)
     for token, row in enumerate(x.float().numpy()):
-        for part, values in enumerate(np.split(row, parts)):
-            scale = np.float32(max(abs(values).max() / np.float32(448), np.float32(1 / (448 * 512))))
-            assert codes.scale[token, part].item() == scale
-            scaled = values * (np.float32(1) / scale) if reciprocal else values / scale
-            found = codes.qdata[token].float().numpy().reshape(parts, -1)[part]
-            assert np.array_equal(found, e4m3(scaled))
+        scale = np.float32(max(abs(row).max() / np.float32(448), np.float32(1 / (448 * 512))))
+        assert codes.scale[token].item() == scale
+        scaled = row * (np.float32(1) / scale) if reciprocal else row / scale
+        assert np.array_equal(codes.qdata[token].float().numpy(), e4m3(scaled))
 
 
 def test_requantized_by_way_of_fp16_codes_stay_from_the_floor_on():
@@ -175,7 +172,7 @@ def test_peers_are_quantized_together_once_and_anew_when_one_changes(model, monk
     assert counter.during(lambda: model(ids)) == fp8 and counter.during(lambda: model(ids)) == 0
     with torch.no_grad():
         modules["model.layers.0.self_attn.k_proj"].weight.mul_(100)
-    before = modules["model.layers.0.self_attn.q_proj"]._quantized["weight"].codes.scale.clone()
+    before = modules["model.layers.0.self_attn.q_proj"].kept.codes.scale.clone()
     assert counter.during(lambda: model(ids)) == 3
     assert modules["model.layers.0.self_attn.q_proj"].quantized_weight().scale > 10 * before
 

@@ -11,6 +11,7 @@ from testing.runs import arguments, column, training
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.features.flow import Flow
 from trl_fp8.policy.flow.adapter import require_sums
+from trl_fp8.policy.flow.linear import FollowedLinear
 
 
 FULL = {"fp8_forward": "full"}
@@ -103,8 +104,9 @@ def test_nothing_is_quantized_in_the_trainer(checkpoint, tmp_path, monkeypatch):
     counter = QuantizationCounter(monkeypatch)
     with training(checkpoint("qwen3"), arguments(tmp_path, **FULL)) as trainer:
         trainer.train()
-        linears = trainer.feature(Flow).forward.modules.values()
-        assert counter.calls == 0 and not any(getattr(linear, "_quantized", None) for linear in linears)
+        modules = trainer.feature(Flow).forward.modules.values()
+        linears = [module for module in modules if isinstance(module, FollowedLinear)]
+        assert linears and counter.calls == 0 and not any(linear.kept for linear in linears)
 
 
 def adapted(checkpoint, config):

@@ -16,6 +16,7 @@ from trl_fp8.features.flow import Flow
 from trl_fp8.features.kv_cache import KVCache
 from trl_fp8.policy.flow.linear import FollowedLinear
 from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.formats.spec import ActivationScaling
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -114,6 +115,9 @@ def test_an_engine_without_fp8_kernels_has_nothing_to_call():
     expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
     with pytest.raises(RuntimeError, match=expected):
         Flow(trainer).engine_started(EngineNumerics(kernels={}), None)
+    of_a_batch = EngineNumerics(kernels={"SomeKernel": 2}, linears=ActivationScaling("fp32", scope="tensor"))
+    with pytest.raises(RuntimeError, match=r"\['SomeKernel'\] quantize activations with one scale per batch"):
+        Flow(trainer).engine_started(of_a_batch, None)
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):

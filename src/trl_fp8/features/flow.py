@@ -1,7 +1,7 @@
 """One forward (`fp8_forward="full"`): the policy computes what the engine computes, and it is checked that it does.
 
 engine started     the policy's modules are told whom to call in the engine
-scoring, loss      on, after an optimizer step without a sync the engine is sent the weights again
+scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
 first rollouts     compared: beyond what the platform guarantees is an error that names where the two part
 """
 
@@ -53,6 +53,12 @@ class Flow(Feature):
                 f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
                 "experts, found is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from "
                 "vllm_engine_kwargs, or set fp8_forward='off'."
+            )
+        if numerics.linears is not None and numerics.linears.scope == "tensor":
+            raise RuntimeError(
+                f"fp8_forward={trainer.args.fp8_forward!r}: the engine's kernels {sorted(numerics.kernels)} quantize "
+                "activations with one scale per batch, so that a token's depends on the others. Remove linear_backend "
+                "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
         kv_cache = trainer.feature(KVCache)
         hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)

@@ -84,7 +84,7 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
         "trl.GRPOTrainer._last_loaded_step": ("features/flow.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
-        "torch.nn.Module": ("policy/flow/one_forward.py", "The class of what computes: names and state_dict stay."),
+        "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },

@@ -116,8 +116,7 @@ class Cpu(Platform):
     invariance = Invariance(
         norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False}
     )
-    # Reductions in FP64 have one result, whatever the batch; what is left is room for a sum that lies next to a
-    # rounding boundary, once in some ten thousand tokens
+    # Reductions in FP64 have one result, whatever the batch. The room is for log-softmax, in FP32 on both sides
     mismatch_bound = 1e-5
     routes_from = "routers"
     block = 128  # tokens per KV cache block

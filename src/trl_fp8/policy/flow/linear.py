@@ -25,8 +25,8 @@ from trl_fp8.quantization.formats.blocks import BLOCK
 
 from .flow import FP8Flow
 from .gemm import gemm_for
+from .kept_weight import KeepsQuantizedWeight
 from .kernels import Linear
-from .swapped_modules import KeepsQuantizedWeights
 
 
 class FusedCall:
@@ -51,7 +51,7 @@ class FusedCall:
         return output
 
 
-class FollowedLinear(KeepsQuantizedWeights, nn.Linear):
+class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
     """An `nn.Linear` whose values are the engine's, made by `OneForward` of an existing layer."""
 
     name: str  # checkpoint name

@@ -4,7 +4,7 @@
     on           while the policy scores or trains; a reference model, or the base without adapters, computes as it did
     up to date   as long as the engine holds the policy's weights: features/flow.py sees to it
 
-Modules stay the objects that they are: only their class is exchanged (swapped_modules.py).
+Modules stay the objects that they are: only their class is exchanged (swapped.py).
 """
 
 import sys
@@ -38,15 +38,15 @@ from .experts import FollowedExperts, FollowedRouter, require_followable_experts
 from .flow import FP8Flow
 from .kernels import EngineKernels, Linear
 from .linear import FollowedLinear, FusedCall, tokens_of
-from .swapped_modules import SwappedModules, swapped_class
+from .swapped import restore, swap
 
 
 MLP = "gate_proj", "up_proj", "down_proj", "act_fn"
 TURN = "apply_rotary_pos_emb"
 
 
-class OneForward(SwappedModules):
-    """Installed on a policy before it is wrapped for training, and on from then on.
+class OneForward:
+    """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
 
     `ValueError` names what the engine has nothing to call for; the policy is as it was then.
     """
@@ -57,7 +57,7 @@ class OneForward(SwappedModules):
         self.flow, self.kernels, self.recipe, self.hook = flow, kernels, recipe, hook
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
-        super().__init__({})
+        self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])
@@ -86,8 +86,17 @@ class OneForward(SwappedModules):
         finally:
             self.on = before
 
+    def invalidate(self) -> None:
+        """Drop kept weights. To be called after each optimizer step, checkpoint load, merge and unmerge."""
+        for module in self.modules.values():
+            if isinstance(module, FollowedLinear):
+                module.kept = None
+
     def remove(self) -> None:
-        super().remove()
+        """Turn the modules back into what they were."""
+        for module in self.modules.values():
+            restore(module)
+        self.modules.clear()
         self.hook.follow(None)
 
     def __reduce__(self) -> tuple:
@@ -141,14 +150,12 @@ class OneForward(SwappedModules):
             "parts": self.recipe.tensor_parallel_size if name.endswith(ROW_PARALLEL) else 1,
             "fused": fused,
             "along_tokens": along_tokens,
-            "_quantized": {},
-            "_peers": tuple(self._linears[peer] for peer in _sharing_scale(self.recipe, name)),
+            "kept": None,
+            "peers": tuple(self._linears[peer] for peer in _sharing_scale(self.recipe, name)),
         }
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
-        attributes["flow"] = self
-        module.__class__ = swapped_class(mixin, type(module), "Followed", tuple(attributes))
-        module.__dict__.update(attributes)
+        swap(module, mixin, flow=self, **attributes)
         self.modules[path] = module
 
 

@@ -49,7 +49,6 @@ class FormatSpec:
     gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
     why_no_experts: str | None = None  # why experts stay in high precision; None: they need not
     fused_share_scale: bool = False  # weights that vLLM fuses (q, k, v and gate, up) have one scale in common
-    fused_bias: bool = False  # the engine adds a bias before it rounds the product to BF16, not after
 
     def __repr__(self) -> str:
         return f"<{self.description}>"
@@ -83,11 +82,11 @@ class FormatSpec:
         """The amax that one scale of all of `weights` is made from, on their device; None if blocks have their own."""
         return None
 
-    def quantize_activation(self, x: "Tensor", scaling: ActivationScaling, parts: int = 1) -> "Float8Tensor":
-        """Q(x), `[..., K]`, as an engine does it whose ranks hold `parts` equal parts of K."""
+    def quantize_activation(self, x: "Tensor", scaling: ActivationScaling) -> "Float8Tensor":
+        """Q(x), `[..., K]`, as an engine does it."""
         from ..blockwise import BLOCK, quantize_activation
 
-        group = BLOCK if self.activation_scope == "group" else x.shape[-1] // parts
+        group = BLOCK if self.activation_scope == "group" else x.shape[-1]
         options = {"amax_floor": scaling.amax_floor, "reciprocal": scaling.reciprocal}
         return quantize_activation(x, scaling.scale_format, group=group, **options)
 

@@ -44,5 +44,4 @@ TENSOR = _TensorSpec(
     linear_backend="cutlass",
     why_no_experts="vLLM quantizes the input of per-tensor FP8 experts with one scale per batch",
     fused_share_scale=True,
-    fused_bias=True,
 )

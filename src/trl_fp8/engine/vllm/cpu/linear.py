@@ -28,9 +28,7 @@ from vllm.platforms import PlatformEnum, current_platform
 from trl_fp8.upstream.patches import patch
 
 
-BLOCK_BYTES = (
-    2 * 2**20
-)  # of FP64 weights; larger ones leave the second cache of a core, and decode takes thrice as long
+BLOCK_BYTES = 2 * 2**20  # of FP64 weights; larger ones leave the second cache of a core
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
