@@ -61,7 +61,7 @@ def run(name: str, seed: int, reuse: bool = False) -> dict:
 
 def run_demo(folder: Path, words: list, port: int = 29600) -> dict:
     """Summary of one run of the demo into `folder`, in a process of its own, with further arguments."""
-    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition.yaml"
+    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "grpo_addition.yaml"
     command = [sys.executable, *map(str, [script, "--config", settings, "--output_dir", folder, *words])]
     ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ports)

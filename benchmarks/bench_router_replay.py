@@ -105,7 +105,7 @@ def training(mode: str, seed: int, reuse: bool) -> dict:
     folder = ROOT / "outputs" / "bench_router_replay" / f"{mode}-{seed}"
     if reuse and (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
-    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "configs" / "addition_moe.yaml"
+    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "grpo_addition_moe.yaml"
     words = ["--config", settings, "--seed", seed, "--output_dir", folder, "--router_replay", mode]
     ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29700 + 10 * MODES.index(mode) + seed)}
     done = subprocess.run(

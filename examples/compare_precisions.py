@@ -7,7 +7,7 @@
 """The same training in BF16, with FP8 linears, and with an FP8 KV cache too, one after another, and a report of all.
 
     python examples/compare_precisions.py outputs/compare -- \
-        accelerate launch examples/grpo_addition.py --config examples/configs/addition.yaml
+        accelerate launch examples/grpo_addition.py --config examples/grpo_addition.yaml
 
 What stands behind `--` is run once for each precision, with `--output_dir` and the flags of that precision behind it.
 Rewards of single runs differ by chance: repeat it with other seeds (`--seed 2`) before you conclude anything.

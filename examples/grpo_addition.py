@@ -6,7 +6,7 @@
 # ///
 """GRPO with FP8 weights and an FP8 KV cache on two-digit addition, from pretraining to report, without any download.
 
-    accelerate launch examples/grpo_addition.py --config examples/configs/addition.yaml
+    accelerate launch examples/grpo_addition.py --config examples/grpo_addition.yaml
 
 makes a 0.4 M parameter policy (once, cached), trains it on problems that it never saw, and writes to `output_dir`:
 
@@ -14,7 +14,7 @@ makes a 0.4 M parameter policy (once, cached), trains it on problems that it nev
     report.png      reward, mismatch, completion length and sync time over the steps
     model and checkpoint files as TRL writes them, in high precision
 
-With `addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M.
+With `grpo_addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M.
 
 Any flag of `FP8GRPOConfig` can follow, e.g. `--kv_cache_dtype auto` or `--fp8_weights false`, to compare.
 """

@@ -135,7 +135,7 @@ keep() { # keep NAME FILE: copy a result to OUT
 }
 
 demo() {
-  local config=examples/configs/addition.yaml
+  local config=examples/grpo_addition.yaml
   step demo 560 "$python" examples/grpo_addition.py --config "$config" --output_dir outputs/demo_gpu &&
     keep demo_gpu_summary.json outputs/demo_gpu/summary.json &&
     keep demo_gpu_report.png outputs/demo_gpu/report.png

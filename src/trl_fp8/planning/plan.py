@@ -117,14 +117,14 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
         parameters = prod(shape) * count
         after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
         rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after))
-    per_layer = 2 * outline.kv_heads * outline.head_dim  # elements of a token
-    fp8_layers = outline.layers - len(recipe.kv_cache_skip_layers) if recipe.fp8_kv_cache else 0
+    skipped = recipe.kv_cache_skip_layers if recipe.fp8_kv_cache else range(outline.layers)
+    sizes = [cache.elements * (2 if layer in skipped else 1) for layer, cache in enumerate(outline.caches)]
     return Plan(
         model_name=outline.name,
         recipe=recipe,
         rows=tuple(rows),
-        kv_bytes_per_token_before=2 * per_layer * outline.layers,
-        kv_bytes_per_token_after=per_layer * (2 * outline.layers - fp8_layers),
+        kv_bytes_per_token_before=sum(2 * cache.elements for cache in outline.caches),
+        kv_bytes_per_token_after=sum(sizes),
     )
 
 

@@ -8,7 +8,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, full_shape
-from .outline import Outline
+from .outline import LayerCache, Outline
 
 
 def outline_of(model: nn.Module) -> Outline:
@@ -26,6 +26,7 @@ def outline_of(model: nn.Module) -> Outline:
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        caches=(LayerCache(2 * kv_heads * head_dim),) * text.num_hidden_layers,
         parameters={name: full_shape(parameter) for name, parameter in named.items()},
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
         experts={name: _has_usual_layout(module) for name, module in expert_modules(model)},

@@ -24,6 +24,16 @@ _Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
+class LayerCache:
+    """What a decoder layer keeps of a sequence while an engine generates."""
+
+    elements: int = 0  # of a token: k and v of all heads, or MLA's latent; 0: none, or those of another layer
+    window: int | None = None  # sliding attention keeps this many tokens at most
+    is_latent: bool = False  # MLA: every tensor parallel rank holds all of it
+    state_bytes: int = 0  # of linear attention, state-space and convolution layers: of a sequence of whatever length
+
+
+@dataclass(frozen=True)
 class Outline:
     """Names are those of the checkpoint, in the order of the model; adapters are left out."""
 
@@ -34,6 +44,7 @@ class Outline:
     layers: int
     kv_heads: int  # 0 where layers differ in their heads or have none
     head_dim: int  # 0 where kv_heads is
+    caches: tuple[LayerCache, ...] = field(repr=False)  # by decoder layer
     parameters: Mapping[str, tuple[int, ...]] = field(repr=False)  # shapes, also of buffers that a checkpoint holds
     linears: Mapping[str, tuple[int, int]] = field(repr=False)  # (out-features N, in-features K)
     experts: Mapping[str, bool] = field(repr=False)  # True: gate_up_proj [E, 2I, K] and down_proj [E, K, I]
@@ -54,6 +65,7 @@ def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
         return None
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     parameters = dict(_parameters(kind, config, head_dim, experts))
+    cache = LayerCache(2 * config["num_key_value_heads"] * head_dim)
     projections = {key.removesuffix(".weight"): s for key, s in parameters.items() if key.endswith("_proj.weight")}
     return Outline(
         name=name,
@@ -63,6 +75,7 @@ def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
         layers=config["num_hidden_layers"],
         kv_heads=config["num_key_value_heads"],
         head_dim=head_dim,
+        caches=(cache,) * config["num_hidden_layers"],
         parameters=parameters,
         linears=projections | {"lm_head": (config["vocab_size"], config["hidden_size"])},  # a module also where tied
         experts={key.rpartition(".")[0]: True for key in parameters if key.endswith(".experts.down_proj")},
