@@ -6,6 +6,8 @@ The command splits its words as `trl grpo` does: what the trainer's dataclasses 
 
 from typing import TYPE_CHECKING
 
+from trl_fp8.console.quiet import quiet
+
 
 if TYPE_CHECKING:
     from trl import TrlParser
@@ -41,6 +43,7 @@ def make_parser() -> "TrlParser":
 
 def main() -> None:
     """What each process runs: TRL's own script, whose trainer is exchanged."""
+    quiet()
     import trl
     from trl.scripts.grpo import main as train_as_trl
 

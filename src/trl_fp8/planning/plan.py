@@ -61,6 +61,15 @@ class Plan:
     def fp8_share(self) -> float:
         return self.fp8_parameters / self.parameters
 
+    def summary(self) -> str:
+        """Three lines for the start of a run: what is FP8, and all that stays in BF16 for a reason."""
+        linears, experts = len(self.recipe.fp8_modules), len(self.recipe.fp8_experts)
+        what = f"{linears} linear layers" + (f", {experts} layers of experts" if experts else "")
+        size = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        kept = ", ".join(f"{row.pattern} ({row.reason})" for row in self.rows if row.reason)
+        lines = [f"FP8 plan: {what}, {self.fp8_share:.1%} of parameters, {size}", f"KV cache: {self._kv_cache()}"]
+        return "\n".join(lines + ([f"In BF16:  {kept}"] if kept else []))
+
     def table(self) -> str:
         """The plan as plain text, at most 119 columns for ordinary names."""
         lines = [("modules", "count", "shape", "parameters", "BF16", "engine", "precision")]
@@ -94,7 +103,7 @@ class Plan:
         skipped = list(self.recipe.kv_cache_skip_layers)
         size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
         kept = f"; layers {skipped} stay in BF16" if skipped else ""
-        return f"e4m3, q/k/v scales recalibrated at every sync, {size}{kept}"
+        return f"e4m3, calibrated at every sync, {size}{kept}"
 
 
 def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:

@@ -19,6 +19,7 @@ _LAYERS = "vllm.model_executor.layers"
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "vllm.model_executor.models.registry": {"_LazyRegisteredModel": "upstream"},
     "vllm": {"_custom_ops": "engine"},
+    "torch.ops": {"_C": "engine"},
     "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
     "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {"input_batch": "upstream", "query_start_loc": "upstream"},
