@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 
 PATIENCE = 3.0  # seconds without a word
+RANK = r"^\[RANK 0\] "  # accelerate's, also where there is one process
 
 
 def on_terminal() -> bool:
@@ -37,27 +38,17 @@ def slow_step(text: str, shown: bool = True) -> Iterator[None]:
 
 
 class Warnings(logging.Handler):
-    """Warnings of this package while a bar is drawn: their first sentence above it, the whole text when it is gone.
-
-    Where the user configured logging, warnings go there and nowhere else.
-    """
+    """Warnings of this package as lines above a bar, if the user has not configured where they go."""
 
     def __init__(self):
         super().__init__(logging.WARNING)
-        self._whole: list[str] = []
 
     def begin(self) -> None:
         if not (ours := logging.getLogger("trl_fp8")).hasHandlers():
             ours.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = re.sub(r"^\[RANK 0\] ", "", record.getMessage())  # accelerate's, also on one process
-        first, more, _ = text.partition(". ")
-        say(f"warning: {first.rstrip('.')}")
-        self._whole += [text] if more else []
+        tqdm.write(f"warning: {re.sub(RANK, '', record.getMessage())}", file=sys.stderr)
 
     def end(self) -> None:
         logging.getLogger("trl_fp8").removeHandler(self)
-        for text in self._whole:
-            say(f"\nwarning: {text}")
-        self._whole.clear()

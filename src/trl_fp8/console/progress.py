@@ -50,8 +50,7 @@ class FP8ProgressCallback(ProgressCallback):
             delay=0,
             disable=not on_terminal(),
         )
-        if on_terminal():
-            self._warnings.begin()
+        self._warnings.begin()
         text = "The first step takes longer than the next ones: what it runs is compiled once, and kept."
         self._first_step.enter_context(slow_step(text))
 
