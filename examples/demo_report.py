@@ -94,10 +94,9 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
     if before := summary["weight_bytes_bf16"]:
         layers = summary["fp8_linears"] + summary["fp8_experts"]
         after, cache = summary["weight_bytes_engine"], summary["kv_cache_dtype"] == "fp8"
-        fp8 = (
-            f"{layers} layers, {summary['fp8_share']:.1%} of weights: {format_bytes(before)} -> {format_bytes(after)}"
-        )
-        fp8 += f"; {'FP8' if cache else 'BF16'} KV cache"
+        what = f"{layers} layers and the KV cache" if cache else f"{layers} layers"
+        share = f"{summary['fp8_share']:.1%} FP8"
+        fp8 = f"{what}; weights {format_bytes(before)} -> {format_bytes(after)} ({share})"
         audits = f"{summary['audit_failures']} differences found in the engine after {summary['steps']} syncs"
     rows = {"accuracy": accuracy, "mismatch": mismatch, "FP8": fp8, "audits": audits}
     rows["next"] = f"trl-fp8 report {folder}" + ("" if bf16 else "   (--compare: BF16 rollouts, too)")

@@ -60,7 +60,7 @@ def test_a_run_from_a_file_with_tensorboard_and_a_report(checkpoint, tmp_path, m
     finally:
         engines.shutdown(made[0].vllm_generation.llm)
     printed = capfd.readouterr().out
-    assert "FP8 plan for" in printed and "Engine: " in printed and "Model saved to" in printed
+    assert "FP8 plan: 14 linear layers" in printed and "Engine: " in printed and "Model saved to" in printed
     run = read_run(tmp_path / "run")
     assert run.facts["fp8_linears"] == 14 and run.facts["fp8_flags"]["kv_scale_margin"] == 1.25
     assert [row["step"] for row in run.rollouts] == [0, 1] and sum(run.rollouts[0]["log_ratio_counts"]) > 0

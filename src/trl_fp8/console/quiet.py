@@ -21,7 +21,7 @@ class Noise(NamedTuple):
 
 LOGGED = (
     Noise("torchao", r"Failed to load .*\.so: ", "It tries all its extensions for CUDA, and nothing here calls them."),
-    Noise("torch.utils._pytree", r".*register_constant\(\) on Enum", "torchao 0.18 does so at its import."),
+    Noise("torch.utils._pytree", r"<enum .*register_constant\(\)", "torchao 0.18 does so at its import."),
     Noise("vllm.triton_utils.importing", r"Triton is installed, but", "On a CPU there is nothing for Triton to do."),
     Noise("matplotlib.font_manager", r"Matplotlib is building the font cache", "It happens once, and takes seconds."),
     Noise("DeepSpeed", r"Setting accelerator to CPU\.", "TRL imports it; where it is used, it says what it runs on."),

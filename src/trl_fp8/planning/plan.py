@@ -94,16 +94,17 @@ class Plan:
         recipe = self.recipe
         weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
         setup = f"tensor parallel size {recipe.tensor_parallel_size}, weights {weights}"
-        return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {self._kv_cache()}"
+        cache = self._kv_cache(", q/k/v scales recalibrated at every sync")
+        return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {cache}"
 
-    def _kv_cache(self) -> str:
+    def _kv_cache(self, scales: str = "") -> str:
         before, after = self.kv_bytes_per_token_before, self.kv_bytes_per_token_after
         if not self.recipe.fp8_kv_cache:
             return f"the model's dtype, {format_bytes(before)} per token"
         skipped = list(self.recipe.kv_cache_skip_layers)
         size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
         kept = f"; layers {skipped} stay in BF16" if skipped else ""
-        return f"e4m3, calibrated at every sync, {size}{kept}"
+        return f"e4m3{scales}, {size}{kept}"
 
 
 def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:

@@ -1,0 +1,77 @@
+"""What `make demo` prints where there is no terminal, line by line: the first that a user sees of this project."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from examples import addition_task
+from testing.processes import alone
+
+
+ROOT = Path(__file__).parents[2]
+LINES = (
+    r"Importing torch, TRL and vLLM .*",
+    r"(Importing vLLM\.|Starting the engine; .*|The first step takes longer .*)",  # on a busy host
+    r"FP8 plan: 14 linear layers, 95\.8% of parameters, 801\.8 KiB -> 417\.8 KiB",
+    r"KV cache: e4m3, 1\.0 KiB -> 512 B per token \(2\.0x the tokens\)",
+    r"In BF16:  lm_head \(output head\)",
+    r"Engine: ReferenceFp8BlockKernel \(8\)\. Trainer: as TRL computes\.",
+    r"Accuracy on held-out problems before training: 0\.\d{3}",
+    r"step \d+/12  reward 0\.\d\d  length \d+  mismatch 0\.\d{4}",
+    r"warning: (mismatch|correction)/.* `trl-fp8 report` shows .*",
+    r"accuracy  0\.\d{3} -> 0\.\d{3}",
+    r"mismatch  0\.\d{4} nats between trainer and engine",
+    r"FP8       14 layers and the KV cache; weights 801\.8 KiB -> 417\.8 KiB \(95\.8% FP8\)",
+    r"audits    0 differences found in the engine after 12 syncs",
+    r"next      trl-fp8 report outputs/demo .*",
+    r"",
+)
+SMALL = "--max_steps 12 --per_device_train_batch_size 16 --eval_samples 1"
+
+
+def command() -> list[str]:
+    """As the Makefile has it, in this environment and with a smaller run."""
+    asked = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo", f"ARGS={SMALL}"], cwd=ROOT, capture_output=True, text=True
+    )
+    (line,) = [line for line in asked.stdout.splitlines() if "examples/grpo_addition.py" in line]
+    words = shlex.split(line)
+    return [sys.executable, *words[next(at for at, word in enumerate(words) if word.endswith("/python")) + 1 :]]
+
+
+@pytest.mark.engine
+def test_the_demo_prints_what_it_has_to_say_and_nothing_else(tmp_path):
+    tokenizer = addition_task.build_tokenizer()
+    recipe = addition_task.PretrainRecipe()
+
+    def untrained(folder: Path) -> None:
+        addition_task.build_model(recipe, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    addition_task.publish(tmp_path / "trl-fp8" / addition_task.checkpoint_name(recipe), untrained)
+    kept = {"VLLM_CACHE_ROOT": Path("~/.cache/vllm").expanduser(), "MPLCONFIGDIR": matplotlib.get_cachedir()}
+    environment = alone("VLLM_LOGGING_LEVEL", "TQDM_DELAY") | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment = {name: str(value) for name, value in kept.items()} | environment | {"PYTHONPATH": pythonpath()}
+    words = [ROOT / word if word.startswith("examples/") else word for word in command()]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    printed = done.stdout.splitlines()
+    assert [line for line in printed if not any(re.fullmatch(known, line) for known in LINES)] == []
+    assert len(printed) < 40 and [line for line in printed if len(line) > 80 and not line.startswith("warning")] == []
+    assert [line.split()[0] for line in printed[-5:]] == ["accuracy", "mismatch", "FP8", "audits", "next"]
+    summary = json.loads((tmp_path / "outputs" / "demo" / "summary.json").read_text())
+    assert summary["steps"] == 12 and (tmp_path / "outputs" / "demo" / "report.png").exists()
+
+
+def pythonpath() -> str:
+    """Of this process: the demo is to run the package under test, also where another one is installed."""
+    return os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
