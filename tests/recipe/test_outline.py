@@ -7,15 +7,19 @@ from time import perf_counter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, MistralConfig
 
-from testing import published, tiny_models
+from testing import other_models, published, tiny_models
+from trl_fp8.recipe.architectures import ARCHITECTURES
 from trl_fp8.recipe.from_model import outline_of
-from trl_fp8.recipe.outline import CLASSES, outline_of_config
+from trl_fp8.recipe.outline import outline_of_config
 
 
+INSIDE_OTHERS = ("qwen2_5_vl_text", "qwen3_vl_text")
+KINDS = [kind for kind in ARCHITECTURES if kind not in INSIDE_OTHERS]
 CONFIGS = {
-    **{kind: lambda kind=kind: tiny_models.config(kind) for kind in CLASSES if kind != "mistral"},
+    **{kind: lambda kind=kind: other_models.config(kind) for kind in KINDS},
+    **{f"default {kind}": lambda kind=kind: CONFIG_MAPPING[kind]() for kind in KINDS},
     "tied": lambda: tiny_models.config(tied=True),
     "biases": lambda: tiny_models.config("llama", attention_bias=True, mlp_bias=True),
     "mistral": lambda: MistralConfig(hidden_size=128, num_attention_heads=2, num_key_value_heads=1, vocab_size=64),
@@ -37,18 +41,6 @@ def test_outline_of_a_config_is_that_of_the_model(name, tmp_path):
         expected = outline_of(AutoModelForCausalLM.from_config(config))
     found = outline_of_config(json.loads((tmp_path / "config.json").read_text()), "user/model")
     assert found == expected and list(found.parameters) == list(expected.parameters)
-
-
-@pytest.mark.parametrize("missing", ["tie_word_embeddings", "head_dim", "num_key_value_heads", "model_type"])
-def test_what_a_config_leaves_open_is_not_guessed(missing):
-    config = tiny_models.config("qwen3").to_dict()
-    assert outline_of_config(config, "m") is not None
-    assert outline_of_config({key: value for key, value in config.items() if key != missing}, "m") is None
-    assert outline_of_config(tiny_models.config("olmoe").to_dict(), "m") is None
-    moe = tiny_models.config("qwen3_moe").to_dict()
-    assert (
-        outline_of_config({k: v for k, v in moe.items() if not k.startswith("num_")} | {"num_layers": 2}, "m") is None
-    )
 
 
 @pytest.mark.parametrize(
