@@ -90,21 +90,22 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
 
 
 def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Shapes:
-    sizes = _sizes(fields)
+    sizes, layers = _sizes(fields), range(fields["num_hidden_layers"])
+    sparse = {layer for layer in layers if _is_sparse(architecture, fields, layer)}
+    linear = {layer for layer in layers if architecture.linear and fields["layer_types"][layer] == "linear_attention"}
+    alike = {}  # layers that are: (linear, sparse) -> names and shapes
     yield f"{prefix}.embed_tokens.weight", (sizes["V"], sizes["H"])
-    sparse = [layer for layer in range(fields["num_hidden_layers"]) if _is_sparse(architecture, fields, layer)]
-    kinds = fields["layer_types"] if architecture.linear else [""] * fields["num_hidden_layers"]
-    for layer, kind in enumerate(kinds):
-        attention = architecture.linear if kind == "linear_attention" else architecture.attention
-        mlp = architecture.sparse if layer in sparse else architecture.dense
-        for name, shape in _shapes((*attention, *mlp, *architecture.norms), fields, sizes):
-            yield f"{prefix}.layers.{layer}.{name}", shape
+    for layer in layers:
+        if (kind := (layer in linear, layer in sparse)) not in alike:
+            attention = architecture.linear if kind[0] else architecture.attention
+            mlp = architecture.sparse if kind[1] else architecture.dense
+            alike[kind] = list(_shapes((*attention, *mlp, *architecture.norms), fields, sizes))
+        yield from ((f"{prefix}.layers.{layer}.{name}", shape) for name, shape in alike[kind])
     yield f"{prefix}.norm.weight", (sizes["H"],)
     if not fields["tie_word_embeddings"]:
         yield "lm_head.weight", (sizes["V"], sizes["H"])
-    for layer in sparse:
-        for name, shape in _shapes(architecture.buffers, fields, sizes):
-            yield f"{prefix}.layers.{layer}.{name}", shape
+    buffers = list(_shapes(architecture.buffers, fields, sizes))
+    yield from ((f"{prefix}.layers.{layer}.{name}", shape) for layer in sorted(sparse) for name, shape in buffers)
 
 
 def _is_sparse(architecture: Architecture, fields: Config, layer: int) -> bool:
