@@ -33,7 +33,7 @@ CONFIGS = {
     "query_norms": lambda: other_models.config("cohere", use_qk_norm=True, tie_word_embeddings=False),
     "late_windows": lambda: other_models.config("qwen3", **DEEP, **WINDOWS, max_window_layers=5),
     "some_windows": lambda: other_models.config("qwen2_moe", **DEEP, **WINDOWS, max_window_layers=5),
-    "float32_state": lambda: other_models.config("qwen3_next", mamba_ssm_dtype="float32", full_attention_interval=2),
+    "every_second": lambda: other_models.config("qwen3_next", **DEEP, full_attention_interval=2),
     "stored_as_fp8": lambda: other_models.config("qwen3", quantization_config={"quant_method": "fp8"}),
     "dense_and_sparse": lambda: tiny_models.config(
         "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]
@@ -82,9 +82,10 @@ def as_transformers_has_it(config: dict) -> None:
     assert layer_caches(ours, layers, heads, size) == layer_caches(theirs, layers, heads, size)
     ignored = ("sliding_window", "layer_types")  # written in two ways, which `layer_caches` sees through
     same = [key for key in ours if key in theirs and key not in ignored]
-    assert len(same) > 8
-    null = {"head_dim": size, "mlp_only_layers": None}
-    assert {key: ours[key] for key in same} == {key: theirs[key] or null.get(key, theirs[key]) for key in same}
+    assert len(same) >= 8
+    assert {key: ours[key] or None for key in same} == {
+        key: theirs[key] or (size if key == "head_dim" else None) for key in same
+    }
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -95,7 +96,7 @@ def test_what_a_config_leaves_open_is_transformers_default(kind):
 @pytest.mark.parametrize("name", published.CONFIGS)
 def test_each_field_may_be_left_open(name):
     config = published.CONFIGS[name].get("text_config", published.CONFIGS[name])
-    for left_out in {"", *config} - {"model_type"}:
+    for left_out in {"", *config} - {"model_type", "hidden_size", "num_hidden_layers"}:  # what others have to fit
         as_transformers_has_it({key: value for key, value in config.items() if key != left_out})
 
 
@@ -145,8 +146,11 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
-@given(kind=st.sampled_from([*ARCHITECTURES, *WRAPPERS]), changed=st.dictionaries(st.sampled_from(FIELDS), JSON))
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from([*ARCHITECTURES, *WRAPPERS]),
+    changed=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3),
+)
 def test_whatever_a_config_holds_has_an_outline_or_an_error_that_names_a_field(kind, changed):
     try:
         found = outline_of_config({"model_type": kind} | changed, "m")
@@ -175,7 +179,7 @@ def test_caches_of_published_models_are_those_of_their_attention():
     assert kib_per_token("Qwen/Qwen3-Next-80B-A3B-Instruct") == 24
     caches = outline_of_config(published.CONFIGS["google/gemma-3-12b-it"], "m").caches
     assert [cache.window for cache in caches] == ([1024] * 5 + [None]) * 8
-    assert set(cache.elements for cache in caches) == {2 * 8 * 256}
+    assert {cache.elements for cache in caches} == {2 * 8 * 256}
 
 
 def test_layers_that_read_the_cache_of_another_have_none():

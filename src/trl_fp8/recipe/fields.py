@@ -50,11 +50,11 @@ def mapping(config: Config, key: str) -> Config:
     return value or {}
 
 
-def text(config: Config, key: str, default: str = "") -> str:
-    """A field that is a string."""
+def text(config: Config, key: str, default: str | None, within: str = "") -> str:
+    """A field that is a string; without a default it has to be there."""
     value = config.get(key, default)
     if not isinstance(value, str):
-        raise wrong(key, value, "a string")
+        raise wrong(f"{within}{key}", value, "a string")
     return value
 
 

@@ -49,14 +49,14 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
     """
     if not isinstance(config, Mapping):
         raise wrong("its content", config, "an object")
-    outer, within, prefix = text(config, "model_type"), "", "model"
+    outer, within, prefix = text(config, "model_type", ""), "", "model"
     class_name, kind, tied = WRAPPERS.get(outer, ("", outer, None))
     if outer in WRAPPERS:
         within, prefix = "text_config.", "model.language_model"
         own = mapping(config, "text_config")
         if not own and "hidden_size" in config:  # Qwen2.5-VL: fields of the language model beside the others
             own, within = config | {"model_type": kind}, ""
-        kind = text(own, "model_type", kind)
+        kind = text(own, "model_type", kind, within)
     else:
         own = config
     if kind not in ARCHITECTURES or not (class_name or ARCHITECTURES[kind].class_name):
@@ -84,7 +84,7 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
         experts={key: f"{key}.down_proj_bias" not in parameters for key in experts},  # gpt-oss has them transposed
         experts_per_token=fields["num_experts_per_tok"] or 0 if experts else 0,
         context=fields["max_position_embeddings"],
-        stored_as=text(quantization, "quant_method") if quantization else "",
+        stored_as=text(quantization, "quant_method", None, "quantization_config.") if quantization else "",
         is_text_only=outer in WRAPPERS,
     )
 
