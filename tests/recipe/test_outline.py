@@ -120,7 +120,7 @@ def test_what_is_not_known_is_left_to_transformers():
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no', where true or false"),
         ({"layer_types": ["full_attention"]}, "layer_types=['full_attention'], where a list of num_hidden_layers=32"),
         ({"architectures": "Qwen3"}, "architectures='Qwen3', where a list of strings"),
-        ({"quantization_config": {"bits": 4}}, "quant_method=None, where a string"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None, where a string"),
         ({"model_type": "llama", "hidden_size": 8}, "num_attention_heads=32, where at most hidden_size=8"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers='0', where a list of numbers"),
         ({"model_type": "mixtral", "num_experts": -1}, "num_experts=-1, where a whole number from 0"),
