@@ -211,10 +211,11 @@ BILLIONS = {
 
 
 def config(name: str) -> "PretrainedConfig":
-    """What transformers makes of a published config.json."""
+    """What transformers makes of a published config.json, with the special tokens of `testing.tokenizer`."""
     from transformers import CONFIG_MAPPING  # seconds, which readers of `CONFIGS` do without
 
-    return CONFIG_MAPPING[CONFIGS[name]["model_type"]].from_dict(json.loads(json.dumps(CONFIGS[name])))
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return CONFIG_MAPPING[CONFIGS[name]["model_type"]].from_dict(json.loads(json.dumps(CONFIGS[name])) | tokens)
 
 
 def write(name: str, folder: Path) -> None:

@@ -34,6 +34,7 @@ CONFIGS = {
     "late_windows": lambda: other_models.config("qwen3", **DEEP, **WINDOWS, max_window_layers=5),
     "some_windows": lambda: other_models.config("qwen2_moe", **DEEP, **WINDOWS, max_window_layers=5),
     "every_second": lambda: other_models.config("qwen3_next", **DEEP, full_attention_interval=2),
+    "float32_state": lambda: other_models.config("qwen3_5_text", mamba_ssm_dtype="float32"),
     "stored_as_fp8": lambda: other_models.config("qwen3", quantization_config={"quant_method": "fp8"}),
     "dense_and_sparse": lambda: tiny_models.config(
         "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]
@@ -103,7 +104,7 @@ def test_each_field_may_be_left_open(name):
 def test_what_is_not_known_is_left_to_transformers():
     assert outline_of_config({}, "m") is None
     assert outline_of_config({"model_type": "mamba", "num_hidden_layers": "many"}, "m") is None
-    assert outline_of_config({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "m") is None
+    assert outline_of_config({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "m") is None
     assert outline_of_config({"model_type": "qwen3_vl_text"}, "m") is None
 
 

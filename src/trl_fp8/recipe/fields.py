@@ -93,6 +93,10 @@ def _checked(name: str, value: Any, key: str, layers: int) -> Any:
         if isinstance(value, bool):
             return value
         raise wrong(name, value, "true or false")
+    if key.endswith("_dtype"):
+        if isinstance(value, str):
+            return value
+        raise wrong(name, value, "the name of a dtype")
     least, most = int(key not in _MAY_BE_ZERO), _MOST_LAYERS if key == "num_hidden_layers" else _MOST
     if _is_whole(value) and least <= value <= most:
         return value
