@@ -60,7 +60,7 @@ def test_outline_of_a_config_is_that_of_the_model(name, tmp_path):
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_vision_language_model_has_the_outline_of_its_language_model(kind, tmp_path):
-    text = other_models.config(WRAPPERS[kind][1], **DEEP).to_dict()
+    text = other_models.config(WRAPPERS[kind].language_model, **DEEP).to_dict()
     found, whole = both_ways(CONFIG_MAPPING[kind](text_config=text), tmp_path, AutoModelForImageTextToText)
     named = {name: shape for name, shape in whole.parameters.items() if name in found.parameters}
     linears = {name: shape for name, shape in whole.linears.items() if name in found.linears}
@@ -125,6 +125,7 @@ def test_what_is_not_known_is_left_to_transformers():
         ({"model_type": "llama", "hidden_size": 8}, "num_attention_heads=32, where at most hidden_size=8"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers='0', where a list of numbers"),
         ({"model_type": "mixtral", "num_experts": -1}, "num_experts=-1, where a whole number from 0"),
+        ({"model_type": "mistral3"}, "text_config=None, where an object"),
         ({"model_type": "gemma3", "text_config": 1}, "text_config=1, where an object"),
         ({"model_type": "gemma3", "text_config": {"head_dim": 0}}, "text_config.head_dim=0, where a whole"),
     ],

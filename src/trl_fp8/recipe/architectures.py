@@ -75,7 +75,7 @@ _CORRECTION = ("mlp.gate.e_score_correction_bias E",)
 class Architecture:
     """The class that transformers builds from a config, the config's defaults there, and the rows of its layers."""
 
-    class_name: str
+    class_name: str  # empty: only inside a `Wrapper`
     defaults: Mapping[str, Any]  # None: the field may be null
     attention: Rows
     norms: Rows = _PRE
@@ -85,6 +85,15 @@ class Architecture:
     buffers: Rows = ()  # of layers with experts
     full_every: int | str = 0  # where layer_types is null: every n-th layer has full attention, a number or the field
     also_called: str = ""  # another name of the field of the number of experts
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A vision-language model's class, and what its config leaves to transformers."""
+
+    class_name: str
+    language_model: str  # model type
+    tied: bool = False  # embeddings and output head
 
 
 def _defaults(
@@ -313,12 +322,11 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         dense=_mlp(bias="bias=mlp_bias"),
     ),
 }
-# model type of a vision-language model -> its class, its language model's type, whether embeddings are tied by default
-WRAPPERS = {
-    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", True),
-    "mistral3": ("Mistral3ForConditionalGeneration", "mistral", True),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", False),
-    "qwen3_5": ("Qwen3_5ForConditionalGeneration", "qwen3_5_text", False),
-    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", False),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", False),
+WRAPPERS = {  # model type of a vision-language model, whose class holds one of the above as `model.language_model`
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", tied=True),
+    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }
