@@ -124,7 +124,7 @@ def test_what_is_not_known_is_left_to_transformers():
         ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None, where a string"),
         ({"model_type": "llama", "hidden_size": 8}, "num_attention_heads=32, where at most hidden_size=8"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers='0', where a list of numbers"),
-        ({"model_type": "mixtral", "num_experts": -1}, "num_experts=-1, where a whole number from 0"),
+        ({"model_type": "mixtral", "num_experts": 0}, "num_experts=0, where a whole number from 1"),
         ({"model_type": "mistral3"}, "text_config=None, where an object"),
         ({"model_type": "gemma3", "text_config": 1}, "text_config=1, where an object"),
         ({"model_type": "gemma3", "text_config": {"head_dim": 0}}, "text_config.head_dim=0, where a whole"),

@@ -9,7 +9,7 @@ from .architectures import ARCHITECTURES, Architecture
 
 _MOST_LAYERS, _MOST = 1000, 2**31 - 1  # beyond it is a mistake, which would take minutes and gigabytes
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MAY_BE_ZERO = (*_EXPERTS, "first_k_dense_replace", "max_window_layers", "sliding_window")
+_MAY_BE_ZERO = ("first_k_dense_replace", "max_window_layers", "sliding_window")
 _MAY_BE_NULL = ("num_key_value_heads", "q_lora_rank", "sliding_window")  # and whatever is null by default
 _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 Config = Mapping[str, Any]

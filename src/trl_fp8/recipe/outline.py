@@ -114,7 +114,7 @@ def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Sha
 def _is_sparse(architecture: Architecture, fields: Config, layer: int) -> bool:
     listed = layer in (fields.get("mlp_only_layers") or ()) or layer < fields.get("first_k_dense_replace", 0)
     step = fields.get("decoder_sparse_step", 1)
-    return bool(architecture.sparse) and fields["experts"] > 0 and not listed and (layer + 1) % step == 0
+    return bool(architecture.sparse) and not listed and (layer + 1) % step == 0
 
 
 def _shapes(rows: Rows, fields: Config, sizes: Mapping[str, int]) -> _Shapes:
