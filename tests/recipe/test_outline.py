@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
 from testing import other_models, published, tiny_models
 from trl_fp8.recipe.architectures import ARCHITECTURES, WRAPPERS
@@ -182,6 +182,15 @@ def test_caches_of_published_models_are_those_of_their_attention():
     caches = outline_of_config(published.CONFIGS["google/gemma-3-12b-it"], "m").caches
     assert [cache.window for cache in caches] == ([1024] * 5 + [None]) * 8
     assert {cache.elements for cache in caches} == {2 * 8 * 256}
+
+
+def test_a_checkpoint_is_stored_as_its_config_says_before_and_after_it_is_loaded():
+    config = other_models.config("qwen3", quantization_config={"quant_method": "fp8"})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert outline_of(model).stored_as == "fp8"
+    model.config.quantization_config = FineGrainedFP8Config(dequantize=True)  # what loading leaves there
+    assert outline_of(model).stored_as == "fp8"
 
 
 def test_layers_that_read_the_cache_of_another_have_none():
