@@ -193,10 +193,17 @@ def test_a_checkpoint_is_stored_as_its_config_says_before_and_after_it_is_loaded
     assert outline_of(model).stored_as == "fp8"
 
 
-def test_layers_that_read_the_cache_of_another_have_none():
+@pytest.mark.parametrize(
+    "kind, caches",
+    [
+        ("gemma3n_text", [LayerCache(256, window=512), LayerCache(256), LayerCache(), LayerCache()]),
+        ("jamba", [LayerCache(), LayerCache(256)] * 2),
+        ("nemotron_h", [LayerCache(), LayerCache(256), LayerCache()]),
+    ],
+)
+def test_layers_without_a_cache_of_their_own_have_none(kind, caches):
     with torch.device("meta"):
-        found = outline_of(AutoModelForCausalLM.from_config(other_models.config("gemma3n_text")))
-    assert found.caches == (LayerCache(256, window=512), LayerCache(256), LayerCache(), LayerCache())
+        assert list(outline_of(AutoModelForCausalLM.from_config(other_models.config(kind))).caches) == caches
 
 
 def test_a_plan_imports_neither_torch_nor_transformers_and_takes_half_a_second(tmp_path):
