@@ -193,11 +193,9 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             from trl.generation.vllm_generation import VLLMGeneration
 
             return VLLMGeneration(**kwargs)
-        of_main = self.accelerator.is_main_process
-        with slow_step("Importing vLLM.", shown=of_main):
-            from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+        from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
-            require_servable(self.model, engine_class)
+        require_servable(self.model, engine_class)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         recipe = args.recipe_for(self.model)
         kv_cache = self._add(KVCache(self, recipe)) if recipe.fp8_kv_cache else None
@@ -210,7 +208,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.routes_returned:
             self._add(Routes(self))
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
-        with slow_step("Starting the engine; at its first start vLLM compiles what it needs.", shown=of_main):
+        text = "Starting the engine; at its first start on a machine vLLM compiles what it needs."
+        with slow_step(text, shown=self.accelerator.is_main_process):
             generation = FP8VLLMGeneration(
                 recipe=recipe,
                 calibrate=kv_cache and kv_cache.calibrate,

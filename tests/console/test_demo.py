@@ -18,7 +18,7 @@ from testing.processes import alone
 ROOT = Path(__file__).parents[2]
 LINES = (
     r"Importing torch, TRL and vLLM .*",
-    r"(Importing vLLM\.|Starting the engine; .*|The first step takes longer .*)",  # on a busy host
+    r"(Starting the engine; .*|The first step takes longer .*)",  # on a busy host
     r"FP8 plan: 14 linear layers, 95\.8% of parameters, 801\.8 KiB -> 417\.8 KiB",
     r"KV cache: e4m3, 1\.0 KiB -> 512 B per token \(2\.0x the tokens\)",
     r"In BF16:  lm_head \(output head\)",
@@ -56,9 +56,8 @@ def test_the_demo_prints_what_it_has_to_say_and_nothing_else(tmp_path):
         tokenizer.save_pretrained(folder)
 
     addition_task.publish(tmp_path / "trl-fp8" / addition_task.checkpoint_name(recipe), untrained)
-    kept = {"VLLM_CACHE_ROOT": Path("~/.cache/vllm").expanduser(), "MPLCONFIGDIR": matplotlib.get_cachedir()}
-    environment = alone("VLLM_LOGGING_LEVEL", "TQDM_DELAY") | {"XDG_CACHE_HOME": str(tmp_path)}
-    environment = {name: str(value) for name, value in kept.items()} | environment | {"PYTHONPATH": pythonpath()}
+    environment = alone("VLLM_LOGGING_LEVEL", "TQDM_DELAY") | {"PYTHONPATH": pythonpath()}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "MPLCONFIGDIR": matplotlib.get_cachedir()}
     words = [ROOT / word if word.startswith("examples/") else word for word in command()]
     done = subprocess.run(
         words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280

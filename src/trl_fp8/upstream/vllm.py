@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LAYERS = "vllm.model_executor.layers"
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
-    "vllm.model_executor.models.registry": {"_LazyRegisteredModel": "upstream"},
+    "vllm.model_executor.models.registry": dict.fromkeys(["_LazyRegisteredModel", "_RegisteredModel"], "upstream"),
     "vllm": {"_custom_ops": "engine"},
     "torch.ops": {"_C": "engine"},
     "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
@@ -58,6 +58,17 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
     if (entry := next(known, None)) is None:
         return None
     return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+
+
+def inspect_engine_class(architectures: tuple[str, ...]) -> None:
+    """Let the class of `engine_class` be looked at in this process. vLLM keeps CUDA out of a process that only asks for
+    it, with another one that imports torch and vLLM again: ten seconds of a first start, for a trainer that has both.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
+
+    name = next((name for name in architectures if name in ModelRegistry.models), None)
+    if isinstance(entry := ModelRegistry.models.get(name), _LazyRegisteredModel):
+        ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
 
 
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
