@@ -113,6 +113,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
 def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
     # Policy
     checkpoint = str(cached_checkpoint(PretrainRecipe.of(script.arch, seed=script.pretrain_seed)))
+    bf16 = trained_in_bf16(args.output_dir) if script.compare else None
 
     # Training
     trainer = FP8GRPOTrainer(
@@ -148,25 +149,17 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
         )
         if script.verbose:
             print(demo_table({key: value for key, value in summary.items() if key != "rewards"}))
-        print(f"\n{headline(summary, bf16_reference(script, args, start), folder)}")
+        print(f"\n{headline(summary, bf16 or stored_reference(start, args.max_steps), folder)}")
 
 
-def bf16_reference(script: ScriptArguments, args: FP8GRPOConfig, start: float) -> Reference | None:
-    """The same training with BF16 rollouts: now, in a process of its own, or as it was measured before."""
-    if not script.compare:
-        return stored_reference(start, args.max_steps)
-    print("The same with BF16 rollouts, to compare:", flush=True)
-    folder = Path(args.output_dir, "bf16")
-    words = [
-        "--output_dir",
-        str(folder),
-        *PRECISIONS["bf16"],
-        "--compare",
-        "false",
-    ]  # of two of a kind the last counts
+def trained_in_bf16(output_dir: str) -> Reference:
+    """The same training with BF16 rollouts, in a process of its own."""
+    print("First with BF16 rollouts, to compare", flush=True)
+    folder = Path(output_dir, "bf16")
+    words = ["--output_dir", str(folder), *PRECISIONS["bf16"], "--compare", "false"]  # win over the same before them
     subprocess.run([sys.executable, *sys.argv, *words], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())
-    return Reference(summary["reward_end"], summary["mismatch_mean"], "run now")
+    return Reference(summary["reward_end"], summary["mismatch_mean"], "run before")
 
 
 if __name__ == "__main__":

@@ -66,9 +66,12 @@ class Plan:
         linears, experts = len(self.recipe.fp8_modules), len(self.recipe.fp8_experts)
         what = f"{linears} linear layers" + (f", {experts} layers of experts" if experts else "")
         size = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
-        kept = ", ".join(f"{row.pattern} ({row.reason})" for row in self.rows if row.reason)
+        kept = defaultdict(list)  # reason -> modules
+        for row in self.rows:
+            kept[row.reason] += [row.pattern.removeprefix("model.layers.*.")] if row.reason else []
         lines = [f"FP8 plan: {what}, {self.fp8_share:.1%} of parameters, {size}", f"KV cache: {self._kv_cache()}"]
-        return "\n".join(lines + ([f"In BF16:  {kept}"] if kept else []))
+        reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in kept.items() if names)
+        return "\n".join(lines + ([f"In BF16:  {reasons}"] if reasons else []))
 
     def table(self) -> str:
         """The plan as plain text, at most 119 columns for ordinary names."""

@@ -61,8 +61,8 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
 
 
 def inspect_engine_class(architectures: tuple[str, ...]) -> None:
-    """Let the class of `engine_class` be looked at in this process. vLLM keeps CUDA out of a process that only asks for
-    it, with another one that imports torch and vLLM again: ten seconds of a first start, for a trainer that has both.
+    """Let the class of `engine_class` be looked at in this process. To keep CUDA out of it vLLM starts another one,
+    which imports torch and vLLM again: ten seconds of a first start, in a trainer that has both.
     """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
