@@ -22,6 +22,10 @@ SEEN = (
         "Triton is installed, but `triton.backends` could not be imported. Disabling Triton.",
     ),
     ("matplotlib.font_manager", "Matplotlib is building the font cache; this may take a moment."),
+    (
+        "accelerate.commands.launch",
+        "The following values were not passed to `accelerate launch` and had defaults:",
+    ),
     ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
     (FutureWarning, "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"),
 )
