@@ -50,7 +50,7 @@ def _alone(run: Run, folder: Path) -> str:
     return (
         f'<header>\n<p class="kind">FP8 rollouts</p>\n<h1>{escape(run.name)}</h1>\n<p>{escape(summary(run))}</p>\n'
         f'<dl class="headline">\n{cards}</dl>\n</header>\n'
-        f"{_checks(run, 2)}{_section('Training', 2, training_pictures([run]), folder)}{_details(run, folder, '', 2)}"
+        f"{_checks(run, 2)}{_section('Training', 2, training_pictures([run]), folder)}{_details(run, folder, 2)}"
     )
 
 
@@ -58,7 +58,7 @@ def _side_by_side(runs: Sequence[Run], folder: Path) -> str:
     each = "".join(
         f'<details class="run"><summary>{_swatch(index)}{escape(run.name)} {_state(run)}</summary>\n'
         f"<p>{escape(summary(run))}</p>\n"
-        f"{_checks(run, 3)}{_details(run, folder, f'{run.name}/', 3)}</details>\n"
+        f"{_checks(run, 3)}{_details(run, folder / run.name, 3)}</details>\n"
         for index, run in enumerate(runs)
     )
     return (
@@ -122,9 +122,9 @@ def _checks(run: Run, level: int) -> str:
     return f'<h{level}>Checks</h{level}>\n<ul class="checks">\n{answers}</ul>\n' if answers else ""
 
 
-def _details(run: Run, folder: Path, prefix: str, level: int) -> str:
+def _details(run: Run, folder: Path, level: int) -> str:
     """Pictures that only one run can have, and what it was made of; headings are of `level`."""
-    sections = [_section(heading, level, pictures, folder, prefix) for heading, pictures in run_pictures(run).items()]
+    sections = [_section(heading, level, pictures, folder) for heading, pictures in run_pictures(run).items()]
     facts = run.facts
     plan = (facts["plan"] or "Nothing is FP8: this run is TRL's own.").replace(facts["model"], model_name(facts))
     folded = {
@@ -136,16 +136,15 @@ def _details(run: Run, folder: Path, prefix: str, level: int) -> str:
     return "".join(sections)
 
 
-def _section(heading: str, level: int, pictures: Sequence[Picture], folder: Path, prefix: str = "") -> str:
+def _section(heading: str, level: int, pictures: Sequence[Picture], folder: Path) -> str:
     """Those of `pictures` that can be drawn, each also written as a PNG; empty if none can."""
     drawn = []
     for picture in pictures:
         if (figure := picture.draw()) is not None:
-            name = f"{prefix}{picture.title.lower().replace(' ', '_')}"
-            save(figure, folder / f"{name}.png")
+            path = save(figure, folder / f"{picture.title.lower().replace(' ', '_')}.png")
             caption = f"<figcaption><strong>{escape(picture.title)}</strong> {escape(picture.meaning)}</figcaption>"
             label = f"{picture.title}. {picture.meaning}"
-            drawn.append(f"<figure>{caption}\n{inline_svg(figure, name, label)}</figure>\n")
+            drawn.append(f"<figure>{caption}\n{inline_svg(figure, str(path), label)}</figure>\n")
     shown = f'<h{level}>{heading}</h{level}>\n<div class="pictures">\n{"".join(drawn)}</div>\n'
     return shown if drawn else ""
 
