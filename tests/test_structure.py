@@ -59,6 +59,7 @@ FOREIGN = {  # packages that only some folders may import
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {
+    ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("engine/vllm/kernels.py", "processor.logits_as_input"): "a copy of vLLM's, told that the logits are made already",
     ("engine/vllm/kv_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
