@@ -8,6 +8,7 @@ from pathlib import Path
 
 import datasets
 import pytest
+import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from safetensors.torch import load_file
@@ -138,8 +139,8 @@ def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models
 
 
 MISTAKES = {  # what is said -> what changes the file, and the words after it
-    "unknown key 'fp8_wieghts' in x.yaml: did you mean fp8_weights?": ({"fp8_wieghts": True}, ""),
-    "unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
+    "Unknown key 'fp8_wieghts' in x.yaml: did you mean fp8_weights?": ({"fp8_wieghts": True}, ""),
+    "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
     "'x.yaml' belongs to no flag. A YAML file follows --config": ({}, None),
     "--config takes one YAML file": ({}, "--config x.yaml"),
     "model_name_or_path is not set. Give a model": ({"model_name_or_path": None}, ""),
@@ -154,18 +155,26 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
         "--accelerate_config fsdp3",
     ),
     "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
-    "max_steps='many' is not an integer": ({"max_steps": "many"}, ""),
-    "max_steps=[1, 2] is not an integer": ({"max_steps": [1, 2]}, ""),
-    "max_steps='' is not an integer": ({"max_steps": ""}, ""),
-    "fp8_weights='maybe' is not true or false": ({"fp8_weights": "maybe"}, ""),
-    "invalid int value: 'many'": ({}, "--max_steps many"),
-    "expected one argument": ({}, "--max_steps"),
-    "accelerate launch: argument --num_processes/--num-processes: invalid int value: 'two'": (
+    "max_steps='many' in the YAML file: it has to be an integer, by default -1": ({"max_steps": "many"}, ""),
+    "max_steps=[1, 2] in the YAML file: it has to be an integer": ({"max_steps": [1, 2]}, ""),
+    "max_steps='' in the YAML file: it has to be an integer": ({"max_steps": ""}, ""),
+    "fp8_weights='maybe' in the YAML file: it has to be true or false, by default True": (
+        {"fp8_weights": "maybe"},
+        "",
+    ),
+    "save_strategy=False in the YAML file: it has to be one of ['no', ": ({"save_strategy": False}, ""),
+    "--max_steps: invalid int value: 'many'": ({}, "--max_steps many"),
+    "'{enable_thinking:' begins like JSON and is none": ({}, "--chat_template_kwargs {enable_thinking: false}"),
+    "--max_steps: expected one argument": ({}, "--max_steps"),
+    "accelerate launch: --num_processes: invalid int value: 'two'": (
         {},
         "--num_processes two",
     ),
     "'True' belongs to no flag of accelerate": ({"multi_gpu": True}, ""),
-    "unexpected keyword argument 'pth'": ({"dataset_name": None, "datasets": [{"pth": "data"}]}, ""),
+    "datasets=[{'pth': 'data'}] in the YAML file: each of them has to have path, and may have name": (
+        {"dataset_name": None, "datasets": [{"pth": "data"}]},
+        "",
+    ),
     "kv_cache_dtype='int8' is not supported": ({}, "--kv_cache_dtype int8"),
     "dataset_name='dta': ": ({"dataset_name": "dta"}, ""),
     "dataset_name='/no/data': Couldn't find any data file": ({"dataset_name": "/no/data"}, ""),
@@ -214,9 +223,11 @@ def test_a_file_that_cannot_be_meant_is_refused(text, here, capsys):
 
 def test_a_model_that_is_not_there_and_a_broken_dataset_are_named(here, monkeypatch, capsys):
     assert main(["train", "--config", settings(model_name_or_path="./no-model")]) == 2
-    assert "model_name_or_path='./no-model': " in capsys.readouterr().err
-    without_hub(monkeypatch)
-    monkeypatch.undo()
+    assert_only("model_name_or_path='./no-model': ", capsys.readouterr().err)
+    monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", lambda *given, **options: ({}, {}))
+    Path("data/train.jsonl").write_text('{"question": ')
+    assert main(["train", "--config", settings()]) == 2
+    assert "trl-fp8: dataset_name='data': " in capsys.readouterr().err
 
 
 def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):
@@ -236,6 +247,13 @@ def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monke
             train.main()
         said = "trl-fp8: reward_funcs: my_rewards has no 'digit': did you mean digits?\n"
         assert capsys.readouterr().err.endswith(said) == (rank == "0")
+
+
+def test_what_a_rewards_module_raises_is_seen(here):
+    Path("broken_rewards.py").write_text("int('many')")
+    with pytest.raises(RuntimeError, match="broken_rewards cannot be imported") as raised:
+        rewards.reward_functions(["broken_rewards.digits"], 16, 4)
+    assert isinstance(raised.value.__cause__, ValueError)
 
 
 def test_other_errors_keep_their_traceback(here, no_models, monkeypatch):
@@ -279,10 +297,13 @@ def test_answers_of_gsm8k_are_verified():
 
 def test_names_are_read_from_the_sources_that_declare_them():
     fields = {field.name for kind in make_parser().dataclass_types for field in dataclasses.fields(kind) if field.init}
-    assert fields - known_names() == set()
-    assert vars(launch_command_parser().parse_args(["script.py"])).keys() - known_names() <= {
-        *("training_script", "training_script_args", "nondefault", "tpu_use_cluster")
-    }
+    options = vars(launch_command_parser().parse_args(["script.py"])).keys()
+    known = known_names()
+    assert fields - known == set()
+    assert options - known == {"training_script", "training_script_args", "nondefault", "tpu_use_cluster"}
+    assert (
+        len([name for name in known - fields - options if not name.startswith("no_")]) < 20
+    )  # of a mixture's datasets
 
 
 def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys):

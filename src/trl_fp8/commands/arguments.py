@@ -1,8 +1,9 @@
 """The arguments of `trl-fp8 train`: those of `trl grpo`, the FP8 flags, and what becomes of a dataset's columns."""
 
+import re
 import textwrap
 from argparse import Action, ArgumentTypeError
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
@@ -68,24 +69,30 @@ class TaskArguments(GRPOScriptArguments):
 class Parser(TrlParser):
     """TRL's parser whose complaints are a `ValueError`, and which looks at the types in a YAML file, too."""
 
+    def __init__(self, *types: Any, **options: Any):
+        self.by_name: dict[str, Action] = {}
+        super().__init__(*types, **options)
+
     def add_argument(self, *names: str, **options: Any) -> Action:
         action = super().add_argument(*names, **options)
-        self.__dict__.setdefault("by_name", {}).setdefault(action.dest, action)
+        if action.type is not None:  # --help has none, nor --no_... of what is on by default
+            self.by_name[action.dest] = action
         return action
 
     def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        fitting = {name: _fitting(value, self.by_name.get(name)) for name, value in settings.items()}
-        return super().set_defaults_with_config(**fitting)
+        for name in settings.keys() & self.by_name.keys():
+            settings[name] = _fitting(settings[name], self.by_name[name])
+        return super().set_defaults_with_config(**settings)
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise ValueError(_without_spellings(message))
 
 
 class LaunchParser(CustomArgumentParser):
     """What `accelerate launch` parses its words with, for the same complaints."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(f"accelerate launch: {message}")
+        raise ValueError(f"accelerate launch: {_without_spellings(message)}")
 
 
 def make_parser(processes: int | None = None) -> Parser:
@@ -112,19 +119,33 @@ def common_help() -> str:
     return "\n".join([*lines, TAIL])
 
 
-def _fitting(value: Any, action: Action | None) -> Any:
-    """The value of a YAML file as the flag takes it: one value of a list is a list. `ValueError` for another type."""
-    if action is None or (value is None and action.type not in (int, float)):
+def _fitting(value: Any, action: Action) -> Any:
+    """A value of a YAML file as its flag takes it: one value of a list is a list. `ValueError` for another type."""
+    given, kind = f"{action.dest}={value!r} in the YAML file", getattr(action.type, "__name__", "")
+    if value is None and action.type not in (int, float):
         return value
-    listed = action.nargs == "+"
-    if listed and not isinstance(value, list):
+    if action.nargs == "+" and not isinstance(value, list):
         value = [value]
-    for item in value if listed else [value]:
+    for item in value if action.nargs == "+" else [value]:
         try:
-            read = action.type(**item) if is_dataclass(action.type) else action.type(str(item))
+            if kind in KINDS:
+                action.type(str(item))
+            elif is_dataclass(action.type):
+                action.type(**item)
         except (TypeError, ValueError, ArgumentTypeError) as error:
-            is_not = KINDS.get(action.type.__name__, f"what it has to be: {error}")
-            raise ValueError(f"{action.dest}={value!r} is not {is_not}") from error
-        if action.choices and read not in action.choices:
-            raise ValueError(f"{action.dest}={value!r} is not one of {list(action.choices)}")
+            raise ValueError(f"{given}: {_wanted(action)}") from error
+        if action.choices and item not in action.choices:
+            raise ValueError(f"{given}: it has to be one of {[*action.choices]}.")
     return value
+
+
+def _wanted(action: Action) -> str:
+    if is_dataclass(action.type):
+        first, *others = (part.name for part in fields(action.type))
+        return f"each of them has to have {first}, and may have {', '.join(others)}."
+    return f"it has to be {KINDS[action.type.__name__]}, by default {action.default}."
+
+
+def _without_spellings(message: str) -> str:
+    """What argparse says of --a_flag/--a-flag, of --a_flag."""
+    return re.sub(r"argument (--\w+)\S*:", r"\1:", message)

@@ -21,10 +21,8 @@ def check_rewards(asked: list[str], reward_models: list[str]) -> None:
     for name in map(str, asked):
         module = name.rpartition(".")[0]
         if not module and name not in NAMES:
-            raise ValueError(
-                f"reward_funcs: there is no {name!r}{did_you_mean(name, NAMES)} Use some of {', '.join(NAMES)}, or a "
-                "function's path, as in my_module.reward."
-            )
+            known = f". Use some of {', '.join(NAMES)}, or the path of a function, as in my_module.reward."
+            raise ValueError(f"reward_funcs: there is no {name!r}{did_you_mean(name, NAMES, known)}")
         if module and not _found(module):
             raise ValueError(f"reward_funcs: {name!r}: no module {module!r} is installed, or in {Path.cwd()}.")
     if (verified := set(VERIFIED) & set(asked)) and find_spec("math_verify") is None:
@@ -48,7 +46,10 @@ def reward_functions(asked: list[str], max_completion_length: int, overlong_buff
 def _imported(path: str) -> Callable:
     module, _, name = path.rpartition(".")
     _look_here()
-    functions = import_module(module or "trl.rewards")
+    try:
+        functions = import_module(module or "trl.rewards")
+    except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
+        raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
     if not hasattr(functions, name):
         raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
     return getattr(functions, name)

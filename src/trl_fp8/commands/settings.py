@@ -29,8 +29,9 @@ class Settings(NamedTuple):
 
     @property
     def flags(self) -> list[str]:
-        """Names of the flags among the words, as the file would write them."""
-        return [word[2:].partition("=")[0].replace("-", "_") for word in self.words if word.startswith("--")]
+        """Names of the flags among the words, as the file would write them. What has spaces is a value."""
+        names = [word[2:].partition("=")[0] for word in self.words if word.startswith("--")]
+        return [name.replace("-", "_") for name in names if " " not in name]
 
     def values(self, name: str) -> list[Any]:
         """What is set for `name`: by the words or else by the file; empty if neither does."""
@@ -58,9 +59,8 @@ def read(words: list[str]) -> Settings:
 
     file = paths[0]
     if not Path(file).is_file():
-        beside = sorted(path.name for path in Path(file).parent.glob("*.yaml"))
-        close = get_close_matches(Path(file).name, beside, n=1)
-        hint = f": did you mean {Path(file).with_name(close[0])}?" if close else f", seen from {Path.cwd()}."
+        beside = map(str, Path(file).parent.glob("*.yaml"))
+        hint = did_you_mean(file, beside, f", seen from {Path.cwd()}.")
         raise ValueError(f"--config {file}: there is no such file{hint}")
     text = Path(file).read_text()
     if of := re.match(r"# (examples/\w+\.py): ", text):
@@ -81,10 +81,13 @@ def check(given: Settings) -> None:
     unknown = [(name, f"key {name!r} in {given.file}") for name in given.in_file if name not in known]
     unknown += [(name, f"flag --{name}") for name in given.flags if name not in known]
     if unknown:
-        asked = "; ".join(f"unknown {text}{did_you_mean(name, known)}" for name, text in unknown)
-        raise ValueError(f"{asked} (trl-fp8 train --help-all lists all)")
+        asked = " ".join(f"Unknown {text}{did_you_mean(name, known)}" for name, text in unknown)
+        raise ValueError(f"{asked} All names: trl-fp8 train --help-all")
     if not given.values("model_name_or_path"):
-        raise ValueError("model_name_or_path is not set. Give a model, as in --model_name_or_path Qwen/Qwen3-4B.")
+        raise ValueError(
+            "model_name_or_path is not set. Give a model, as in --model_name_or_path Qwen/Qwen3-4B, or a file with "
+            "all of a run, as in --config examples/configs/qwen3_4b_1xh200.yaml."
+        )
     named, mixed = given.values("dataset_name"), given.values("datasets")
     if bool(named) == bool(mixed):
         which = f"dataset_name={named[0]!r} and datasets are both set" if named else "dataset_name is not set"
@@ -98,10 +101,10 @@ def known_names() -> set[str]:
     return names.union(options, (f"no_{name}" for name in names), ("accelerate_config", "config", "env"))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question after an unknown name, or a full stop if no known one is like it."""
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
+    """A question after an unknown name, or `otherwise` if no known one is like it."""
     close = get_close_matches(name, list(known), n=1)
-    return f": did you mean {close[0]}?" if close else "."
+    return f": did you mean {close[0]}?" if close else otherwise
 
 
 def _source(module: str) -> str:

@@ -8,6 +8,7 @@ import os
 import sys
 from argparse import Namespace
 from importlib.resources import files
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,9 +79,12 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
     from .arguments import make_parser
     from .problems import load_problems
 
-    script, args, model, mixture, *launch_words = make_parser(processes).parse_args_and_config(
-        given.words, return_remaining_strings=True, separate_remaining_strings=True
-    )
+    try:
+        script, args, model, mixture, *launch_words = make_parser(processes).parse_args_and_config(
+            given.words, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except JSONDecodeError as error:
+        raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
     try:
         PreTrainedConfig.get_config_dict(model.model_name_or_path, revision=model.model_revision)
     except OSError as error:
@@ -147,6 +151,7 @@ def _processes(given: Settings, launcher: str | None) -> int:
 
     if (number := given.values("num_processes")) and str(number[0]).isdigit():  # accelerate complains of others
         return int(number[0])
+    launcher = launcher or next(iter(given.values("config_file")), None)
     if launcher or Path(default_config_file).is_file():
         try:
             return load_config_from_file(launcher).num_processes
