@@ -11,6 +11,7 @@ import pytest
 import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
+from datasets.exceptions import DatasetNotFoundError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -227,7 +228,19 @@ def test_a_model_that_is_not_there_and_a_broken_dataset_are_named(here, monkeypa
     monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", lambda *given, **options: ({}, {}))
     Path("data/train.jsonl").write_text('{"question": ')
     assert main(["train", "--config", settings()]) == 2
-    assert "trl-fp8: dataset_name='data': " in capsys.readouterr().err
+    assert "trl-fp8: dataset_name='data': " in (said := capsys.readouterr().err) and "JSON parse error" in said
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_named(here, monkeypatch, capsys):
+    def load_dataset(path, **options):
+        raise DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub.") from RuntimeError("404 Client Error")
+
+    without_hub(monkeypatch)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert main(["train", "--config", settings(dataset_name="openai/gsm9k")]) == 2
+    assert_only(
+        "dataset_name='openai/gsm9k': Dataset 'openai/gsm9k' doesn't exist on the Hub. Give", capsys.readouterr().err
+    )
 
 
 def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):

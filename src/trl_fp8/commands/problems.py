@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .rewards import VERIFIED
 
@@ -13,16 +13,11 @@ if TYPE_CHECKING:
 
     from .arguments import TaskArguments
 
-
-class Problems(NamedTuple):
-    """`evaluation` is None where nothing is evaluated."""
-
-    training: "Dataset | IterableDataset"
-    evaluation: "Dataset | IterableDataset | None"
+    Split = Dataset | IterableDataset
 
 
-def load_problems(script: "TaskArguments", mixture: "DatasetMixtureConfig", evaluated: bool) -> Problems:
-    """The splits to train and evaluate on, with the columns that rewards read.
+def load_problems(script: "TaskArguments", mixture: "DatasetMixtureConfig", evaluated: bool) -> "list[Split | None]":
+    """The splits to train and to evaluate on, with the columns that rewards read; None if nothing is `evaluated`.
 
     Raises:
         ValueError: There is no such dataset, configuration, split or column; the message says which there are.
@@ -35,8 +30,7 @@ def load_problems(script: "TaskArguments", mixture: "DatasetMixtureConfig", eval
     for flag, split in asked.items():
         if split not in splits:
             raise ValueError(f"{flag}={split!r}: {_name(script)} has {_listed(splits)}. Set {flag} to one of them.")
-    training, *evaluation = (_as_problems(splits[split], script) for split in asked.values())
-    return Problems(training, evaluation[0] if evaluation else None)
+    return [_as_problems(splits[split], script) for split in asked.values()] + ([] if evaluated else [None])
 
 
 def as_problem(row: dict, script: "TaskArguments") -> dict:
@@ -56,7 +50,7 @@ def as_problem(row: dict, script: "TaskArguments") -> dict:
 
 def _loaded(script: "TaskArguments", mixture: "DatasetMixtureConfig") -> "DatasetDict":
     from datasets import load_dataset
-    from datasets.exceptions import DatasetsError
+    from datasets.exceptions import DatasetBuildError, DatasetsError
     from trl import get_dataset
 
     try:
@@ -65,6 +59,7 @@ def _loaded(script: "TaskArguments", mixture: "DatasetMixtureConfig") -> "Datase
         return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
     except (ValueError, OSError, DatasetsError) as error:  # no such configuration, not there, not readable
         kind = OSError if isinstance(error, ConnectionError) else ValueError
+        reason = error.__cause__ if isinstance(error, DatasetBuildError) else error
         remedy = "Give a folder, or the name of a dataset on the Hub."
         if Path(path := str(script.dataset_name)).is_file():
             remedy = f"Give its folder, or in the YAML file datasets: [{{path: json, data_files: {path}}}]."
@@ -72,11 +67,11 @@ def _loaded(script: "TaskArguments", mixture: "DatasetMixtureConfig") -> "Datase
             remedy = "Without a network, give a folder with its files."
         elif "BuilderConfig" in str(error) or "onfig name" in str(error):
             remedy = "Set dataset_config to one of them."
-        raise kind(f"{_name(script)}: {str(error.__cause__ or error).rstrip('.')}. {remedy}") from error
+        raise kind(f"{_name(script)}: {str(reason).rstrip('.')}. {remedy}") from error
 
 
-def _as_problems(split: "Dataset | IterableDataset", script: "TaskArguments") -> "Dataset | IterableDataset":
-    columns = split.column_names or list(next(iter(split)))
+def _as_problems(split: "Split", script: "TaskArguments") -> "Split":
+    columns = split.column_names or list(next(iter(split), {}))
     needed = {"prompt_column": script.prompt_column or "prompt"}
     if script.solution_column or script.solution_marker or set(VERIFIED) & set(script.reward_funcs or ()):
         needed["solution_column"] = script.solution_column or "solution"

@@ -62,13 +62,13 @@ def read(words: list[str]) -> Settings:
         beside = map(str, Path(file).parent.glob("*.yaml"))
         hint = did_you_mean(file, beside, f", seen from {Path.cwd()}.")
         raise ValueError(f"--config {file}: there is no such file{hint}")
-    text = Path(file).read_text()
+    try:
+        text = Path(file).read_text()
+        in_file = yaml.safe_load(text)
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"--config {file} is no YAML: {error}") from error
     if of := re.match(r"# (examples/\w+\.py): ", text):
         raise ValueError(f"--config {file} is of another script: python {of[1]} --config {file}")
-    try:
-        in_file = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"--config {file} is no YAML: {error}") from error
     if not isinstance(in_file, dict):
         found = "empty" if in_file is None else f"a {type(in_file).__name__}"
         raise ValueError(f"--config {file} is {found}. It takes lines such as 'model_name_or_path: Qwen/Qwen3-4B'.")

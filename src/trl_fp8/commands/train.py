@@ -49,7 +49,8 @@ def main() -> None:
         script, args = run.script, run.args
         rewards = reward_functions(script.reward_funcs or [], args.max_completion_length, script.overlong_buffer)
     except (ValueError, OSError) as error:
-        sys.exit(_refuse(error))
+        same_on_all = not isinstance(error, OSError)  # the user's mistake, not a disk or a network of one machine
+        sys.exit(2 if same_on_all and os.environ.get("RANK", "0") != "0" else _refuse(error))
     from trl_fp8.trainer import FP8GRPOTrainer
 
     if script.reward_model_name_or_path:
@@ -161,9 +162,7 @@ def _processes(given: Settings, launcher: str | None) -> int:
 
 
 def _refuse(error: Exception) -> int:
-    """One line; of a mistake that every process sees, from the first."""
-    if os.environ.get("RANK", "0") == "0" or isinstance(error, OSError):
-        sys.stderr.write(f"trl-fp8: {' '.join(str(error).split())}\n")
+    sys.stderr.write(f"trl-fp8: {' '.join(str(error).split())}\n")
     return 2
 
 
