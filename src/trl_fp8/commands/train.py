@@ -16,6 +16,10 @@ from .rewards import check_rewards, reward_functions
 from .settings import Settings, check, read
 
 
+# What `accelerate launch` takes, and warns that it does, where nothing says how to launch
+DEFAULTS = "--num_machines 1 --mixed_precision no --dynamo_backend no"
+
+
 class Run(NamedTuple):
     """What a run is made of: the parsed dataclasses of the arguments, and what `FP8GRPOTrainer` gets of them."""
 
@@ -113,14 +117,16 @@ def _checked(words: list[str]) -> Settings:
 
 def _launched(given: Settings) -> Namespace:
     """The words split as `trl grpo` does: what the dataclasses know goes to the script, the rest to accelerate."""
-    launcher = _launcher(given.values("accelerate_config"))
-    run = prepare(given, _processes(given, launcher))
+    launcher = _launcher(given)
+    processes = _processes(given, launcher)
+    run = prepare(given, processes)
     from accelerate.commands.launch import launch_command_parser
 
     from .arguments import LaunchParser
 
     from_file, from_words = run.launch_words
-    words = [*(("--config_file", launcher) if launcher else ()), *from_file, *from_words]
+    words = ["--config_file", launcher] if launcher else f"--num_processes {processes} {DEFAULTS}".split()
+    words += [*from_file, *from_words]
     script = ["--module", __name__, *_without(given.words, from_words)]
     parser = LaunchParser(prog="accelerate")
     launch_command_parser(parser.add_subparsers())
@@ -133,32 +139,36 @@ def _launched(given: Settings) -> Namespace:
     return launched
 
 
-def _launcher(asked: list[str]) -> str | None:
-    """The file that --accelerate_config means."""
-    if not asked or Path(asked[0]).is_file():
-        return asked[0] if asked else None
-    of_trl = {Path(file.name).stem: file for file in files("trl.accelerate_configs").iterdir()}
-    if asked[0] not in of_trl:
-        known = ", ".join(sorted(name for name, file in of_trl.items() if file.name.endswith(".yaml")))
-        raise ValueError(f"--accelerate_config {asked[0]}: there is no such file, nor one of TRL's ({known}).")
-    return str(of_trl[asked[0]])
+def _launcher(given: Settings) -> str | None:
+    """The file of accelerate's configuration that is meant, or the user's own if there is one."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    own = default_config_file if Path(default_config_file).is_file() else None
+    asked = next(iter(given.values("accelerate_config") or given.values("config_file")), own)
+    if asked is None or Path(asked).is_file():
+        return asked
+    of_trl = {Path(file.name).stem: str(file) for file in files("trl.accelerate_configs").iterdir() if file.is_file()}
+    if asked not in of_trl:
+        raise ValueError(
+            f"--accelerate_config {asked}: there is no such file, nor is it one of {', '.join(sorted(of_trl))}."
+        )
+    return of_trl[asked]
 
 
 def _processes(given: Settings, launcher: str | None) -> int:
     """How many `accelerate launch` will start, on all machines together."""
     import torch
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.config.config_args import load_config_from_file
     from yaml import YAMLError
 
     if (number := given.values("num_processes")) and str(number[0]).isdigit():  # accelerate complains of others
         return int(number[0])
-    launcher = launcher or next(iter(given.values("config_file")), None)
-    if launcher or Path(default_config_file).is_file():
-        try:
-            return load_config_from_file(launcher).num_processes
-        except (ValueError, TypeError, AttributeError, YAMLError) as error:
-            raise ValueError(f"--accelerate_config {launcher or default_config_file}: {error}") from error
-    return max(torch.cuda.device_count(), 1)
+    if launcher is None:
+        return max(torch.cuda.device_count(), 1)
+    try:
+        return load_config_from_file(launcher).num_processes
+    except (ValueError, TypeError, AttributeError, YAMLError) as error:
+        raise ValueError(f"--accelerate_config {launcher}: {error}") from error
 
 
 def _refuse(error: Exception) -> int:
