@@ -8,7 +8,6 @@ from pathlib import Path
 
 import datasets
 import pytest
-import transformers
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from datasets.exceptions import DatasetNotFoundError
@@ -223,10 +222,17 @@ def test_a_file_that_cannot_be_meant_is_refused(text, here, capsys):
     assert "--config y.yaml: there is no such file: did you mean x.yaml?" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_and_a_broken_dataset_are_named(here, monkeypatch, capsys):
-    assert main(["train", "--config", settings(model_name_or_path="./no-model")]) == 2
-    assert_only("model_name_or_path='./no-model': ", capsys.readouterr().err)
-    monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", lambda *given, **options: ({}, {}))
+def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, capsys):
+    path = settings(model_name_or_path="./model")
+    assert main(["train", "--config", path]) == 2
+    assert_only("model_name_or_path='./model': ", capsys.readouterr().err)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "gpt_oss"}')
+    assert main(["train", "--config", path]) == 2
+    assert_only("'./model': models of type 'gpt_oss' cannot be served", capsys.readouterr().err)
+
+
+def test_a_dataset_that_cannot_be_read_is_named(here, no_models, capsys):
     Path("data/train.jsonl").write_text('{"question": ')
     assert main(["train", "--config", settings()]) == 2
     assert "trl-fp8: dataset_name='data': " in (said := capsys.readouterr().err) and "JSON parse error" in said

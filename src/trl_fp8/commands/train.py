@@ -12,6 +12,9 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trl_fp8.recipe.outline import outline_of_config
+from trl_fp8.recipe.servable import require_servable
+
 from .rewards import check_rewards, reward_functions
 from .settings import Settings, check, read
 
@@ -90,16 +93,20 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
         )
     except JSONDecodeError as error:
         raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
+    name = model.model_name_or_path
     try:
-        PreTrainedConfig.get_config_dict(model.model_name_or_path, revision=model.model_revision)
-    except OSError as error:
-        raise OSError(f"model_name_or_path={model.model_name_or_path!r}: {error}") from error
+        config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
+        if args.own_engine and (outline := outline_of_config(config, name)) is not None:
+            require_servable(outline)
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"model_name_or_path={name!r}: {error}") from error
     training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
     loading["trust_remote_code"] = args.trust_remote_code
     args.model_init_kwargs = loading | (args.model_init_kwargs or {})
     trained = {
-        "model": model.model_name_or_path,
+        "model": name,
         "train_dataset": training,
         "eval_dataset": evaluation,
         "quantization_config": get_quantization_config(model),
