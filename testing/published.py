@@ -178,8 +178,8 @@ CONFIGS = {
     },
 }
 # Billions of parameters as stated, to the last digit given: on the model's card (Qwen, Llama 3.2, DeepSeek), its page
-# on the Hub (Llama 3.1, Mistral, Gemma 2, SmolLM2, Phi), in Mixtral's blog, OLMoE's paper, the model card of gpt-oss, and
-# the report of Gemma 3 (embeddings and the rest, without the vision tower)
+# on the Hub (Llama 3.1, Mistral, Gemma 2, SmolLM2, Phi), in Mixtral's blog, OLMoE's paper, gpt-oss's model card,
+# and the report of Gemma 3 (embeddings and the rest, without the vision tower)
 BILLIONS = {
     "Qwen/Qwen3-0.6B": "0.6",
     "Qwen/Qwen3-1.7B": "1.7",
@@ -211,10 +211,11 @@ BILLIONS = {
 
 
 def config(name: str) -> "PretrainedConfig":
-    """What transformers makes of a published config.json."""
+    """What transformers makes of a published config.json, with the special tokens of `testing.tokenizer`."""
     from transformers import CONFIG_MAPPING  # seconds, which readers of `CONFIGS` do without
 
-    return CONFIG_MAPPING[CONFIGS[name]["model_type"]].from_dict(json.loads(json.dumps(CONFIGS[name])))
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return CONFIG_MAPPING[CONFIGS[name]["model_type"]].from_dict(json.loads(json.dumps(CONFIGS[name])) | tokens)
 
 
 def write(name: str, folder: Path) -> None:

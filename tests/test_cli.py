@@ -91,7 +91,7 @@ def test_errors_are_one_message_and_status_two(tmp_path, capsys):
 @pytest.mark.parametrize(
     "content, said",
     [
-        (None, "has no config.json. Give a checkpoint's folder"),
+        (None, "has no config.json. Give the folder"),
         ('{"model_type":', "its config.json is no JSON"),
         ("[1, 2]", "config.json: its content"),
         ('{"model_type": 3}', "model_type"),

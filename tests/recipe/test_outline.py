@@ -33,7 +33,8 @@ CONFIGS = {
     "query_norms": lambda: other_models.config("cohere", use_qk_norm=True, tie_word_embeddings=False),
     "late_windows": lambda: other_models.config("qwen3", **DEEP, **WINDOWS, max_window_layers=5),
     "some_windows": lambda: other_models.config("qwen2_moe", **DEEP, **WINDOWS, max_window_layers=5),
-    "float32_state": lambda: other_models.config("qwen3_next", mamba_ssm_dtype="float32", full_attention_interval=2),
+    "every_second": lambda: other_models.config("qwen3_next", **DEEP, full_attention_interval=2),
+    "float32_state": lambda: other_models.config("qwen3_5_text", mamba_ssm_dtype="float32"),
     "stored_as_fp8": lambda: other_models.config("qwen3", quantization_config={"quant_method": "fp8"}),
     "dense_and_sparse": lambda: tiny_models.config(
         "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]
@@ -59,7 +60,7 @@ def test_outline_of_a_config_is_that_of_the_model(name, tmp_path):
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_a_vision_language_model_has_the_outline_of_its_language_model(kind, tmp_path):
-    text = other_models.config(WRAPPERS[kind][1], **DEEP).to_dict()
+    text = other_models.config(WRAPPERS[kind].language_model, **DEEP).to_dict()
     found, whole = both_ways(CONFIG_MAPPING[kind](text_config=text), tmp_path, AutoModelForImageTextToText)
     named = {name: shape for name, shape in whole.parameters.items() if name in found.parameters}
     linears = {name: shape for name, shape in whole.linears.items() if name in found.linears}
@@ -82,9 +83,10 @@ def as_transformers_has_it(config: dict) -> None:
     assert layer_caches(ours, layers, heads, size) == layer_caches(theirs, layers, heads, size)
     ignored = ("sliding_window", "layer_types")  # written in two ways, which `layer_caches` sees through
     same = [key for key in ours if key in theirs and key not in ignored]
-    assert len(same) > 8
-    null = {"head_dim": size, "mlp_only_layers": None}
-    assert {key: ours[key] for key in same} == {key: theirs[key] or null.get(key, theirs[key]) for key in same}
+    assert len(same) >= 8
+    assert {key: ours[key] or None for key in same} == {
+        key: theirs[key] or (size if key == "head_dim" else None) for key in same
+    }
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -95,14 +97,14 @@ def test_what_a_config_leaves_open_is_transformers_default(kind):
 @pytest.mark.parametrize("name", published.CONFIGS)
 def test_each_field_may_be_left_open(name):
     config = published.CONFIGS[name].get("text_config", published.CONFIGS[name])
-    for left_out in {"", *config} - {"model_type"}:
+    for left_out in {"", *config} - {"model_type", "hidden_size", "num_hidden_layers"}:  # what others have to fit
         as_transformers_has_it({key: value for key, value in config.items() if key != left_out})
 
 
 def test_what_is_not_known_is_left_to_transformers():
     assert outline_of_config({}, "m") is None
     assert outline_of_config({"model_type": "mamba", "num_hidden_layers": "many"}, "m") is None
-    assert outline_of_config({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}}, "m") is None
+    assert outline_of_config({"model_type": "mistral3", "text_config": {"model_type": "mamba"}}, "m") is None
     assert outline_of_config({"model_type": "qwen3_vl_text"}, "m") is None
 
 
@@ -119,10 +121,11 @@ def test_what_is_not_known_is_left_to_transformers():
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no', where true or false"),
         ({"layer_types": ["full_attention"]}, "layer_types=['full_attention'], where a list of num_hidden_layers=32"),
         ({"architectures": "Qwen3"}, "architectures='Qwen3', where a list of strings"),
-        ({"quantization_config": {"bits": 4}}, "quant_method=None, where a string"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config.quant_method=None, where a string"),
         ({"model_type": "llama", "hidden_size": 8}, "num_attention_heads=32, where at most hidden_size=8"),
         ({"model_type": "qwen3_moe", "mlp_only_layers": "0"}, "mlp_only_layers='0', where a list of numbers"),
-        ({"model_type": "mixtral", "num_experts": -1}, "num_experts=-1, where a whole number from 0"),
+        ({"model_type": "mixtral", "num_experts": 0}, "num_experts=0, where a whole number from 1"),
+        ({"model_type": "mistral3"}, "text_config=None, where an object"),
         ({"model_type": "gemma3", "text_config": 1}, "text_config=1, where an object"),
         ({"model_type": "gemma3", "text_config": {"head_dim": 0}}, "text_config.head_dim=0, where a whole"),
     ],
@@ -145,8 +148,11 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
-@given(kind=st.sampled_from([*ARCHITECTURES, *WRAPPERS]), changed=st.dictionaries(st.sampled_from(FIELDS), JSON))
+@settings(max_examples=200, deadline=None)
+@given(
+    kind=st.sampled_from([*ARCHITECTURES, *WRAPPERS]),
+    changed=st.dictionaries(st.sampled_from(FIELDS), JSON, min_size=1, max_size=3),
+)
 def test_whatever_a_config_holds_has_an_outline_or_an_error_that_names_a_field(kind, changed):
     try:
         found = outline_of_config({"model_type": kind} | changed, "m")
@@ -175,7 +181,7 @@ def test_caches_of_published_models_are_those_of_their_attention():
     assert kib_per_token("Qwen/Qwen3-Next-80B-A3B-Instruct") == 24
     caches = outline_of_config(published.CONFIGS["google/gemma-3-12b-it"], "m").caches
     assert [cache.window for cache in caches] == ([1024] * 5 + [None]) * 8
-    assert set(cache.elements for cache in caches) == {2 * 8 * 256}
+    assert {cache.elements for cache in caches} == {2 * 8 * 256}
 
 
 def test_layers_that_read_the_cache_of_another_have_none():

@@ -25,6 +25,8 @@ from trl_fp8.recipe.recipe import recipe_for
 from trl_fp8.recipe.servable import Resolve, require_servable
 from trl_fp8.upstream.patches import FAMILIES
 
+from .model_config import model_config
+
 
 FlagGroup = TypeVar("FlagGroup", KVCacheFlags, ForwardFlags, RouterFlags)
 # TRL's name -> the flag here
@@ -164,7 +166,7 @@ def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, r
 
 
 def _outline(model: str) -> Outline:
-    config = _config(model)
+    config = model_config(model)
     try:
         outline = outline_of_config(config, model)
     except ValueError as error:
@@ -190,33 +192,6 @@ def _served(outline: Outline, resolve: Resolve | None) -> Outline:
         in_bf16 = f"In BF16 {outline.name} takes {size} of weights, and {token} of KV cache per token."
         raise ValueError(f"{error}\n{in_bf16}") from error
     return outline
-
-
-def _config(model: str) -> Any:
-    """What the model's config.json holds."""
-    folder = Path(model)
-    if folder.is_file():
-        raise ValueError(f"MODEL={model!r} is a file. Give its folder, or the id of a model on the Hub.")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        inside = "is empty" if not any(folder.iterdir()) else "has no config.json"
-        raise ValueError(f"MODEL={model!r} {inside}. Give a checkpoint's folder, or the id of a model on the Hub.")
-    path = folder / "config.json" if folder.is_dir() else _downloaded(model)
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"MODEL={model!r}: its config.json is no JSON ({error}). Download it again.") from error
-
-
-def _downloaded(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (OSError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"MODEL={model!r} is no folder here, and no config.json of that name came from the Hub: {said}"
-        ) from error
 
 
 def _outline_by_transformers(model: str, config: Mapping[str, Any]) -> Outline:

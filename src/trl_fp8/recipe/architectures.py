@@ -40,6 +40,7 @@ _BIAS = "bias=attention_bias"
 _PLAIN, _BIASED = _attention(), _attention(_BIAS, _BIAS)
 _HEAD_NORMS = _attention(_BIAS, _BIAS, q_norm="D", k_norm="D")
 _ROW_NORMS = _attention(_BIAS, _BIAS, q_norm="Q", k_norm="K")
+_GATED = _attention(_BIAS, _BIAS, "2Q", "D", "D")  # q_proj makes a gate, too
 _QWEN2 = _attention("bias=always")
 _FUSED_MLP = ("mlp.gate_up_proj.weight 2I H", "mlp.down_proj.weight H I")
 _PRE = _norms("input", "post_attention")
@@ -57,10 +58,15 @@ _MLA = (
     "self_attn.kv_b_proj.weight U R",
     f"self_attn.o_proj.weight H O {_BIAS}",
 )
-_DELTA_NET = (
-    *("linear_attn.dt_bias Z", "linear_attn.A_log Z", "linear_attn.conv1d.weight 2X+Y 1 C"),
-    *("linear_attn.in_proj_qkvz.weight 2X+2Y H", "linear_attn.in_proj_ba.weight 2Z H", "linear_attn.norm.weight W"),
-    "linear_attn.out_proj.weight H Y",
+_DELTA_NET = ("linear_attn.dt_bias Z", "linear_attn.A_log Z", "linear_attn.conv1d.weight 2X+Y 1 C")
+_QWEN3_NEXT_NET = (
+    *(*_DELTA_NET, "linear_attn.in_proj_qkvz.weight 2X+2Y H", "linear_attn.in_proj_ba.weight 2Z H"),
+    *("linear_attn.norm.weight W", "linear_attn.out_proj.weight H Y"),
+)
+_QWEN3_5_NET = (
+    *(*_DELTA_NET, "linear_attn.norm.weight W", "linear_attn.out_proj.weight H Y"),
+    *("linear_attn.in_proj_qkv.weight 2X+Y H", "linear_attn.in_proj_z.weight Y H"),
+    *("linear_attn.in_proj_b.weight Z H", "linear_attn.in_proj_a.weight Z H"),
 )
 _CORRECTION = ("mlp.gate.e_score_correction_bias E",)
 
@@ -69,7 +75,7 @@ _CORRECTION = ("mlp.gate.e_score_correction_bias E",)
 class Architecture:
     """The class that transformers builds from a config, the config's defaults there, and the rows of its layers."""
 
-    class_name: str
+    class_name: str  # empty: only inside a `Wrapper`
     defaults: Mapping[str, Any]  # None: the field may be null
     attention: Rows
     norms: Rows = _PRE
@@ -79,6 +85,15 @@ class Architecture:
     buffers: Rows = ()  # of layers with experts
     full_every: int | str = 0  # where layer_types is null: every n-th layer has full attention, a number or the field
     also_called: str = ""  # another name of the field of the number of experts
+
+
+@dataclass(frozen=True)
+class Wrapper:
+    """A vision-language model's class, and what its config leaves to transformers."""
+
+    class_name: str
+    language_model: str  # model type
+    tied: bool = False  # embeddings and output head
 
 
 def _defaults(
@@ -112,6 +127,9 @@ _QWEN_LAYERS = _QWEN_WINDOWS | {"max_window_layers": 28}
 _QWEN_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": None}
 _LATENT = {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
 _LATENT |= {"v_head_dim": 128, "attention_bias": False}
+_LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+_LINEAR |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}
+_QWEN3_5 = _LINEAR | {"head_dim": 256, "attention_bias": False, "mamba_ssm_dtype": None}
 ARCHITECTURES = {  # model type of a language model -> what transformers makes of it
     "cohere": Architecture(
         "CohereForCausalLM",
@@ -200,6 +218,9 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         _BIASED,
         dense=_mlp(bias="bias=mlp_bias"),
     ),
+    "ministral3": Architecture(
+        "Ministral3ForCausalLM", _defaults(131072, 4096, 14336, 34, 32, 8, 262144, head_dim=128), _PLAIN
+    ),
     "mistral": Architecture(
         "MistralForCausalLM", _defaults(32000, 4096, 14336, 32, 32, 8, 131072, sliding_window=4096), _PLAIN
     ),
@@ -268,12 +289,26 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         "Qwen3NextForCausalLM",
         _defaults(151936, 2048, 5632, 48, 16, 2, 32768, **_QWEN_SPARSE, head_dim=256, attention_bias=False)
         | {"num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
-        | {"shared_expert_intermediate_size": 512, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128}
-        | {"linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32}
-        | {"full_attention_interval": 4},
-        _attention(_BIAS, _BIAS, "2Q", "D", "D"),
+        | {"shared_expert_intermediate_size": 512, **_LINEAR},
+        _GATED,
         sparse=(*_ROUTER, *_EXPERTS, *_SHARED_EXPERT),
-        linear=_DELTA_NET,
+        linear=_QWEN3_NEXT_NET,
+        full_every="full_attention_interval",
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3_5ForCausalLM",
+        _defaults(248320, 4096, 12288, 32, 16, 4, 32768, **_QWEN3_5),
+        _GATED,
+        linear=_QWEN3_5_NET,
+        full_every="full_attention_interval",
+    ),
+    "qwen3_5_moe_text": Architecture(
+        "Qwen3_5MoeForCausalLM",
+        _defaults(248320, 2048, 0, 40, 16, 2, 32768, **_QWEN3_5, num_experts=256, num_experts_per_tok=8)
+        | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512},
+        _GATED,
+        sparse=(*_ROUTER, *_EXPERTS, *_SHARED_EXPERT),
+        linear=_QWEN3_5_NET,
         full_every="full_attention_interval",
     ),
     "qwen3_vl_text": Architecture(
@@ -287,10 +322,11 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         dense=_mlp(bias="bias=mlp_bias"),
     ),
 }
-# model type of a vision-language model -> its class, its language model's type, whether embeddings are tied by default
-WRAPPERS = {
-    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text", True),
-    "mistral3": ("Mistral3ForConditionalGeneration", "mistral", True),
-    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", False),
-    "qwen3_vl": ("Qwen3VLForConditionalGeneration", "qwen3_vl_text", False),
+WRAPPERS = {  # model type of a vision-language model, whose class holds one of the above as `model.language_model`
+    "gemma3": Wrapper("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
+    "mistral3": Wrapper("Mistral3ForConditionalGeneration", "mistral", tied=True),
+    "qwen2_5_vl": Wrapper("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text"),
+    "qwen3_5": Wrapper("Qwen3_5ForConditionalGeneration", "qwen3_5_text"),
+    "qwen3_5_moe": Wrapper("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text"),
+    "qwen3_vl": Wrapper("Qwen3VLForConditionalGeneration", "qwen3_vl_text"),
 }

@@ -9,7 +9,7 @@ from .architectures import ARCHITECTURES, Architecture
 
 _MOST_LAYERS, _MOST = 1000, 2**31 - 1  # beyond it is a mistake, which would take minutes and gigabytes
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_MAY_BE_ZERO = (*_EXPERTS, "first_k_dense_replace", "max_window_layers", "sliding_window")
+_MAY_BE_ZERO = ("first_k_dense_replace", "max_window_layers", "sliding_window")
 _MAY_BE_NULL = ("num_key_value_heads", "q_lora_rank", "sliding_window")  # and whatever is null by default
 _ATTENTIONS = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 Config = Mapping[str, Any]
@@ -50,11 +50,11 @@ def mapping(config: Config, key: str) -> Config:
     return value or {}
 
 
-def text(config: Config, key: str, default: str = "") -> str:
-    """A field that is a string."""
+def text(config: Config, key: str, default: str | None, within: str = "") -> str:
+    """A field that is a string; without a default it has to be there."""
     value = config.get(key, default)
     if not isinstance(value, str):
-        raise wrong(key, value, "a string")
+        raise wrong(f"{within}{key}", value, "a string")
     return value
 
 
@@ -93,6 +93,10 @@ def _checked(name: str, value: Any, key: str, layers: int) -> Any:
         if isinstance(value, bool):
             return value
         raise wrong(name, value, "true or false")
+    if key.endswith("_dtype"):
+        if isinstance(value, str):
+            return value
+        raise wrong(name, value, "the name of a dtype")
     least, most = int(key not in _MAY_BE_ZERO), _MOST_LAYERS if key == "num_hidden_layers" else _MOST
     if _is_whole(value) and least <= value <= most:
         return value

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .architectures import ARCHITECTURES, WRAPPERS, Architecture, Rows
+from .architectures import ARCHITECTURES, WRAPPERS, Architecture, Rows, Wrapper
 from .caches import LayerCache, layer_caches
 from .fields import Config, completed, mapping, text, texts, truth, wrong
 
@@ -49,24 +49,18 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
     """
     if not isinstance(config, Mapping):
         raise wrong("its content", config, "an object")
-    outer, within, prefix = text(config, "model_type"), "", "model"
-    class_name, kind, tied = WRAPPERS.get(outer, ("", outer, None))
-    if outer in WRAPPERS:
-        within, prefix = "text_config.", "model.language_model"
-        own = mapping(config, "text_config")
-        if not own and "hidden_size" in config:  # Qwen2.5-VL: fields of the language model beside the others
-            own, within = config | {"model_type": kind}, ""
-        kind = text(own, "model_type", kind)
-    else:
-        own = config
-    if kind not in ARCHITECTURES or not (class_name or ARCHITECTURES[kind].class_name):
+    kind = text(config, "model_type", "")
+    wrapper = WRAPPERS.get(kind)
+    kind, own, within = _language_model(config, wrapper) if wrapper else (kind, config, "")
+    architecture = ARCHITECTURES.get(kind)
+    if architecture is None or not (wrapper or architecture.class_name):
         return None
     fields = completed(own, kind, within)
-    if tied is not None:
-        fields["tie_word_embeddings"] = truth(config, "tie_word_embeddings", tied)
-    class_name = class_name or ARCHITECTURES[kind].class_name
+    if wrapper:
+        fields["tie_word_embeddings"] = truth(config, "tie_word_embeddings", wrapper.tied)
+    class_name = (wrapper or architecture).class_name
     layers, kv_heads, head_dim = (fields[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
-    parameters = dict(_parameters(ARCHITECTURES[kind], fields, prefix))
+    parameters = dict(_parameters(architecture, fields, "model.language_model" if wrapper else "model"))
     experts = [key.rpartition(".")[0] for key in parameters if key.endswith(".experts.down_proj")]
     linears = {key.removesuffix(".weight"): shape for key, shape in parameters.items() if _LINEAR.search(key)}
     quantization = mapping(config, "quantization_config")
@@ -84,9 +78,18 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
         experts={key: f"{key}.down_proj_bias" not in parameters for key in experts},  # gpt-oss has them transposed
         experts_per_token=fields["num_experts_per_tok"] or 0 if experts else 0,
         context=fields["max_position_embeddings"],
-        stored_as=text(quantization, "quant_method") if quantization else "",
-        is_text_only=outer in WRAPPERS,
+        stored_as=text(quantization, "quant_method", None, "quantization_config.") if quantization else "",
+        is_text_only=wrapper is not None,
     )
+
+
+def _language_model(config: Config, wrapper: Wrapper) -> tuple[str, Config, str]:
+    """(model type, its fields, what they are within) of the language model in a vision-language model."""
+    if own := mapping(config, "text_config"):
+        return text(own, "model_type", wrapper.language_model, "text_config."), own, "text_config."
+    if "hidden_size" in config:  # Qwen2.5-VL: beside the fields of the whole
+        return wrapper.language_model, config, ""
+    raise wrong("text_config", None, "an object")
 
 
 def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Shapes:
@@ -111,7 +114,7 @@ def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Sha
 def _is_sparse(architecture: Architecture, fields: Config, layer: int) -> bool:
     listed = layer in (fields.get("mlp_only_layers") or ()) or layer < fields.get("first_k_dense_replace", 0)
     step = fields.get("decoder_sparse_step", 1)
-    return bool(architecture.sparse) and fields["experts"] > 0 and not listed and (layer + 1) % step == 0
+    return bool(architecture.sparse) and not listed and (layer + 1) % step == 0
 
 
 def _shapes(rows: Rows, fields: Config, sizes: Mapping[str, int]) -> _Shapes:
