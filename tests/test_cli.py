@@ -43,7 +43,7 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     assert figures["linears"] == {"fp8": 252, "high_precision": 1} and figures["risks"] == []
     assert main(["plan", *words]) == 0
     assert f"{figures['kv_tokens']['fp8_linears_kv']:,} tokens" in capsys.readouterr().out
-    halves = plan_of(capsys, *words, "--gpus", "2", "--tensor-parallel-size", "2")["kv_tokens"]
+    halves = plan_of(capsys, *words, "--tensor-parallel-size", "2")["kv_tokens"]
     assert plan_of(capsys, *words, "--kv-cache-dtype", "auto")["kv_tokens"].keys() == {"bf16", "fp8_linears"}
     assert all(halves[name] > 2 * figures["kv_tokens"][name] for name in measured)  # the weights are halved as well
 
@@ -113,8 +113,8 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
     "words, said",
     [
         (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0: give a number of GPUs that share an engine, 1"),
-        (["--tensor-parallel-size", "2"], "--tensor-parallel-size 2 on 1 GPUs: each engine runs on that many"),
-        (["--gpus", "3", "--tensor-parallel-size", "3"], "cannot divide the attention heads"),
+        (["--gpus", "3", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 on 3 GPUs: each engine runs on"),
+        (["--tensor-parallel-size", "3"], "cannot divide the attention heads"),
         (["--gpu-memory-utilization", "60"], "--gpu-memory-utilization 60.0: give a share of a GPU, e.g. 0.5"),
         (["--gpu-memory", "-80"], "--gpu-memory -80.0: give the GiB of one GPU"),
         (["--gpus", "-1"], "--gpus -1: give a number of GPUs, 1 or more"),

@@ -12,7 +12,8 @@ from testing import published
 from trl_fp8.cli import main
 
 
-CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples" / "configs"
 SERVED = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "google/gemma-2-9b")
 SETUPS = (
     [],
@@ -129,6 +130,13 @@ def test_where_fp8_does_not_help_it_says_so(tmp_path, capsys):
     assert main(["plan", str(tmp_path), "--gpus", "8"]) == 0
     out = capsys.readouterr().out
     assert "FP8 will not help you here" in out and "launches" in out and "not calibrated" in out
+
+
+def test_the_page_of_models_is_what_a_plan_computes():
+    """In a process of its own: the generator is no module of the package."""
+    command = [sys.executable, "-m", "docs.generate_models", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_every_published_model_is_planned_in_half_a_second_without_torch(tmp_path):

@@ -87,8 +87,8 @@ class Settings:
         Raises:
             ValueError: A value is of no use, or does not go with another. The message names it and the remedy.
         """
-        gpus = self.count("num_processes", 1, "GPUs")
         ranks = self.count("vllm_tensor_parallel_size", None, "GPUs that share an engine")
+        gpus = self.count("num_processes", ranks or 1, "GPUs")
         if ranks is not None and gpus % ranks:
             raise ValueError(
                 f"{self.shown('vllm_tensor_parallel_size')} on {gpus} GPUs: each engine runs on that many training "

@@ -12,6 +12,7 @@ from .roofline import GIB, gpu_of
 
 NOTHING_GAINED = 1.05  # below it FP8 is not worth its mismatch
 LINEARS_GAIN = 1.02  # below it, nor are FP8 linears beside an FP8 KV cache
+MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
 Flags = dict[str, str | int | float | bool]
 
 
@@ -158,13 +159,18 @@ def _speed(capacity: Capacity) -> str:
     if not capacity.speedups:
         return "Rollouts: a BF16 engine of this share would not hold the model; FP8 is what makes it fit."
     named = {"fp8_linears": "FP8 linears", "fp8_linears_kv": "FP8 KV cache too", "fp8_kv": "FP8 KV cache"}
-    shown = ", ".join(f"{gain:.2f}x with {named[name]}" for name, gain in capacity.speedups.items())
+    shown = ", ".join(f"{factor(gain)} with {named[name]}" for name, gain in capacity.speedups.items())
     source = f"estimated from the data sheet of an {gpu.name}, not calibrated by any measurement"
     if max(capacity.speedups.values()) >= NOTHING_GAINED:
         useless = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
         cache_alone = " FP8 linears gain nothing here: --fp8_weights False leaves the KV cache." if useless else ""
         return f"Rollouts {shown}, {source}; a whole step gains less.{cache_alone}"
     return f"FP8 will not help you here. Rollouts {shown}, {source}: {_why_slow(capacity)}."
+
+
+def factor(gain: float) -> str:
+    """`1.31x`, or no figure where it would be one of memory."""
+    return f"{gain:.2f}x" if gain <= MOST_GAINED else f"over {MOST_GAINED:g}x"
 
 
 def _why_slow(capacity: Capacity) -> str:
