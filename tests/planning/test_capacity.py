@@ -1,6 +1,7 @@
 """What a plan says to do fits, computed again from the flags that it prints; what it says of a recipe is what runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from trl_fp8.cli import main
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
+GIB_OFFERED = {"h100": "79", "h200": "139"}  # of 80 GB and 141 GB, by the driver
 SERVED = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "google/gemma-2-9b")
 SETUPS = (
     [],
@@ -137,6 +139,34 @@ def test_the_page_of_models_is_what_a_plan_computes():
     command = [sys.executable, "-m", "docs.generate_models", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
+    gpus, kind = re.search(r"_(\d)x(h100|h200)$", path.stem).groups()
+    recipe = yaml.safe_load(path.read_text())
+    (name,) = [
+        name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])
+    ]
+    found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], recipe=recipe)
+    assert found["fits"]
+    # a quarter of the batch runs at full length at once
+    steps = recipe.get("steps_per_generation", recipe["gradient_accumulation_steps"])
+    sequences = recipe["per_device_train_batch_size"] * steps
+    assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * recipe["vllm_max_model_length"]
+    trainer = found["gib_per_gpu"]["trainer"]
+    states = trainer["weights"] + trainer["gradients"] + trainer["optimizer"]
+    means = {
+        "of weights, gradients and Adam": states,
+        "of reference model": trainer["reference"],
+        "of checkpointed activations": trainer["inputs"],
+        "of BF16 copies": trainer["copies"],
+        "of engine": found["gib_per_gpu"]["engine"],
+    }
+    comment = " ".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    stated = {words: float(gib) for words in means for gib in re.findall(rf"(\d+) GiB {words}", comment)}
+    assert "of engine" in stated
+    assert {words: round(means[words]) for words in stated} == stated
 
 
 def test_every_published_model_is_planned_in_half_a_second_without_torch(tmp_path):
