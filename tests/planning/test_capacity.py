@@ -99,6 +99,13 @@ def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
     assert awake["total"] - asleep["total"] == pytest.approx(min(passing, 32))
 
 
+@pytest.mark.parametrize("gpus", ["1", "3", "6"])
+def test_groups_are_whole(gpus, plan):
+    flags = plan("Qwen/Qwen3-0.6B", "--gpus", gpus, "--completions", "100")["flags"]
+    completions = int(gpus) * flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"]
+    assert completions >= 100 and completions % 8 == 0  # num_generations
+
+
 def test_a_command_line_wins_over_a_recipe(plan):
     recipe = yaml.safe_load((CONFIGS / "qwen3_8b_base_8xh100.yaml").read_text())
     found = plan("Qwen/Qwen3-8B", "--gpus", "8", recipe=recipe)
@@ -116,6 +123,7 @@ def test_a_command_line_wins_over_a_recipe(plan):
         ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),
         ({"kv_cache_skip_layers": [99]}, "kv_cache_skip_layers names layers [99]"),
         ({"num_processes": 3, "vllm_tensor_parallel_size": 2}, "each engine runs on that many training processes"),
+        ({"per_device_train_batch_size": 1, "num_generations": 16}, "TRL wants whole groups"),
         ({"vllm_gpu_memory_utilization": "much"}, "vllm_gpu_memory_utilization='much': give a share of a GPU"),
     ],
 )

@@ -35,6 +35,7 @@ class Setup:
     gpu_bytes: float
     prompt: int  # tokens of `training.tokens` that are given
     completions: int  # of a generation, on all GPUs
+    group: int = 8  # num_generations, completions of a prompt
     tensor_parallel_size: int | None = None
     utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share of a GPU
     sleeps: bool = False  # vllm_enable_sleep_mode: the engine's memory is the trainer's while it trains

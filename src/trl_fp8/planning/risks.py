@@ -12,6 +12,7 @@ from .plan import Plan
 
 LOW_SHARE = 0.5  # of the parameters
 SMALL = 1e9  # parameters
+REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # their routers choose by one top-k, which can be replayed
 
 
 class Risk(NamedTuple):
@@ -41,16 +42,21 @@ def risks(plan: Plan, outline: Outline) -> list[Risk]:
             "kv_cache_skip_layers='auto' looks for them before the first rollout."
         )
         found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
-    if recipe.has_experts and recipe.tensor_parallel_size == 1:
+    if recipe.has_experts and outline.model_type in REPLAYED and recipe.tensor_parallel_size == 1:
         text = (
             "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
             "'rollout' removes it."
         )
         found.append(Risk(text, {"router_replay": "monitor"}))
     elif recipe.has_experts:
+        where = (
+            "of this model"
+            if outline.model_type not in REPLAYED
+            else (f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}")
+        )
         text = (
             "Mixture of experts: routers of engine and trainer can disagree, which router_replay can neither measure "
-            f"nor remove at vllm_tensor_parallel_size={recipe.tensor_parallel_size}."
+            f"nor remove {where}."
         )
         found.append(Risk(text, {}))
     if not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:

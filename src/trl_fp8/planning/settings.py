@@ -12,6 +12,7 @@ from .trainer_memory import BYTES, Training
 
 MOST = 2**20
 CONTEXT, COMPLETIONS, MOST_PROMPT = 4096, 256, 512  # what is planned for where nothing is said
+GROUP = 8  # TRL's num_generations
 # TRL's defaults of what a recipe leaves out
 _TRL = {"per_device_train_batch_size": 8, "max_completion_length": 512, "vllm_gpu_memory_utilization": 0.3}
 _TRL |= {"vllm_tensor_parallel_size": 1, "lora_r": 16}
@@ -36,7 +37,9 @@ class Settings:
         value = self.value(key)
         return f"{self.flags[key]} {value}" if key in self.words else f"{key}={value!r}"
 
-    def number(self, key: str, default: float | None, least: float, most: float, wanted: str, whole: bool = True):
+    def number(
+        self, key: str, default: float | None, least: float, most: float, wanted: str, whole: bool = True
+    ) -> Any:
         """A number within bounds, of which `whole` numbers are integers. ValueError says what is `wanted`."""
         if (found := self.value(key, default)) is None:
             return None
@@ -109,7 +112,13 @@ class Settings:
         )
         sleeps = self.truth("vllm_enable_sleep_mode")
         completions = self._completions(training)
-        return Setup(training, memory * GIB, prompt, completions, ranks, share, sleeps)
+        group = self.count("num_generations", GROUP, "completions of a prompt")
+        if self.recipe is not None and completions % group:
+            raise ValueError(
+                f"{completions} completions a generation (GPUs * per_device_train_batch_size * steps) with "
+                f"num_generations={group}: TRL wants whole groups. Change gradient_accumulation_steps or --gpus."
+            )
+        return Setup(training, memory * GIB, prompt, completions, group, ranks, share, sleeps)
 
     def _tokens(self, completion: int | None, model_context: int) -> int:
         """Of the longest sequence."""

@@ -1,6 +1,7 @@
 """A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, what fits, what it gains."""
 
 from collections.abc import Mapping
+from math import gcd
 
 from trl_fp8.recipe.outline import Outline
 
@@ -28,7 +29,9 @@ def recommended_flags(capacity: Capacity, outline: Outline) -> Flags:
     flags |= {"dtype": training.dtype} if training.dtype != "float32" else {}
     flags["vllm_gpu_memory_utilization"] = capacity.utilization
     flags |= {"vllm_tensor_parallel_size": capacity.ranks} if capacity.ranks > 1 else {}
-    steps = -(-setup.completions // (training.gpus * training.sequences))
+    micro_batch = training.gpus * training.sequences
+    whole = setup.group // gcd(setup.group, micro_batch)  # steps after which all groups are whole
+    steps = -(-setup.completions // (micro_batch * whole)) * whole
     flags |= {"per_device_train_batch_size": training.sequences, "gradient_accumulation_steps": steps}
     flags |= {"max_completion_length": training.tokens - setup.prompt, "vllm_max_model_length": training.tokens}
     flags |= {} if recipe.fp8_weights else {"fp8_weights": False}
@@ -78,7 +81,7 @@ def _figures(capacity: Capacity, outline: Outline) -> dict:
 
 def as_text(capacity: Capacity, ways: list[Capacity], outline: Outline, recipe: Mapping[str, object] | None) -> str:
     """The summary. `ways`: what fits instead; `recipe`: flags that need not be repeated, with their values."""
-    lines = [_model(capacity), "", *_memory(capacity, outline), ""]
+    lines = [_model(capacity), "", *_memory(capacity), ""]
     if capacity.why_not is None:
         lines += [_speed(capacity), *_watch(capacity, outline), f"flags: {_words(capacity, outline, recipe)}"]
     elif ways:
@@ -104,7 +107,7 @@ def _model(capacity: Capacity) -> str:
     )
 
 
-def _memory(capacity: Capacity, outline: Outline) -> list[str]:
+def _memory(capacity: Capacity) -> list[str]:
     setup, trainer, plan = capacity.setup, capacity.trainer, capacity.plan
     training = setup.training
     states = {
@@ -128,7 +131,7 @@ def _memory(capacity: Capacity, outline: Outline) -> list[str]:
     where = f"{capacity.limit_bytes / GIB:.0f} GiB ({FREE:.0%} stay free for what is not counted)"
     sleeping = ", of which the engine's are free while it trains" if setup.sleeps else ""
     return [
-        f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a step.",
+        f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
         f"  trainer {trainer.total / GIB:6.1f}  {parts}",
         f"  engine  {capacity.engine_bytes / GIB:6.1f}  share {capacity.utilization:g}: {engine}",
@@ -137,7 +140,7 @@ def _memory(capacity: Capacity, outline: Outline) -> list[str]:
 
 
 def _how(capacity: Capacity) -> str:
-    """`Full training (FP32) on 8 GPUs of 80 GiB (FSDP2)`."""
+    """`Full training (policy in FP32) on 8 GPUs of 80 GiB, FSDP2`."""
     setup, training = capacity.setup, capacity.setup.training
     kind = f"LoRA, rank {training.lora_rank}" if training.lora_rank else "Full training"
     dtype = {"float32": "FP32", "bfloat16": "BF16"}[training.dtype]
