@@ -13,6 +13,7 @@ from threading import Thread
 
 import pytest
 
+import trl_fp8
 from benchmarks.table import depth
 from testing.browser import LAPTOP, chromium, look_at
 
@@ -46,6 +47,11 @@ def test_every_page_is_in_the_navigation_and_loads_nothing_from_elsewhere(site):
         text = (site / page).read_text()
         assert not re.search(r'<(?:script|img|link rel="stylesheet")[^>]+(?:src|href)="https?:', text), page
         assert str(ROOT) not in text
+
+
+def test_what_the_package_exports_is_on_the_api_page(site):
+    page = (site / "api.html").read_text()
+    assert [name for name in trl_fp8.__all__ if not re.search(rf'id="trl_fp8\.[\w.]+\.{name}"', page)] == []
 
 
 def test_pages_are_right_in_a_browser(site):
