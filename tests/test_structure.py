@@ -385,6 +385,7 @@ def test_readme_clones_and_installs_what_the_package_declares():
     assert set(re.findall(r"git clone (\S+)", readme)) == {project["urls"]["Repository"]}
     extras = {extra for listed in re.findall(r'"\.\[([\w,]+)\]"', readme) for extra in listed.split(",")}
     assert {"cuda", "cpu"} <= extras <= project["optional-dependencies"].keys()
+    assert re.findall(r"pip install (torch==\S+)", readme) == project["optional-dependencies"]["cpu"][:1]
 
 
 def test_no_paths_of_a_developers_machine():
