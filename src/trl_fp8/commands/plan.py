@@ -5,7 +5,6 @@ import sys
 from argparse import ArgumentParser, Namespace
 from contextlib import redirect_stdout
 from importlib.util import find_spec
-from pathlib import Path
 
 from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES
 from trl_fp8.planning.capacity import GIB, Capacity, as_json, as_text
@@ -14,6 +13,8 @@ from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 from trl_fp8.recipe.servable import require_servable
+
+from .model_config import model_config
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,10 +39,7 @@ def run(given: Namespace) -> str:
 
 
 def _outline(model: str) -> Outline:
-    try:
-        config = json.loads(_config_file(model).read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"MODEL={model!r}: its config.json is no JSON: {error}") from error
+    config = model_config(model)
     if (outline := outline_of_config(config, model)) is not None:
         require_servable(outline)
         return outline
@@ -51,19 +49,6 @@ def _outline(model: str) -> Outline:
         outline = _outline_by_transformers(model, config)
         require_servable(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
     return outline
-
-
-def _config_file(model: str) -> Path:
-    if Path(model).is_dir():
-        return Path(model, "config.json")
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"MODEL={model!r} is no folder here, and no config.json of that name came from the Hub: {error}"
-        ) from error
 
 
 def _outline_by_transformers(model: str, config: dict) -> Outline:

@@ -33,6 +33,7 @@ from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Named
 
 from .checksums import write_checksums
+from .folder import free_folder
 from .model_card import export_card
 
 
@@ -68,11 +69,7 @@ def export_fp8(
             or a weight is not finite.
         OSError: The checkpoint could not be written. Nothing of it is left.
     """
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(
-            f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
-        )
+    folder = free_folder(folder)
     if parameters is None:
         if any(".lora_" in name for name, _ in model.named_parameters()):
             raise ValueError(

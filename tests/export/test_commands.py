@@ -1,0 +1,40 @@
+"""`trl-fp8 export` and `verify` before they load anything: a mistake is told before torch is imported."""
+
+import json
+import subprocess
+import sys
+
+from trl_fp8.export.checksums import write_checksums
+
+
+SLOW = {"torch", "transformers", "trl", "vllm", "accelerate", "torchao", "numpy"}
+COMMANDS = f"""
+import json, sys
+from trl_fp8.cli import main
+statuses = [main(words) for words in json.loads(sys.argv[1])]
+print(json.dumps([statuses, sorted({SLOW!r} & sys.modules.keys())]))
+"""
+
+
+def test_verify_and_refusals_of_export_import_neither_torch_nor_transformers(tmp_path):
+    exported, model, empty = tmp_path / "exported", tmp_path / "model", tmp_path / "empty"
+    for folder in (exported, model, empty):
+        folder.mkdir()
+    (exported / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type":')
+    write_checksums(exported)
+    free = str(tmp_path / "new")
+    words = [
+        ["verify", str(exported)],
+        ["verify", str(model)],
+        ["export", str(exported), str(exported)],
+        *(["export", str(unknown), free] for unknown in (tmp_path / "missing", empty, model)),
+    ]
+    done = subprocess.run([sys.executable, "-c", COMMANDS, json.dumps(words)], capture_output=True, text=True)
+    *said, result = done.stdout.splitlines()
+    assert json.loads(result) == [[0, 2, 2, 2, 2, 2], []], done.stderr
+    assert said == [f"{exported}: 1 files are what was exported"]
+    told = ("has no checksums.json", "is not empty", "is no folder here", "is empty", "is no JSON")
+    for line, part in zip(done.stderr.splitlines(), told, strict=True):
+        assert part in line
+    assert not (tmp_path / "new").exists()
