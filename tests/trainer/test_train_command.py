@@ -77,6 +77,8 @@ def test_a_recipe_trains_on_what_is_given_instead_of_its_model(checkpoint, here,
     assert len(saved) == 28 and any(tensor.any() for name, tensor in saved.items() if "lora_B" in name)
     run = read_run(here / "run")
     assert run.facts["fp8_linears"] == 14 and run.facts["fp8_flags"]["kv_scale_margin"] == 1.25
+    weights, kv_cache = run.facts["weight_bytes"], run.facts["kv_bytes_per_token"]
+    assert weights[0] > weights[1] and kv_cache[0] == 2 * kv_cache[1]
     assert [row["step"] for row in run.rollouts] == [0, 1] and sum(run.rollouts[0]["log_ratio_counts"]) > 0
     shapes = [(len(row["kv_scales"]), len(row["kv_scales"][0]), len(row["kv_saturation"])) for row in run.rollouts]
     assert shapes == [(2, 3, 2)] * 2  # what the KV cache recorded of a batch comes before the run log writes
