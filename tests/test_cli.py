@@ -1,6 +1,9 @@
 """The console script, as a user calls it."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -127,6 +130,16 @@ def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_pat
     assert main(["plan", folder_of("Qwen/Qwen3-8B", tmp_path), *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    code = "from trl_fp8.cli import main; raise SystemExit(main())"
+    words = [sys.executable, "-c", code, "plan", folder_of("Qwen/Qwen3-8B", tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_usage_is_that_of_the_command(capsys):
