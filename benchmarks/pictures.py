@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from trl_fp8.report.canvas import SERIES, new_figure, save, tidy
-from trl_fp8.report.curves import moving_mean
+from trl_fp8.report.series import moving
 
 
 # Two-sided 95 % quantiles of Student's t for the mean of n runs
@@ -33,7 +33,7 @@ def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Pa
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     for name, runs in curves.items():
-        smooth = [moving_mean(run, window) for run in runs]
+        smooth = [moving(run, window) for run in runs]
         steps = range(1, len(smooth[0]) + 1)
         means = [fmean(values) for values in zip(*smooth, strict=True)]
         half = T_95[len(runs)] / len(runs) ** 0.5

@@ -97,17 +97,23 @@ def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatc
     assert found["results"]["full"]["step_seconds"]["median"] == 3.0
 
 
-def test_depth_is_measured_once_and_drawn(tmp_path):
-    words = ("--layers", 2, "--trained", "--seeds", 1, "--policies", "full", "--results", tmp_path)
-    done = run("measure_depth", *words, TRL_FP8_COMMIT="abc123")
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_depth_is_measured_once_and_drawn(tmp_path, monkeypatch, capsys):
+    from benchmarks import measure_depth
+
+    words = ["-m", "benchmarks.measure_depth", "--layers", "2", "--trained", "--seeds", "1"]
+    words += ["--policies", "full", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "orig_argv", [sys.executable, *words])
+    monkeypatch.setattr(sys, "argv", words[1:])
+    monkeypatch.setenv("TRL_FP8_COMMIT", "abc123")
+    measure_depth.main()
+    assert "| random | 2 " in capsys.readouterr().out
     [row] = json.loads((tmp_path / "depth_cpu.json").read_text())["results"]["rows"]
     assert (row["weights"], row["layers"], row["tokens"], row["decoded_alone"]) == ("random", 2, 156, 8)
     assert row["mismatch_mean"] <= 1e-6 and row["prefill_decode"]["largest"] == 0
     assert (tmp_path / "depth.png").read_bytes().startswith(b"\x89PNG")
-    again = run("measure_depth", *words, TRL_FP8_COMMIT="abc123")
-    assert "random 2 full: " in done.stdout and "random 2 full: " not in again.stdout
-    assert "| random | 2 " in again.stdout
+    monkeypatch.setattr(measure_depth, "in_a_process", Mock(side_effect=AssertionError("measured again")))
+    measure_depth.main()
+    assert "| random | 2 " in capsys.readouterr().out
 
 
 def test_a_mismatch_of_exactly_nothing_is_shown_as_0():

@@ -31,7 +31,7 @@ ALLOWED = {
     "config": {"correction", "flags", "recipe"},
     "export": {"planning", "quantization", "recipe", "sync"},
     "run": {"export", "flags", "policy", "sync"},
-    "report": {"correction", "run"},
+    "report": {"correction", "planning", "run"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync", "upstream"},
     "trainer": {
         *("config", "correction", "engine", "features", "planning", "policy", "recipe", "run", "sync", "upstream"),

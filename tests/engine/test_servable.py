@@ -1,15 +1,18 @@
 """What `trl_fp8.recipe.servable` says of a model type is what vLLM's class does with its tensors; no engine starts."""
 
 import socket
+from math import prod
 
 import pytest
 import torch
+from transformers import Qwen3NextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -19,6 +22,7 @@ from testing import other_models
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.recipe import names, servable
+from trl_fp8.recipe.caches import layer_caches
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
@@ -144,6 +148,17 @@ def test_what_is_refused_would_not_arrive(model_type, tmp_path):
     with pytest.raises(Exception) as later:
         deliver(policy, tmp_path)
     assert REFUSED[model_type] in f"{type(later.value).__name__}: {later.value}"
+
+
+def test_the_state_of_a_gated_delta_net_is_as_large_as_vllm_makes_it():
+    config = Qwen3NextConfig(num_hidden_layers=1, layer_types=["linear_attention"])
+    sizes = [config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim]
+    shapes = MambaStateShapeCalculator.gated_delta_net_state_shape(
+        1, *sizes, config.linear_value_head_dim, config.linear_conv_kernel_dim
+    )
+    dtypes = MambaStateDtypeCalculator.gated_delta_net_state_dtype(torch.bfloat16, "auto", "auto")
+    held = sum(prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True))
+    assert [cache.state_bytes for cache in layer_caches(config.to_dict(), 1, 2, 256)] == [held]
 
 
 @pytest.mark.parametrize("family", [names.TRANSFORMERS, names.MIXTRAL], ids=lambda family: family.block)

@@ -19,10 +19,8 @@ from pathlib import Path
 import pytest
 import requests
 import torch
-from transformers import AutoModelForCausalLM
 from trl.generation.vllm_client import VLLMClient
 from vllm import LLM, SamplingParams
-from vllm.config import VllmConfig
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
 
 from testing import engines, tiny_models
@@ -119,54 +117,6 @@ def test_the_packed_buffer_refuses_tensors_without_dimensions():
         pack_tensors(iter([("k_scale", scale)]), lambda item: item[1], buffer_size_bytes=2**30)
     with pytest.raises(TypeError, match="invalid combination of arguments"):
         unpack_tensor(scale.view(1).view(torch.uint8), ["k_scale"], [[]], [torch.float32], [4])
-
-
-@pytest.mark.engine
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a server without CUDA cannot do")
-def test_a_server_on_cpu_generates_and_refuses_the_weight_transfer(checkpoint, tmp_path, monkeypatch):
-    folder = checkpoint("qwen3")
-    arguments = {"dtype": "bfloat16", "kv_cache_memory_bytes": 2**24} | SIZES | COMMON
-    with server(folder, arguments, tmp_path / "server.log") as url:
-        client = VLLMClient(base_url=url)
-        output = client.generate(engines.PROMPTS, **COMPLETION)
-        assert output["prompt_ids"] == engines.PROMPTS
-        check_greedy(folder, output)
-
-        info = client.get_server_info()
-        assert info["weight_transfer_config"] == {"backend": "nccl"}
-        assert info["model_config"]["quantization"] is None
-        assert info["cache_config"]["cache_dtype"] == "auto"
-
-        with pytest.raises(NotImplementedError, match="needs a CUDA device, got 'cpu'"):
-            client.init_communicator(device="cpu")
-        handshake = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1, "world_size": 2}
-        refusal = requests.post(f"{url}/init_weight_transfer_engine", json={"init_info": handshake}, timeout=60)
-        assert refusal.status_code == 500
-        assert "Cannot access accelerator device when none is available" in refusal.text
-
-        # What the server would report without --weight-transfer-config
-        assert VllmConfig.__dataclass_fields__["weight_transfer_config"].default is None
-        monkeypatch.setattr(client, "get_server_info", lambda: info | {"weight_transfer_config": None})
-        with pytest.raises(RuntimeError, match="no weight-transfer engine. Restart it with `--weight-transfer-config"):
-            client.init_communicator(device="cpu")
-
-        assert client.generate(engines.PROMPTS, **COMPLETION) == output
-
-
-@torch.no_grad()
-def check_greedy(folder: str, output: dict) -> None:
-    """Each completion's first token is transformers' choice, with its log-prob up to BF16.
-
-    The largest logits lie between 2 and 4, where BF16 has steps of 2^-6, and the two models round at other places on
-    the way to them. Allowed are 2 steps (measured: 0.7); the mean token is more than 100 of them below the chosen one.
-    """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    for ids, completion, logps in zip(output["prompt_ids"], output["completion_ids"], output["logprobs"], strict=True):
-        assert len(completion) == len(logps) <= COMPLETION["max_tokens"]
-        expected = model(torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
-        assert completion[0] == expected.argmax()
-        assert abs(logps[0][0] - expected[completion[0]]) < 2 * 2**-6
 
 
 @pytest.mark.gpu

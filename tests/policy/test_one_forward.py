@@ -280,8 +280,10 @@ def test_adapters_get_the_merged_values_and_gradients_of_their_own(targets):
     found = gradients(model)
     assert all((gradient is not None) == ("lora_" in name) for name, gradient in found.items())
     assert all(gradient.any() for gradient in found.values() if gradient is not None)
-    layer = model.base_model.model.model.layers[0].self_attn.q_proj
-    assert type(layer.lora_A["default"]) is nn.Linear
+    attention = model.base_model.model.model.layers[0].self_attn
+    assert type(attention.q_proj.lora_A["default"]) is nn.Linear
+    assert attention.q_proj.base_layer.lasting_codes() is None  # the engine's are those of a sum
+    assert attention.o_proj.lasting_codes() is not None
 
 
 def test_a_frozen_policy_keeps_nothing_for_a_backward():

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from examples.demo_report import demo_table, plot_training, training_figure
 from trl_fp8.report import canvas
-from trl_fp8.report.curves import moving_mean
+from trl_fp8.report.series import moving
 
 
 SUMMARY = {
@@ -108,8 +108,8 @@ def test_table_of_nothing_is_an_error():
 
 def test_moving_mean_against_the_definition():
     values = [3.0, -1.0, 4.0, 1.0, 5.0, 9.0]
-    assert moving_mean(values, 3) == pytest.approx([3, 1, 2, 4 / 3, 10 / 3, 5], abs=1e-12)
-    assert moving_mean(values, 1) == values and moving_mean([], 4) == []
+    assert moving(values, 3) == pytest.approx([3, 1, 2, 4 / 3, 10 / 3, 5], abs=1e-12)
+    assert moving(values, 1) == values and moving([], 4) == []
 
 
 def test_picture_is_a_png_of_laptop_size(tmp_path):
@@ -146,7 +146,7 @@ def test_curves_are_the_logged_values_in_the_unit_of_their_axis():
     reward, sync = training_figure(rows, "").axes
     assert list(reward.lines[0].get_ydata()) == [row["reward"] for row in rows if "reward" in row]
     assert list(reward.lines[0].get_xdata()) == list(range(1, 41))
-    assert list(reward.lines[1].get_ydata()) == moving_mean(reward.lines[0].get_ydata(), 5)
+    assert list(reward.lines[1].get_ydata()) == moving(reward.lines[0].get_ydata(), 5)
     assert list(sync.lines[0].get_ydata()) == [1000 * row["fp8/sync_seconds"] for row in rows if "reward" in row]
     assert set(sync.lines[1].get_ydata()) == {17.0}  # the median, in milliseconds; the first sync took 417
     assert sync.get_yscale() == "log" and "log scale" in sync.get_ylabel() and reward.get_yscale() == "linear"

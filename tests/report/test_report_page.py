@@ -2,14 +2,19 @@
 
 import random
 import re
+import sys
 
 import pytest
 
-from testing.browser import LAPTOP, PHONE, chromium, look_at
+import trl_fp8.report
+from testing.browser import FAINT, SCHEMES, SIZES, chromium, look_at, show, unfold
 from trl_fp8.cli import main
 from trl_fp8.report.checks import checks
+from trl_fp8.report.comparison import compared, differences
+from trl_fp8.report.curves import Panel, panel_figure
 from trl_fp8.report.page import write_report
-from trl_fp8.run.file import append, begin, read_run
+from trl_fp8.report.results import results, summary
+from trl_fp8.run.file import append, begin, read_run, read_runs
 
 
 FACTS = {
@@ -18,7 +23,10 @@ FACTS = {
     "fp8_linears": 252,
     "fp8_experts": 0,
     "fp8_share": 0.848,
+    "weight_format": "e4m3 in 128x128 blocks",
+    "weight_bytes": [16 << 30, 9 << 30],
     "kv_cache_dtype": "fp8",
+    "kv_bytes_per_token": [147456, 73728],
     "kernels": {"CutlassFp8BlockScaledMMKernel": 144},
     "correction": {"level": "token", "bound": "truncate", "bound_min": 0.5, "bound_max": 2.0, "monitor_only": False},
     "flags": {"learning_rate": 1e-6, "output_dir": "<b>out</b>"},
@@ -28,10 +36,10 @@ FACTS = {
 }
 
 
-def made_up_run(folder, steps=40, mismatch=0.01, layers=36, **changed):
+def made_up_run(folder, steps=40, mismatch=0.01, layers=36, facts=FACTS, **changed):
     """A run's file with plausible numbers; `changed` replaces logged values."""
     draw = random.Random(0)
-    begin(folder, 0, FACTS)
+    begin(folder, 0, facts)
     for step in range(1, steps + 1):
         counts = [0] * 122
         for _ in range(500):
@@ -49,6 +57,7 @@ def made_up_run(folder, steps=40, mismatch=0.01, layers=36, **changed):
         logged = {
             "step": step,
             "reward": step / steps,
+            "num_tokens": 5000.0 * step,
             "completions/mean_length": 100 + step,
             "step_time": 10.0,
             "fp8/sync_seconds": 0.9,
@@ -84,10 +93,10 @@ def test_a_healthy_run_is_answered_with_yes(tmp_path):
     "changed, question",
     [
         ({"fp8/audited_tensors": 0}, "Did the engine get the weights?"),
-        ({"mismatch/token_mult_prob_error": 1.2}, "Can the correction handle it?"),
+        ({"mismatch/token_mult_prob_error": 1.2}, "Is the mismatch small enough to correct?"),
         ({"fp8/kv_saturation_fraction": 0.01}, "Did the KV cache hold its values?"),
         ({"fp8/dead_blocks": 3.0}, "Are all weights alive?"),
-        ({"fp8/sync_seconds": 8.0}, "What does it cost?"),
+        ({"fp8/sync_seconds": 8.0}, "Is the sync cheap?"),
     ],
 )
 def test_what_is_wrong_is_marked(changed, question, tmp_path):
@@ -98,19 +107,71 @@ def test_a_growing_mismatch_is_marked(tmp_path):
     made_up_run(tmp_path, steps=20)
     for step in range(21, 41):
         append(tmp_path, "log", {"step": step, "mismatch/logp_difference_mean": 0.05})
-    assert questions(tmp_path, fine=False) == {"How far are engine and trainer apart?"}
+    assert questions(tmp_path, fine=False) == {"How far apart are engine and trainer?"}
+
+
+def test_results_are_the_ends_of_the_run_each_with_its_steps(tmp_path):
+    """Against the logged values: reward is step / 40, 10 s and 5,000 tokens a step, 0.9 s of sync."""
+    found = {result.label: (result.value, result.note) for result in results(read_run(made_up_run(tmp_path)))}
+    assert found.pop("Mismatch")[0].endswith(" nats")
+    assert found == {
+        "Final reward": ("0.887", "steps 31–40; 0.138 in steps 1–10"),  # 35.5 / 40, 5.5 / 40
+        "Step time": ("10 s", "median, steps 1–40; 500 tokens/s with prompts"),
+        "Sync": ("9.0%", "900 ms, median, steps 1–40"),
+        "Weights in FP8": ("84.8%", "9.0 GiB; 16.0 GiB in BF16"),
+        "KV cache": ("FP8", "72.0 KiB a token; 144.0 KiB in BF16"),
+    }
+    assert "Qwen/Qwen3-8B, 40 steps, not finished when this was written" in summary(read_run(tmp_path))
+    append(tmp_path, "log", {"step": 40, "train_runtime": 400.0})
+    assert "40 steps, finished. vLLM sampled the completions with FP8 weights" in summary(read_run(tmp_path))
+
+
+def test_what_was_not_measured_is_no_result(tmp_path):
+    begin(tmp_path, 0, FACTS | {"plan": None, "fp8_share": 0.0, "weight_bytes": None, "kv_cache_dtype": "auto"})
+    append(tmp_path, "log", {"step": 3, "reward": 0.5, "fp8/sync_seconds": None})
+    found = {result.label: (result.value, result.note) for result in results(read_run(tmp_path))}
+    assert found.pop("KV cache")[0] == "high precision"
+    assert found == {"Final reward": ("0.5", "step 3"), "Weights in FP8": ("none", "")}
+    assert "Nothing was FP8" in summary(read_run(tmp_path))
+
+
+def test_several_runs_stand_side_by_side(pages):
+    *_, page, runs = pages
+    rewards, mismatches, *_ = compared(runs)
+    # Steps 7-12 of 12; steps 8-12 and the one of 5
+    assert [result.value for result in rewards] == [f"{57 / 12 / 6:.3g}", f"{(50 / 12 + 5) / 6:.3g}"]
+    assert mismatches[0].note.startswith("steps 7–12") and mismatches[1] is None
+    assert differences(runs) == {
+        "correction of the loss": ["token-level importance weights, at least 0.5 and at most 2", "none"],
+        "learning_rate": ["1e-06", "2e-06"],
+        "bf16": ["default", "True"],
+    }
+    text = page.read_text()
+    titles = re.findall(r"<figcaption><strong>(.*?)</strong>", text)
+    assert titles[:4] == ["Reward", "Mismatch", "Completion length", "Step time"]
+    assert all(titles.count(title) == 1 for title in titles[:4])  # what all share is not drawn for each again
+    assert text.count('<details class="run">') == 2 and text.count("6 checks ok") == 1 and "not measured" in text
 
 
 def test_a_page_has_a_picture_for_everything_that_was_recorded(tmp_path, capsys):
-    folder = made_up_run(tmp_path / "run")
-    assert main(["report", folder]) == 0 and "8 pictures" in capsys.readouterr().out
-    pictures = {path.stem for path in (tmp_path / "run" / "report").glob("*.png")}
-    shown = {"training", "mismatch", "importance_ratios", "log-probs", "mismatch_by_position", "times"}
-    assert pictures == shown | {"KV_cache_scales", "KV_cache_saturation"}
+    facts = FACTS | {
+        "model": "/secret/place/qwen",
+        "plan": FACTS["plan"].replace("Qwen/Qwen3-8B", "/secret/place/qwen"),
+    }
+    folder = made_up_run(tmp_path / "run", facts=facts)
+    assert main(["report", folder]) == 0 and "report.html" in capsys.readouterr().out
     page = (tmp_path / "run" / "report" / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == len(pictures) and not re.search(r'(src|href)="http', page)
+    titles = re.findall(r"<figcaption><strong>(.*?)</strong>", page)
+    assert len(titles) == len(set(titles)) == 14 and page.count('<svg role="img" aria-label="') == 14
+    pictures = {path.stem for path in (tmp_path / "run" / "report").glob("*.png")}
+    assert pictures == {title.lower().replace(" ", "_") for title in titles}
+    assert not re.search(r'(src|href)="http', page)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert ids and len(ids) == len(set(ids))
     assert "&lt;b&gt;out&lt;/b&gt;" in page and "<b>out</b>" not in page
+    assert "FP8 plan for qwen\n" in page and "GRPO on qwen, 40 steps" in page and "/secret" not in page
     assert "543 tensors" in page and "model.layers.*.mlp.up_proj" in page
+    assert page.count("</h1>") == 1 and re.findall(r"<h(\d)>", page) == ["1"] + ["2"] * 5
 
 
 def test_what_was_not_recorded_has_no_picture(tmp_path):
@@ -118,29 +179,81 @@ def test_what_was_not_recorded_has_no_picture(tmp_path):
     append(tmp_path, "log", {"step": 1, "reward": 0.5})
     append(tmp_path, "rollouts", {"step": 0})
     page = write_report([read_run(tmp_path)], tmp_path / "report")
-    assert [path.stem for path in page.parent.glob("*.png")] == ["training"]
-    assert "nothing is FP8" in page.read_text()
+    assert [path.stem for path in page.parent.glob("*.png")] == ["reward"]
+    assert "Nothing is FP8" in page.read_text()
+
+
+def test_more_runs_than_colours_are_all_drawn_and_told_apart(tmp_path):
+    runs = read_runs([made_up_run(tmp_path / str(index), 2, layers=1) for index in range(8)])
+    axes = panel_figure(runs, Panel("reward", "Reward", "reward")).axes[0]
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines[1::2]}
+    assert len(axes.lines) == 16 and len(looks) == 8
 
 
 def test_runs_that_cannot_be_reported_are_named(tmp_path, capsys):
+    empty, first = tmp_path / "empty", made_up_run(tmp_path / "a" / "run", 2)
+    begin(empty, 0, FACTS)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "fp8_run.jsonl").touch()
+    for words, reason in (
+        ([tmp_path], "has no fp8_run.jsonl"),
+        ([tmp_path / "gone"], "has no fp8_run.jsonl"),
+        ([tmp_path / "nothing"], "does not begin with a run's facts"),
+        ([empty], "'empty' has logged nothing yet"),
+        ([first, first], "is named twice"),
+        ([first, "--output", tmp_path / "nothing" / "fp8_run.jsonl"], "exists"),
+    ):
+        assert main(["report", *map(str, words)]) == 2
+        told = capsys.readouterr().err
+        assert reason in told and told.count("\n") == 1
+
+
+def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
+    folders = [tmp_path / place / "run" for place in ("a", "b/x", "c/x")]
+    for folder in folders:
+        begin(folder, 0, FACTS)
+        append(folder, "log", {"step": 1, "mismatch/k3_kl": 0.1})
+    assert [run.name for run in read_runs(folders)] == [f"{tmp_path.name}/a/run", "b/x/run", "c/x/run"]
+    runs = read_runs(folders[:2])
+    pictures = write_report(runs, tmp_path / "report").parent.glob("*.png")
+    assert (
+        {path.name.partition("-kl")[0] for path in pictures}
+        == {"a-run", "x-run"}
+        == {run.name.replace("/", "-") for run in runs}
+    )
+
+
+def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "trl_fp8.report.canvas")
+    monkeypatch.delattr(trl_fp8.report, "canvas")
     assert main(["report", str(tmp_path)]) == 2
-    assert "has no fp8_run.jsonl" in capsys.readouterr().err
-    begin(tmp_path / "empty", 0, FACTS)
-    assert main(["report", str(tmp_path / "empty")]) == 2
-    assert "'empty' has logged nothing yet" in capsys.readouterr().err
-    first, second = made_up_run(tmp_path / "a" / "run", 2), made_up_run(tmp_path / "b" / "run", 2)
-    assert main(["report", first, second]) == 2
-    assert "called alike" in capsys.readouterr().err
+    assert capsys.readouterr().err == "trl-fp8: pictures need matplotlib: pip install 'trl-fp8[report]'\n"
 
 
-def test_the_page_is_right_in_a_browser(tmp_path):
-    runs = [
-        read_run(made_up_run(tmp_path / name, steps=12, mismatch=level))
-        for name, level in (("fp8", 0.02), ("bf16", 0.002))
-    ]
-    page = write_report(runs, tmp_path / "report")
-    for size in (LAPTOP, PHONE):
-        with chromium(size) as browser:
-            look_at(browser, page.resolve().as_uri())
-            assert len(browser.find_elements("css selector", "img")) == 2 + 2 * 8
-            assert browser.find_element("css selector", "tr.fine td").text == "ok"
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """The page of one run, that of two, and the two."""
+    folder, flags = tmp_path_factory.mktemp("pages"), FACTS["flags"] | {"learning_rate": 2e-6, "bf16": True}
+    made_up_run(folder / "fp8", 12, 0.02)
+    other = folder / "in_bf16_with_quite_a_long_name_and_a_seed_of_17"
+    begin(other, 0, FACTS | {"plan": None, "correction": None, "flags": flags})
+    for step in range(1, 14):
+        append(other, "log", {"step": step, "reward": step / 12 if step <= 12 else 5.0, "step_time": 11.0})
+    runs = read_runs([folder / "fp8", other])
+    return write_report(runs[:1], folder / "one"), write_report(runs, folder / "two"), runs
+
+
+def test_pages_are_right_in_a_browser(pages):
+    """At three widths, light and dark, folded and unfolded."""
+    with chromium() as browser:
+        for page, headline in zip(pages, (".headline", "tbody tr:nth-child(2)"), strict=False):
+            for size in SIZES:
+                for scheme in SCHEMES:
+                    show(browser, size, scheme)
+                    look_at(browser, page.resolve().as_uri())
+                    box = browser.find_element("css selector", headline).rect
+                    assert box["height"] and box["y"] + box["height"] <= size[1], (size, "headline")
+                    unfold(browser)
+                    look_at(browser)
+                    assert browser.execute_script(FAINT) == []

@@ -3,13 +3,15 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
-from testing import tiny_models
+from testing import engines, tiny_models
+from testing.fake_engine import followed
 from testing.runs import arguments, column, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.flow import Flow
@@ -85,7 +87,9 @@ def flow_trainer(model, recipe, sharded=False, **flags):
 
 def test_what_shows_without_an_engine_is_refused_before_one_starts():
     model, recipe = tiny_models.build("qwen3"), FP8Recipe(("a",), format=TENSOR)
+    before, _ = followed(model)  # of an earlier trainer
     Flow(flow_trainer(model, recipe))
+    assert not before.modules
     with pytest.raises(ValueError, match="fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'"):
         Flow(flow_trainer(model, recipe, backend="scaled_mm"))
     with pytest.raises(ValueError, match="full' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
@@ -184,12 +188,17 @@ def test_between_forward_and_backward_no_copy_of_a_weight_is_kept(backward, chec
         assert all(tensor.untyped_storage().data_ptr() in lasting for tensor in weights)
 
 
-def test_a_second_training_begins_with_the_weights_that_the_first_left(checkpoint, tmp_path):
+def test_another_training_begins_with_the_weights_that_are_there(checkpoint, tmp_path, monkeypatch):
     """TRL takes weights of the same step for the same, and steps are counted from 0 again."""
     args = arguments(tmp_path, **(FULL | {"max_steps": 1, "learning_rate": 1e-2, "optim": "adamw_torch_fused"}))
     with training(checkpoint("qwen3"), args) as trainer:
+        with monkeypatch.context() as stopped, pytest.raises(KeyboardInterrupt):
+            stopped.setattr(trainer, "compute_loss", Mock(side_effect=KeyboardInterrupt))
+            trainer.train()
+        engines.perturb(trainer.model, seed=1)
         for _ in range(2):
             trainer.train()
+            assert not trainer.feature(Flow).forward.on  # outside of a training, the policy computes by itself
             linears = [module for module in trainer.model.modules() if isinstance(module, FollowedLinear)]
             assert not all(holds(linear) for linear in linears if linear.is_fp8)  # an optimizer step came after
             assert column(trainer, MISMATCH)[-1] < ROUNDING

@@ -10,8 +10,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(given: Namespace) -> str:
+    try:
+        from trl_fp8.report import canvas  # noqa: F401
+    except ModuleNotFoundError as error:  # matplotlib, an extra
+        raise ValueError(error) from error
     from trl_fp8.report.page import write_report
-    from trl_fp8.run.file import read_run
+    from trl_fp8.run.file import read_runs
 
-    page = write_report([read_run(folder) for folder in given.runs], given.output or Path(given.runs[0], "report"))
-    return f"written: {page} and {len(list(page.parent.glob('*.png')))} pictures beside it"
+    page = write_report(read_runs(given.runs), given.output or Path(given.runs[0], "report"))
+    return f"written: {page}, and its pictures as PNG beside it"

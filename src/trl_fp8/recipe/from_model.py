@@ -7,8 +7,9 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
+from .caches import layer_caches
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, full_shape
-from .outline import LayerCache, Outline
+from .outline import Outline
 
 
 def outline_of(model: nn.Module) -> Outline:
@@ -18,6 +19,7 @@ def outline_of(model: nn.Module) -> Outline:
     kv_heads, head_dim = _heads(text)
     named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     named |= persistent_buffers(model)
+    experts = {name: _has_usual_layout(module) for name, module in expert_modules(model)}
     return Outline(
         name=model.config.name_or_path or class_name,
         class_name=class_name,
@@ -26,10 +28,13 @@ def outline_of(model: nn.Module) -> Outline:
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        caches=(LayerCache(2 * kv_heads * head_dim),) * text.num_hidden_layers,
+        caches=layer_caches(text.to_dict(), text.num_hidden_layers, kv_heads, head_dim),
         parameters={name: full_shape(parameter) for name, parameter in named.items()},
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
-        experts={name: _has_usual_layout(module) for name, module in expert_modules(model)},
+        experts=experts,
+        experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
+        context=getattr(text, "max_position_embeddings", None) or 0,
+        stored_as=_stored_as(model.config),
     )
 
 
@@ -70,6 +75,13 @@ def _heads(text: Any) -> tuple[int, int]:
         return (kv_heads, getattr(text, "head_dim", None) or text.hidden_size // heads) if heads else (0, 0)
     except RuntimeError:  # transformers 5.17 refuses to name one value where layers have several
         return 0, 0
+
+
+def _stored_as(config: Any) -> str:
+    """`quant_method` of a config's `quantization_config`, which is a dict, or an object once a model is loaded."""
+    found = getattr(config, "quantization_config", None) or {}
+    method = found.get("quant_method", "") if isinstance(found, dict) else found.quant_method
+    return str(getattr(method, "value", method))
 
 
 def _has_usual_layout(experts: nn.Module) -> bool:

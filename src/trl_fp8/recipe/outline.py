@@ -1,36 +1,23 @@
 """What a model consists of, without the model: names and shapes, enough to decide what is FP8 and to count bytes.
 
 Whatever works on an outline imports neither torch nor transformers, which take three and seven seconds on two slow
-cores. It comes from a model (`from_model.py`), or from a config.json alone for architectures whose shapes follow from
-it by a few rules, those of transformers' modeling files; tests compare every such outline with the model's own.
+cores. It comes from a model (`from_model.py`), or, for the architectures of `architectures.py`, from a config.json
+alone; tests compare every such outline with the model's own.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .architectures import ARCHITECTURES, WRAPPERS, Architecture, Rows, Wrapper
+from .caches import LayerCache, layer_caches
+from .fields import Config, completed, mapping, text, texts, truth, wrong
 
-# model type -> its class in transformers
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
-_QWEN3 = ("qwen3", "qwen3_moe")
+
+_LINEAR = re.compile(r"(proj(_\w+)?|\.shared_expert_gate)\.weight$")
+_TERM = re.compile(r"(\d*)([A-Z]?)")
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
-
-
-@dataclass(frozen=True)
-class LayerCache:
-    """What a decoder layer keeps of a sequence while an engine generates."""
-
-    elements: int = 0  # of a token: k and v of all heads, or MLA's latent; 0: none, or those of another layer
-    window: int | None = None  # sliding attention keeps this many tokens at most
-    is_latent: bool = False  # MLA: every tensor parallel rank holds all of it
-    state_bytes: int = 0  # of linear attention, state-space and convolution layers: of a sequence of whatever length
 
 
 @dataclass(frozen=True)
@@ -48,82 +35,131 @@ class Outline:
     parameters: Mapping[str, tuple[int, ...]] = field(repr=False)  # shapes, also of buffers that a checkpoint holds
     linears: Mapping[str, tuple[int, int]] = field(repr=False)  # (out-features N, in-features K)
     experts: Mapping[str, bool] = field(repr=False)  # True: gate_up_proj [E, 2I, K] and down_proj [E, K, I]
+    experts_per_token: int = 0  # that a router chooses; 0: dense
+    context: int = 0  # tokens of the longest sequence that the config promises; 0: it does not say
+    stored_as: str = ""  # quantization method of the checkpoint itself, e.g. "fp8"; empty: none
+    is_text_only: bool = False  # a vision tower, which the model has, is not in `parameters`
 
 
-def outline_of_config(config: Mapping[str, Any], name: str) -> Outline | None:
-    """None if the architecture is not one of `CLASSES`, or if the config leaves a default to transformers."""
-    kind = config.get("model_type")
-    wanted = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"}
-    wanted |= {"vocab_size", "tie_word_embeddings"}
-    if kind in _QWEN3:
-        wanted.add("head_dim")  # the others divide hidden_size among the heads
-    if kind == "qwen3_moe":
-        wanted |= {"moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"}
-    experts = config.get("num_local_experts", config.get("num_experts"))
-    complete = all(config.get(key) is not None for key in wanted)
-    if kind not in CLASSES or not complete or (experts is None and kind in ("mixtral", "qwen3_moe")):
+def outline_of_config(config: Any, name: str) -> Outline | None:
+    """None if the architecture is none of those that are known. `config` is what a config.json holds, of any JSON.
+
+    Raises:
+        ValueError: A field has a value of no use. The message names it and what is wanted.
+    """
+    if not isinstance(config, Mapping):
+        raise wrong("its content", config, "an object")
+    kind = text(config, "model_type", "")
+    wrapper = WRAPPERS.get(kind)
+    kind, own, within = _language_model(config, wrapper) if wrapper else (kind, config, "")
+    architecture = ARCHITECTURES.get(kind)
+    if architecture is None or not (wrapper or architecture.class_name):
         return None
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    parameters = dict(_parameters(kind, config, head_dim, experts))
-    cache = LayerCache(2 * config["num_key_value_heads"] * head_dim)
-    projections = {key.removesuffix(".weight"): s for key, s in parameters.items() if key.endswith("_proj.weight")}
+    fields = completed(own, kind, within)
+    if wrapper:
+        fields["tie_word_embeddings"] = truth(config, "tie_word_embeddings", wrapper.tied)
+    class_name = (wrapper or architecture).class_name
+    layers, kv_heads, head_dim = (fields[key] for key in ("num_hidden_layers", "num_key_value_heads", "head_dim"))
+    parameters = dict(_parameters(architecture, fields, "model.language_model" if wrapper else "model"))
+    experts = [key.rpartition(".")[0] for key in parameters if key.endswith(".experts.down_proj")]
+    linears = {key.removesuffix(".weight"): shape for key, shape in parameters.items() if _LINEAR.search(key)}
+    quantization = mapping(config, "quantization_config")
     return Outline(
         name=name,
-        class_name=CLASSES[kind],
-        architectures=tuple(config.get("architectures") or (CLASSES[kind],)),
+        class_name=class_name,
+        architectures=texts(config, "architectures", (class_name,)),
         model_type=kind,
-        layers=config["num_hidden_layers"],
-        kv_heads=config["num_key_value_heads"],
+        layers=layers,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        caches=(cache,) * config["num_hidden_layers"],
+        caches=layer_caches(fields, layers, kv_heads, head_dim),
         parameters=parameters,
-        linears=projections | {"lm_head": (config["vocab_size"], config["hidden_size"])},  # a module also where tied
-        experts={key.rpartition(".")[0]: True for key in parameters if key.endswith(".experts.down_proj")},
+        linears=linears | {"lm_head": (fields["vocab_size"], fields["hidden_size"])},  # a module also where tied
+        experts={key: f"{key}.down_proj_bias" not in parameters for key in experts},  # gpt-oss has them transposed
+        experts_per_token=fields["num_experts_per_tok"] or 0 if experts else 0,
+        context=fields["max_position_embeddings"],
+        stored_as=text(quantization, "quant_method", None, "quantization_config.") if quantization else "",
+        is_text_only=wrapper is not None,
     )
 
 
-def _parameters(kind: str, config: Mapping[str, Any], head_dim: int, experts: int | None) -> _Shapes:
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    yield "model.embed_tokens.weight", (vocabulary, hidden)
-    for layer in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}"
-        sparse = kind == "qwen3_moe" and layer not in config["mlp_only_layers"]
-        yield from _attention(f"{prefix}.self_attn", kind, config, head_dim)
-        if kind == "mixtral":
-            yield f"{prefix}.mlp.gate.weight", (experts, hidden)
-            yield from _experts(f"{prefix}.mlp.experts", experts, config["intermediate_size"], hidden)
-        elif sparse and (layer + 1) % config["decoder_sparse_step"] == 0:
-            yield from _experts(f"{prefix}.mlp.experts", experts, config["moe_intermediate_size"], hidden)
-            yield f"{prefix}.mlp.gate.weight", (experts, hidden)
-        else:
-            intermediate, bias = config["intermediate_size"], config.get("mlp_bias", False)
-            yield from _linear(f"{prefix}.mlp.gate_proj", intermediate, hidden, bias)
-            yield from _linear(f"{prefix}.mlp.up_proj", intermediate, hidden, bias)
-            yield from _linear(f"{prefix}.mlp.down_proj", hidden, intermediate, bias)
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not config["tie_word_embeddings"]:
-        yield "lm_head.weight", (vocabulary, hidden)
+def _language_model(config: Config, wrapper: Wrapper) -> tuple[str, Config, str]:
+    """(model type, its fields, what they are within) of the language model in a vision-language model."""
+    if own := mapping(config, "text_config"):
+        return text(own, "model_type", wrapper.language_model, "text_config."), own, "text_config."
+    if "hidden_size" in config:  # Qwen2.5-VL: beside the fields of the whole
+        return wrapper.language_model, config, ""
+    raise wrong("text_config", None, "an object")
 
 
-def _attention(prefix: str, kind: str, config: Mapping[str, Any], head_dim: int) -> _Shapes:
-    hidden, has_bias = config["hidden_size"], config.get("attention_bias", False)
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield from _linear(f"{prefix}.{name}", rows, hidden, has_bias or kind == "qwen2")
-    yield from _linear(f"{prefix}.o_proj", hidden, queries, has_bias)
-    if kind in _QWEN3:
-        yield f"{prefix}.q_norm.weight", (head_dim,)
-        yield f"{prefix}.k_norm.weight", (head_dim,)
+def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Shapes:
+    sizes, layers = _sizes(fields), range(fields["num_hidden_layers"])
+    sparse = {layer for layer in layers if _is_sparse(architecture, fields, layer)}
+    linear = {layer for layer in layers if architecture.linear and fields["layer_types"][layer] == "linear_attention"}
+    alike = {}  # layers that are: (linear, sparse) -> names and shapes
+    yield f"{prefix}.embed_tokens.weight", (sizes["V"], sizes["H"])
+    for layer in layers:
+        if (kind := (layer in linear, layer in sparse)) not in alike:
+            attention = architecture.linear if kind[0] else architecture.attention
+            mlp = architecture.sparse if kind[1] else architecture.dense
+            alike[kind] = list(_shapes((*attention, *mlp, *architecture.norms), fields, sizes))
+        yield from ((f"{prefix}.layers.{layer}.{name}", shape) for name, shape in alike[kind])
+    yield f"{prefix}.norm.weight", (sizes["H"],)
+    if not fields["tie_word_embeddings"]:
+        yield "lm_head.weight", (sizes["V"], sizes["H"])
+    buffers = list(_shapes(architecture.buffers, fields, sizes))
+    yield from ((f"{prefix}.layers.{layer}.{name}", shape) for layer in sorted(sparse) for name, shape in buffers)
 
 
-def _linear(name: str, rows: int, columns: int, has_bias: bool) -> _Shapes:
-    yield f"{name}.weight", (rows, columns)
-    if has_bias:
-        yield f"{name}.bias", (rows,)
+def _is_sparse(architecture: Architecture, fields: Config, layer: int) -> bool:
+    listed = layer in (fields.get("mlp_only_layers") or ()) or layer < fields.get("first_k_dense_replace", 0)
+    step = fields.get("decoder_sparse_step", 1)
+    return bool(architecture.sparse) and not listed and (layer + 1) % step == 0
 
 
-def _experts(prefix: str, experts: int, intermediate: int, hidden: int) -> _Shapes:
-    yield f"{prefix}.gate_up_proj", (experts, 2 * intermediate, hidden)
-    yield f"{prefix}.down_proj", (experts, hidden, intermediate)
+def _shapes(rows: Rows, fields: Config, sizes: Mapping[str, int]) -> _Shapes:
+    """Names and shapes that rows of an `Architecture` stand for."""
+    for row in rows:
+        name, *words = row.split()
+        conditions = dict(word.split("=") for word in words if "=" in word)
+        if not fields.get(conditions.get("if"), True) or fields.get(conditions.get("unless")):
+            continue
+        shape = tuple(_size(word, sizes) for word in words if "=" not in word)
+        yield name, shape
+        if (bias := conditions.get("bias")) == "always" or fields.get(bias):
+            yield f"{name.removesuffix('.weight')}.bias", shape[:1]
+
+
+def _size(term: str, sizes: Mapping[str, int]) -> int:
+    """`2X+Y` with sizes in the place of letters."""
+    factors = (_TERM.fullmatch(part).groups() for part in term.split("+"))
+    return sum(int(number or 1) * sizes.get(letter, 1) for number, letter in factors)
+
+
+def _sizes(fields: Config) -> dict[str, int]:
+    """The letters of `architectures.py`."""
+    get = fields.get
+    heads, key_heads, head_dim = fields["num_attention_heads"], fields["num_key_value_heads"], fields["head_dim"]
+    expert = get("moe_intermediate_size", fields["intermediate_size"])
+    sizes = {
+        "H": fields["hidden_size"],
+        "I": fields["intermediate_size"],
+        "V": fields["vocab_size"],
+        "A": heads,
+        "D": head_dim,
+        "Q": heads * head_dim,
+        "K": key_heads * head_dim,
+        "G": key_heads,
+        "E": fields["experts"],
+        "M": expert,
+        "S": get("shared_expert_intermediate_size") or get("n_shared_experts", 0) * expert,
+    }
+    if "kv_lora_rank" in fields:
+        plain, values = fields["qk_nope_head_dim"], fields["v_head_dim"]
+        sizes |= {"L": get("q_lora_rank"), "R": fields["kv_lora_rank"], "P": head_dim, "O": heads * values}
+        sizes |= {"Q": heads * (plain + head_dim), "U": heads * (plain + values)}
+    if "linear_num_value_heads" in fields:
+        heads, width = fields["linear_num_value_heads"], fields["linear_value_head_dim"]
+        sizes |= {"X": fields["linear_num_key_heads"] * fields["linear_key_head_dim"], "Y": heads * width}
+        sizes |= {"Z": heads, "W": width, "C": fields["linear_conv_kernel_dim"]}
+    return sizes

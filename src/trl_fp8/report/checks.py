@@ -2,17 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil
 from statistics import fmean, median
 
 from trl_fp8.correction.health import health_warnings
 from trl_fp8.correction.importance import RolloutCorrection
 from trl_fp8.run.file import Run
 
-from .comparison import mismatches
-
-
-LAST = 10  # logged steps over which a metric is averaged, so that one batch does not decide
+from .results import duration, mismatch_key
+from .series import LAST, ends, series
 
 
 @dataclass(frozen=True)
@@ -32,17 +30,22 @@ def checks(run: Run) -> list[Check]:
 def _delivered(run: Run) -> Iterator[Check]:
     if audited := _logged(run, "fp8/audited_tensors"):
         fewest = int(min(audited))
-        answer = f"{len(audited)} logged syncs, each read back from the engine ({fewest:,} tensors); "
-        answer += "a difference would have stopped the run"
+        answer = (
+            f"After each of {len(audited):,} logged syncs, {fewest:,} tensors were read back from the engine and "
+            "compared with the policy (the audit). A difference would have stopped the run."
+        )
         yield Check(fewest > 0, "Did the engine get the weights?", answer)
 
 
 def _mismatch(run: Run) -> Iterator[Check]:
-    if values := mismatches(run):
-        first, last = fmean(values[:LAST]), fmean(values[-LAST:])
-        grows = len(values) >= 2 * LAST and last > 2 * first
-        answer = f"mean |log-prob difference| {first:.3g} nats at the start, {last:.3g} at the end"
-        yield Check(not grows, "How far are engine and trainer apart?", answer + (": it doubled" if grows else ""))
+    if key := mismatch_key(run):
+        first, last = ends(run.logs, key)
+        grows = first is not None and len(_logged(run, key)) >= 2 * LAST and last.mean > 2 * first.mean
+        answer = "For the same token their log-probs differ by "
+        answer += f"{first.mean:.3g} nats on average in {first.steps}, and by " if first else ""
+        answer += f"{last.mean:.3g} nats in {last.steps}."
+        answer += " It more than doubled." if grows else ""
+        yield Check(not grows, "How far apart are engine and trainer?", answer)
 
 
 def _healthy(run: Run) -> Iterator[Check]:
@@ -50,31 +53,39 @@ def _healthy(run: Run) -> Iterator[Check]:
     if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
         level = (run.facts["correction"] or {}).get("level")
         warnings = health_warnings(found, RolloutCorrection(level=level))
-        fine = f"all metrics of the last {LAST} logged steps are where others trained stably"
-        yield Check(not warnings, "Can the correction handle it?", " ".join(warnings.values()) or fine)
+        fine = f"Over the last {LAST} logged steps all its metrics are in the range in which others trained stably."
+        yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
 
 
 def _saturated(run: Run) -> Iterator[Check]:
     if shares := _logged(run, "fp8/kv_saturation_fraction"):
-        answer = f"at most {max(shares):.2g} of the elements of k and v were beyond their scale"
-        yield Check(max(shares) < 1e-3, "Did the KV cache hold its values?", answer)
+        most = max(shares)
+        answer = (
+            f"In the worst step {100 * most:.2g}% of the cached keys and values were larger than their FP8 scale "
+            "allows, and were clipped to it."
+            if most
+            else "No cached key or value was larger than its FP8 scale allows."
+        )
+        yield Check(most < 1e-3, "Did the KV cache hold its values?", answer)
 
 
 def _dead(run: Run) -> Iterator[Check]:
     if blocks := _logged(run, "fp8/dead_blocks"):
         most = ceil(max(blocks))  # of means over steps
-        answer = f"{most:,} blocks of weights were as good as zero" if most else "no block of weights is dead"
+        count = f"{most:,} blocks of weights" if most != 1 else "One block of weights"
+        answer = f"{count} had become as good as zero." if most else "No block of weights had become as good as zero."
         yield Check(not most, "Are all weights alive?", answer)
 
 
 def _sync_share(run: Run) -> Iterator[Check]:
     steps, syncs = _logged(run, "step_time"), _logged(run, "fp8/sync_seconds")
     if steps and syncs:
-        calibration = _logged(run, "fp8/calibration_seconds")
-        answer = f"sync {median(syncs) / median(steps):.1%} of a step of {median(steps):.3g} s"
-        answer += f", calibration of the KV cache {median(calibration) / median(steps):.2%}" if calibration else ""
-        yield Check(median(syncs) < 0.5 * median(steps), "What does it cost?", answer)
+        step, sync, calibration = median(steps), median(syncs), _logged(run, "fp8/calibration_seconds")
+        answer = f"Sending the weights (the sync) takes {duration(sync)}, {sync / step:.1%} of a step"
+        if calibration:
+            answer += f", {duration(median(calibration))} of it for the scales of the KV cache"
+        yield Check(sync < 0.5 * step, "Is the sync cheap?", f"{answer} (medians).")
 
 
 def _logged(run: Run, key: str) -> list[float]:
-    return [row[key] for row in run.logs if key in row and isfinite(row[key])]
+    return series(run.logs, key)[1]

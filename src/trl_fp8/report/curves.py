@@ -1,12 +1,18 @@
-"""Logged values over the steps, a panel each."""
+"""Logged values over the steps: a panel each, a line a run."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, isfinite
+from math import ceil
 from statistics import fmean, median
 from typing import Any
 
-from .canvas import RAW, TREND, Axes, Figure, new_figure, tidy
+from trl_fp8.run.file import Run
+
+from .canvas import RAW, SERIES, STYLES, TREND, Axes, Figure, new_axes, new_figure, tidy
+from .series import moving, series
+
+
+Curves = Mapping[str, tuple[list[int], list[float]]]  # name of a line -> its steps and values
 
 
 @dataclass(frozen=True)
@@ -47,36 +53,52 @@ def curves_figure(
     last, drawn = max(max(steps) for _, steps, _ in found), {}
     for index, (panel, steps, values) in enumerate(found):
         axes = drawn[panel.key] = figure.add_subplot(lines, columns, index + 1)
-        _draw(axes, panel, steps, values)
+        _draw_one(axes, panel, steps, values)
         axes.set_xlim(-0.02 * last, 1.02 * last)
     return figure, drawn
 
 
-def moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of each value and the `window - 1` before it; of fewer at the start."""
-    return [fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
+def panel_figure(runs: Sequence[Run], panel: Panel) -> Figure | None:
+    """One panel of one run, or with a line for each of several; None if none has logged it."""
+    found = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
+    return lines_figure({name: points for name, points in found.items() if points[0]}, panel, list(found))
 
 
-def series(rows: Sequence[Mapping[str, Any]], key: str, factor: float = 1.0) -> tuple[list[int], list[float]]:
-    """Steps in order and their values, without NaN and Inf."""
-    logged = {
-        row["step"]: row[key] for row in rows if "step" in row and key in row
-    }  # of a step logged twice, the last
-    points = [(step, factor * value) for step, value in sorted(logged.items()) if isfinite(value)]
-    return [step for step, _ in points], [value for _, value in points]
+def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure | None:
+    """`curves` in the title and unit of `panel`, each in the colour of its place in `names`. One alone has no name."""
+    if not curves:
+        return None
+    axes = new_axes()
+    if len(names) == 1:
+        return _draw_one(axes, panel, *curves[names[0]])
+    window = max(5, max(len(steps) for steps, _ in curves.values()) // 10)
+    for name, (steps, values) in curves.items():
+        index = names.index(name)
+        color, style = SERIES[index % len(SERIES)], STYLES[index // len(SERIES) % len(STYLES)]
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.8)
+        label = name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
+        smooth = moving(values, window, median if panel.steady else fmean)
+        axes.plot(steps, smooth, color=color, linestyle=style, linewidth=1.8, label=label)
+    return _finish(axes, panel, [value for _, values in curves.values() for value in values])
 
 
-def _draw(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> None:
+def _draw_one(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
     middle, window = median(values), max(5, len(values) // 10)
-    axes.plot(steps, values, color=RAW, linewidth=1, marker=".", markersize=4, label="logged")
+    marker = "." if len(values) <= 100 else None
+    axes.plot(steps, values, color=RAW, linewidth=1, marker=marker, markersize=4, label="logged")
     if panel.steady:
         axes.axhline(middle, color=TREND, linewidth=1.5, label=f"median {middle:.3g}")
     elif len(values) > window:
-        axes.plot(steps, moving_mean(values, window), color=TREND, linewidth=2, label=f"moving mean of {window}")
-    if is_log := min(values) > 0 and max(values) > 10 * middle:  # one slow step would flatten all others
+        axes.plot(steps, moving(values, window), color=TREND, linewidth=2, label=f"moving mean of {window}")
+    return _finish(axes, panel, values)
+
+
+def _finish(axes: Axes, panel: Panel, values: Sequence[float]) -> Figure:
+    if is_log := min(values) > 0 and max(values) > 10 * median(values):  # one slow step would flatten all others
         axes.set_yscale("log", subs=(2, 5))
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=min(0.0, 1.1 * min(values)))
-    tidy(axes, panel.title, "step", f"{panel.unit}, log scale" if is_log else panel.unit, legend="best")
+    unit = f"{panel.unit}, log scale" if is_log else panel.unit
+    return tidy(axes, panel.title, "step", unit, legend="best")

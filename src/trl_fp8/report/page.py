@@ -1,120 +1,172 @@
 """A run, or several, as one HTML file that needs nothing else, with its pictures beside it as PNGs."""
 
-import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from trl_fp8.run.file import Run
 
-from .canvas import Figure, save
+from .canvas import SERIES, inline_svg, save
 from .checks import checks
-from .comparison import ladder_figure, rewards_figure
-from .curves import TRAINING_PANELS, Panel, curves_figure, series
-from .rollouts import log_prob_figure, position_figure, ratio_figure
-from .scales import saturation_figure, scales_figure
-
-
-MISMATCH_PANELS = (
-    Panel("mismatch/k3_kl", "KL of rollout and trainer", "k3 estimate, nats"),
-    Panel("mismatch/logp_difference_max", "Largest log-prob difference", "nats"),
-    Panel("correction/effective_sample_size", "Effective sample size", "share of the tokens"),
-    Panel("correction/fraction_masked_tokens", "Tokens masked by the correction", "share of the tokens"),
-)
-TIME_PANELS = (
-    Panel("fp8/sync_seconds", "Sync", "milliseconds", 1000.0, steady=True),
-    Panel("fp8/quantize_seconds", "of it, quantization", "milliseconds", 1000.0, steady=True),
-    Panel("fp8/calibration_seconds", "Calibration of the KV cache", "milliseconds", 1000.0, steady=True),
-    Panel("step_time", "Whole step", "seconds", steady=True),
-)
+from .comparison import compared, differences
+from .pictures import Picture, run_pictures, training_pictures
+from .results import correction_name, model_name, results, summary
 
 
 def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
-    """Write `folder/report.html` and the pictures in it as PNGs.
+    """Write `folder/report.html` and the pictures in it as PNGs. Names of `runs` differ.
 
     Raises:
-        ValueError: A run has logged nothing yet, or two runs have the same name.
+        ValueError: A run has logged nothing yet.
     """
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        raise ValueError(f"RUN: two folders are called alike ({', '.join(names)}), their pictures would be mixed up.")
+    assert len(set(names)) == len(names), names
     if empty := [run.name for run in runs if not run.logs]:
         raise ValueError(f"RUN={empty[0]!r} has logged nothing yet. Wait for its first step, or set logging_steps=1.")
     folder = Path(folder)
-    parts = [_comparison(runs, folder)] if len(runs) > 1 else []
-    parts += [_run(run, folder, prefix=f"{run.name}-" if len(runs) > 1 else "") for run in runs]
+    title = f"{', '.join(names)}: FP8 rollouts"
     style = files(__package__).joinpath("report.css").read_text()
-    title = f"FP8 rollouts: {', '.join(names)}"
+    body = _alone(runs[0], folder) if len(runs) == 1 else _side_by_side(runs, folder)
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>\n{style}</style>\n</head>\n'
-        f"<body>\n<main>\n<h1>{escape(title)}</h1>\n{''.join(parts)}</main>\n</body>\n</html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n<style>\n{style}</style>\n</head>\n'
+        f"<body>\n<main>\n{body}</main>\n</body>\n</html>\n"
     )
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
     path.write_text(page)
     return path
 
 
-def _comparison(runs: Sequence[Run], folder: Path) -> str:
-    pictures = {"reward": lambda: rewards_figure(runs), "mismatch ladder": lambda: ladder_figure(runs)}
-    drawn = "".join(_pictures(pictures, folder, ""))
-    return f'<section>\n<h2>Side by side</h2>\n<div class="pictures">\n{drawn}</div>\n</section>\n'
+def _alone(run: Run, folder: Path) -> str:
+    cards = "".join(
+        f"<div><dt>{escape(result.label)}</dt><dd><b>{escape(result.value)}</b> "
+        f"<small>{escape(result.meaning)}</small> <small>{escape(result.note)}</small></dd></div>\n"
+        for result in results(run)
+    )
+    return (
+        f'<header>\n<p class="kind">FP8 rollouts</p>\n<h1>{escape(run.name)}</h1>\n<p>{escape(summary(run))}</p>\n'
+        f'<dl class="headline">\n{cards}</dl>\n</header>\n'
+        f"<h2>Checks</h2>\n{_checks(run)}"
+        f"<h2>Training</h2>\n{_pictures(training_pictures([run]), folder, '')}{_details(run, folder, '', 2)}"
+    )
 
 
-def _run(run: Run, folder: Path, prefix: str) -> str:
+def _side_by_side(runs: Sequence[Run], folder: Path) -> str:
+    each = "".join(
+        f'<details class="run"><summary>{_swatch(index)}{escape(run.name)} {_state(run)}</summary>\n'
+        f"<p>{escape(summary(run))}</p>\n"
+        f"{_checks(run)}{_details(run, folder, run.name.replace('/', '-') + '-', 3)}</details>\n"
+        for index, run in enumerate(runs)
+    )
+    return (
+        f'<header>\n<p class="kind">FP8 rollouts</p>\n<h1>{escape(", ".join(run.name for run in runs))}</h1>\n'
+        "<p>Results side by side. Rewards of single runs differ by chance, too: compare several seeds.</p>\n"
+        f"{_table(runs)}</header>\n"
+        f"<h2>Training</h2>\n{_pictures(training_pictures(runs), folder, '')}<h2>Each run</h2>\n{each}"
+    )
+
+
+def _state(run: Run) -> str:
+    """How its checks ended, to be seen while the run is folded."""
+    found = checks(run)
+    look = sum(not check.fine for check in found)
+    count = f"{len(found)} check{'s' * (len(found) > 1)}"
+    text = f"look at {look} of {count}" if look else f"{count} ok"
+    return f'<span class="{"look" if look else "fine"}"><b>{text}</b></span>' if found else ""
+
+
+def _table(runs: Sequence[Run]) -> str:
+    """Roles, as a phone shows its rows as blocks, which without them would be no table to a screen reader."""
+    heads = "".join(
+        f'<th scope="col" role="columnheader">{_swatch(index)}{escape(run.name)}</th>'
+        for index, run in enumerate(runs)
+    )
+    rows = []
+    for row in compared(runs):
+        first = next(filter(None, row))
+        cells = [f"<b>{escape(r.value)}</b> <small>{escape(r.note)}</small>" if r else "not measured" for r in row]
+        rows.append(_row(f"{escape(first.label)} <small>{escape(first.meaning)}</small>", cells, runs))
+    if flags := differences(runs):
+        heading = f'<th colspan="{len(runs) + 1}" scope="rowgroup" role="rowheader">Settings that differ</th>'
+        rows.append(f'<tr role="row" class="group">{heading}</tr>\n')
+        rows += [_row(escape(name), map(escape, values), runs) for name, values in flags.items()]
+    return (
+        '<div class="scrolls" tabindex="0" role="region" aria-label="Runs side by side">\n<table role="table">\n'
+        f'<thead role="rowgroup"><tr role="row"><td role="cell"></td>{heads}</tr></thead>\n'
+        f'<tbody role="rowgroup">\n{"".join(rows)}</tbody>\n</table>\n</div>\n'
+    )
+
+
+def _row(head: str, cells: Iterator[str], runs: Sequence[Run]) -> str:
+    told = "".join(
+        f'<td role="cell"><span class="of">{_swatch(index)}{escape(run.name)}</span><span>{cell}</span></td>'
+        for index, (run, cell) in enumerate(zip(runs, cells, strict=True))
+    )
+    return f'<tr role="row"><th scope="row" role="rowheader">{head}</th>{told}</tr>\n'
+
+
+def _swatch(index: int) -> str:
+    color = SERIES[index % len(SERIES)]
+    return f'<i style="background: var(--c-{color[1:]}, {color})"></i>'
+
+
+def _checks(run: Run) -> str:
     answers = "".join(
-        f'<tr class="{"fine" if check.fine else "look"}"><th>{escape(check.question)}</th>'
-        f"<td>{'ok' if check.fine else 'look'}</td><td>{escape(check.answer)}</td></tr>\n"
+        f'<li class="{"fine" if check.fine else "look"}"><b>{"ok" if check.fine else "look"}</b> '
+        f"<div><strong>{escape(check.question)}</strong> {escape(check.answer)}</div></li>\n"
         for check in checks(run)
     )
-    pictures = {
-        "training": lambda: _panels(run, TRAINING_PANELS),
-        "mismatch": lambda: _panels(run, MISMATCH_PANELS),
-        "importance ratios": lambda: ratio_figure(run),
-        "log-probs": lambda: log_prob_figure(run),
-        "mismatch by position": lambda: position_figure(run),
-        "KV cache scales": lambda: scales_figure(run),
-        "KV cache saturation": lambda: saturation_figure(run),
-        "times": lambda: _panels(run, TIME_PANELS),
+    return f'<ul class="checks">\n{answers}</ul>\n' if answers else ""
+
+
+def _details(run: Run, folder: Path, prefix: str, level: int) -> str:
+    """Pictures that only one run can have, and what it was made of; headings are of `level`."""
+    sections = [
+        f"<h{level}>{escape(heading)}</h{level}>\n{drawn}"
+        for heading, pictures in run_pictures(run).items()
+        if (drawn := _pictures(pictures, folder, prefix))
+    ]
+    facts = run.facts
+    plan = (facts["plan"] or "Nothing is FP8: this run is TRL's own.").replace(facts["model"], model_name(facts))
+    folded = {
+        "Model, machine, versions": _list(_facts(facts)),
+        "What was FP8, tensor by tensor": f'<pre tabindex="0">{escape(plan)}</pre>\n',
+        "Flags that are not TRL's defaults": _list(facts["flags"]),
     }
-    plan = run.facts["plan"] or "nothing is FP8: this run is TRL's own"
-    return (
-        f'<section>\n<h2>{escape(run.name)}</h2>\n<table class="checks">\n{answers}</table>\n{_facts(run.facts)}'
-        f'<div class="pictures">\n{"".join(_pictures(pictures, folder, prefix))}</div>\n'
-        f"<details><summary>What was FP8</summary>\n<pre>{escape(plan)}</pre>\n"
-        f"</details>\n<details><summary>Flags</summary>\n{_table(run.facts['flags'])}</details>\n</section>\n"
-    )
+    sections += [f"<details><summary>{name}</summary>\n{content}</details>\n" for name, content in folded.items()]
+    return "".join(sections)
 
 
-def _panels(run: Run, panels: Sequence[Panel]) -> Figure | None:
-    return curves_figure(run.logs, panels)[0] if any(series(run.logs, panel.key)[0] for panel in panels) else None
+def _pictures(pictures: Sequence[Picture], folder: Path, prefix: str) -> str:
+    """The drawn ones, each also written as a PNG; empty if there is none."""
+    drawn = []
+    for picture in pictures:
+        if (figure := picture.draw()) is not None:
+            name = f"{prefix}{picture.title.lower().replace(' ', '_')}"
+            save(figure, folder / f"{name}.png")
+            caption = f"<figcaption><strong>{escape(picture.title)}</strong> {escape(picture.meaning)}</figcaption>"
+            label = f"{picture.title}. {picture.meaning}"
+            drawn.append(f"<figure>{caption}\n{inline_svg(figure, name, label)}</figure>\n")
+    return f'<div class="pictures">\n{"".join(drawn)}</div>\n' if drawn else ""
 
 
-def _pictures(pictures: Mapping[str, Callable[[], Figure | None]], folder: Path, prefix: str) -> Iterator[str]:
-    for name, draw in pictures.items():
-        if (figure := draw()) is not None:
-            path = save(figure, folder / f"{prefix}{name.replace(' ', '_')}.png")
-            content = base64.b64encode(path.read_bytes()).decode()
-            width = round(figure.get_figwidth() * 96)  # CSS pixels an inch
-            yield f'<img alt="{escape(name)}" width="{width}" src="data:image/png;base64,{content}">\n'
-
-
-def _facts(facts: Mapping) -> str:
-    correction = facts["correction"] or {}
-    model = Path(facts["model"])
-    shown = {
-        "model": model.name if model.is_absolute() else model,  # a page is shown around, a machine's paths need not be
-        "FP8": f"{facts['fp8_linears']} linear layers, {facts['fp8_experts']} layers of experts, "
-        f"{facts['fp8_share']:.1%} of parameters; KV cache {facts['kv_cache_dtype']}",
-        "kernels": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items()) or "high precision",
-        "correction": ", ".join(f"{key}={value}" for key, value in correction.items() if value) or "none",
-        "hardware": f"{facts['processes']} x {facts['hardware']}",
-        "versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
+def _facts(facts: Mapping[str, Any]) -> dict[str, str]:
+    experts = f", {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
+    return {
+        "Model": model_name(facts),
+        "In FP8": f"{facts['fp8_linears']} linear layers{experts}",
+        "Kernels of the engine": ", ".join(f"{name} ({count})" for name, count in facts["kernels"].items())
+        or "high precision",
+        "Correction": correction_name(facts),
+        "Machine": f"{facts['processes']} x {facts['hardware']}",
+        "Versions": ", ".join(f"{name} {number}" for name, number in facts["versions"].items()),
     }
-    return _table(shown)
 
 
-def _table(values: Mapping) -> str:
-    rows = "".join(f"<tr><th>{escape(key)}</th><td>{escape(str(value))}</td></tr>\n" for key, value in values.items())
-    return f'<table class="facts">\n{rows}</table>\n'
+def _list(values: Mapping[str, Any]) -> str:
+    rows = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>\n" for k, v in values.items())
+    return f'<dl class="facts">\n{rows}</dl>\n'

@@ -5,8 +5,8 @@ continues the file: what an earlier attempt had done beyond the step from which 
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ class Run:
     """One run as its file tells it.
 
     Attributes:
-        name: Of its folder.
+        name: Of its folder; with folders above it where another run has the same.
         facts: `run_facts`.
         logs: What TRL logged, by step, as in `trainer.state.log_history`.
         rollouts: One entry a generation: step, log_ratio_counts, log_ratio_limit, log_probs, kv_scales [L][3],
@@ -73,6 +73,21 @@ def read_run(folder: str | Path) -> Run:
     if facts is None:
         raise ValueError(f"{path} does not begin with a run's facts: it was cut or is another file.")
     return Run(Path(folder).resolve().name, facts, rows["log"], rows["rollouts"])
+
+
+def read_runs(folders: Sequence[str | Path]) -> list[Run]:
+    """Read several, each with as much of its path for a name as tells it from the others.
+
+    Raises:
+        ValueError: As `read_run`, or a folder is named twice.
+    """
+    paths = [Path(folder).resolve() for folder in folders]
+    if twice := [str(folder) for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
+        raise ValueError(f"RUN={twice[0]!r} is named twice. Name each run once.")
+    depths = range(1, max(len(path.parts) for path in paths) + 1)
+    tails = ([str(Path(*path.parts[-depth:])) for path in paths] for depth in depths)
+    names = next(names for names in tails if len(set(names)) == len(names))
+    return [replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)]
 
 
 def _parsed(line: str) -> dict:
