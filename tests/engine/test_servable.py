@@ -22,8 +22,10 @@ from testing import other_models
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.recipe import names, servable
+from trl_fp8.recipe.architectures import ARCHITECTURES, WRAPPERS
 from trl_fp8.recipe.caches import layer_caches
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
 from trl_fp8.sync.policy_checks import require_same_tensors
@@ -148,6 +150,13 @@ def test_what_is_refused_would_not_arrive(model_type, tmp_path):
     with pytest.raises(Exception) as later:
         deliver(policy, tmp_path)
     assert REFUSED[model_type] in f"{type(later.value).__name__}: {later.value}"
+
+
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *WRAPPERS])
+def test_a_plan_from_a_config_need_not_ask_vllm(model_type):
+    config = {"model_type": model_type, "text_config": {"hidden_size": 4096}}
+    if (outline := outline_of_config(config, "m")) is not None:
+        assert servable.why_not_servable(outline) == servable.why_not_servable(outline, engine_class)
 
 
 def test_the_state_of_a_gated_delta_net_is_as_large_as_vllm_makes_it():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 
 from testing import other_models, published, tiny_models
 from trl_fp8.recipe.architectures import ARCHITECTURES, WRAPPERS
@@ -184,10 +184,26 @@ def test_caches_of_published_models_are_those_of_their_attention():
     assert {cache.elements for cache in caches} == {2 * 8 * 256}
 
 
-def test_layers_that_read_the_cache_of_another_have_none():
+def test_a_checkpoint_is_stored_as_its_config_says_before_and_after_it_is_loaded():
+    config = other_models.config("qwen3", quantization_config={"quant_method": "fp8"})
     with torch.device("meta"):
-        found = outline_of(AutoModelForCausalLM.from_config(other_models.config("gemma3n_text")))
-    assert found.caches == (LayerCache(256, window=512), LayerCache(256), LayerCache(), LayerCache())
+        model = AutoModelForCausalLM.from_config(config)
+    assert outline_of(model).stored_as == "fp8"
+    model.config.quantization_config = FineGrainedFP8Config(dequantize=True)  # what loading leaves there
+    assert outline_of(model).stored_as == "fp8"
+
+
+@pytest.mark.parametrize(
+    "kind, caches",
+    [
+        ("gemma3n_text", [LayerCache(256, window=512), LayerCache(256), LayerCache(), LayerCache()]),
+        ("jamba", [LayerCache(), LayerCache(256)] * 2),
+        ("nemotron_h", [LayerCache(), LayerCache(256), LayerCache()]),
+    ],
+)
+def test_layers_without_a_cache_of_their_own_have_none(kind, caches):
+    with torch.device("meta"):
+        assert list(outline_of(AutoModelForCausalLM.from_config(other_models.config(kind))).caches) == caches
 
 
 def test_a_plan_imports_neither_torch_nor_transformers_and_takes_half_a_second(tmp_path):

@@ -1,14 +1,13 @@
 """Which modules are FP8: alignment, fusion, tensor parallelism, names; and the plan's arithmetic."""
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
 
 from testing import published, tiny_models
 from testing.tiny_models import on_meta
-from trl_fp8.planning.plan import format_bytes, plan_for_model
-from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.planning.plan import format_bytes, plan_for, plan_for_model
+from trl_fp8.recipe.outline import outline_of_config
+from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
 
 
 PROJECTIONS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
@@ -182,9 +181,8 @@ def test_plan_of_a_mixture_of_experts_counts_the_experts():
 
 def test_plan_of_qwen3_30b_a3b_from_its_config_alone():
     """The memory of the real shapes, against figures worked out from the published config by hand."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(published.qwen3_30b_a3b())
-    plan = plan_for_model(model, recipe_for_model(model))
+    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3-30B-A3B"], "m")
+    plan = plan_for(outline, recipe_for(outline))
     experts = 48 * 128 * 3 * 768 * 2048
     attention = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048)
     assert plan.parameters == 30_532_122_624  # the published count
@@ -192,7 +190,7 @@ def test_plan_of_qwen3_30b_a3b_from_its_config_alone():
     assert plan.bytes_before - plan.bytes_after == (experts + attention) * (1 - 4 / 128**2)
     table = plan.table()
     assert "128 x 1536 x 2048" in table and "29.0 GiB" in table and "97.9% of parameters fp8" in table
-    split = plan_for_model(model, recipe_for_model(model, tensor_parallel_size=4))
+    split = plan_for(outline, recipe_for(outline, tensor_parallel_size=4))
     assert "192 x 2048 per rank at tensor parallel size 4, not multiples of 128" in split.table()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig, GenerationConfig
 
-from testing import other_models, tiny_models
+from testing import other_models, published, tiny_models
 from trl_fp8 import FP8GRPOConfig
 from trl_fp8.cli import main
 from trl_fp8.engine.vllm.platforms import Cuda
@@ -16,6 +16,7 @@ from trl_fp8.planning.capacity import risks
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 
 
@@ -96,6 +97,21 @@ def test_what_vllm_says_goes_before_the_lists():
     assert servable.why_not_servable(made, lambda names: names[0]) is None
     assert "transformers backend" in servable.why_not_servable(made, lambda names: "TransformersForCausalLM")
     assert "knows no class for Qwen3ForCausalLM" in servable.why_not_servable(made, lambda names: None)
+
+
+def test_published_models_are_refused_for_what_they_are():
+    outlines = {name: outline_of_config(config, name) for name, config in published.CONFIGS.items()}
+    reasons = {name: reason for name, made in outlines.items() if (reason := servable.why_not_servable(made))}
+    assert {name.partition("/")[2]: reason[:40] for name, reason in reasons.items()} == {
+        "gemma-3-4b-it": "of a vision-language model vLLM holds th",
+        "gemma-3-12b-it": "of a vision-language model vLLM holds th",
+        "phi-4": "its checkpoint has q, k, v as one tensor",
+        "DeepSeek-V3": "its attention is latent (MLA), and vLLM ",
+        "Qwen3-Next-80B-A3B-Instruct": "it has layers without ordinary attention",
+        "gpt-oss-20b": "vLLM holds its embeddings, attention and",
+    }
+    biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
+    assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]
 
 
 def test_vision_towers_are_neither_served_nor_accused():

@@ -26,7 +26,7 @@ def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim
         "chunked_attention": replace(full, window=config.get("attention_chunk_size")),
         "linear_attention": LayerCache(state_bytes=_delta_net_bytes(config)),
         "conv": LayerCache(),
-        "moe": LayerCache(),  # Nemotron-H: a layer of experts alone
+        **dict.fromkeys(("mlp", "moe"), LayerCache()),  # Nemotron-H: layers of nothing else
     }
     kinds = config.get("layer_types") or ("sliding_attention" if window else "full_attention",) * layers
     own = layers - (config.get("num_kv_shared_layers") or 0)  # Gemma 3n: the last ones read k and v of earlier ones

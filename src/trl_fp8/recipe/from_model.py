@@ -19,6 +19,7 @@ def outline_of(model: nn.Module) -> Outline:
     kv_heads, head_dim = _heads(text)
     named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     named |= persistent_buffers(model)
+    fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # Jamba, for one, derives it
     experts = {name: _has_usual_layout(module) for name, module in expert_modules(model)}
     return Outline(
         name=model.config.name_or_path or class_name,
@@ -28,7 +29,7 @@ def outline_of(model: nn.Module) -> Outline:
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        caches=layer_caches(text.to_dict(), text.num_hidden_layers, kv_heads, head_dim),
+        caches=layer_caches(fields, text.num_hidden_layers, kv_heads, head_dim),
         parameters={name: full_shape(parameter) for name, parameter in named.items()},
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
         experts=experts,

@@ -94,7 +94,7 @@ def _language_model(config: Config, wrapper: Wrapper) -> tuple[str, Config, str]
 
 def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Shapes:
     sizes, layers = _sizes(fields), range(fields["num_hidden_layers"])
-    sparse = {layer for layer in layers if _is_sparse(architecture, fields, layer)}
+    sparse = _sparse_layers(architecture, fields)
     linear = {layer for layer in layers if architecture.linear and fields["layer_types"][layer] == "linear_attention"}
     alike = {}  # layers that are: (linear, sparse) -> names and shapes
     yield f"{prefix}.embed_tokens.weight", (sizes["V"], sizes["H"])
@@ -111,10 +111,11 @@ def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Sha
     yield from ((f"{prefix}.layers.{layer}.{name}", shape) for layer in sorted(sparse) for name, shape in buffers)
 
 
-def _is_sparse(architecture: Architecture, fields: Config, layer: int) -> bool:
-    listed = layer in (fields.get("mlp_only_layers") or ()) or layer < fields.get("first_k_dense_replace", 0)
-    step = fields.get("decoder_sparse_step", 1)
-    return bool(architecture.sparse) and not listed and (layer + 1) % step == 0
+def _sparse_layers(architecture: Architecture, fields: Config) -> set[int]:
+    """Numbers of the layers with experts."""
+    first, step = fields.get("first_k_dense_replace", 0), fields.get("decoder_sparse_step", 1)
+    layers = (layer for layer in range(first, fields["num_hidden_layers"]) if (layer + 1) % step == 0)
+    return set(layers).difference(fields.get("mlp_only_layers") or ()) if architecture.sparse else set()
 
 
 def _shapes(rows: Rows, fields: Config, sizes: Mapping[str, int]) -> _Shapes:
@@ -133,7 +134,7 @@ def _shapes(rows: Rows, fields: Config, sizes: Mapping[str, int]) -> _Shapes:
 def _size(term: str, sizes: Mapping[str, int]) -> int:
     """`2X+Y` with sizes in the place of letters."""
     factors = (_TERM.fullmatch(part).groups() for part in term.split("+"))
-    return sum(int(number or 1) * sizes.get(letter, 1) for number, letter in factors)
+    return sum(int(number or 1) * (sizes[letter] if letter else 1) for number, letter in factors)
 
 
 def _sizes(fields: Config) -> dict[str, int]:
