@@ -59,8 +59,9 @@ format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags
+docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/models.md from the plan
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python -m docs.generate_models
 
 site: $(TESTABLE)  ## build the documentation site to outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir outputs/site

@@ -1,4 +1,4 @@
-"""README's table of GPU results, from the files that exist; what is missing is said, and nothing is filled in.
+"""The table of GPU results, from the files that exist; what is missing is said, and nothing is filled in.
 
     python -m benchmarks.table [--results benchmarks/results]
 

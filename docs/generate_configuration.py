@@ -11,36 +11,72 @@ from pathlib import Path
 from trl import GRPOConfig
 
 from trl_fp8 import FP8GRPOConfig
+from trl_fp8.flags.correction import CorrectionFlags
+from trl_fp8.flags.engine import EngineFlags
+from trl_fp8.flags.forward import ForwardFlags
+from trl_fp8.flags.kv_cache import KVCacheFlags
+from trl_fp8.flags.router import RouterFlags
+from trl_fp8.flags.weights import WeightFlags
 
 
 PAGE = Path(__file__).with_name("configuration.md")
+GROUPS = {
+    "Weights": WeightFlags,
+    "KV cache": KVCacheFlags,
+    "Rollout correction": CorrectionFlags,
+    "Mixture of experts": RouterFlags,
+    "One forward": ForwardFlags,
+    "Engine": EngineFlags,
+    "Run log": FP8GRPOConfig,
+}
 HEAD = """# Configuration
 
 `FP8GRPOConfig` takes every field of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/v1.16.0/grpo_trainer) and the
-ones below. All of them work from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML file given to
-`TrlParser` (`--config run.yaml`). This page is generated from `src/trl_fp8/config.py` and `src/trl_fp8/flags` by `make docs`.
+ones below. All of them work from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML file
+(`trl-fp8 train --config run.yaml`). This page is generated from `src/trl_fp8/config.py` and `src/trl_fp8/flags` by `make docs`.
 
-| flag | type | default | what it does |
-|---|---|---|---|
-"""  # noqa: E501
-TAIL = """
 A wrong value, or one that does not go with another, raises a `ValueError` that names the flag, its value, the reason and
-what to set instead. With `fp8_weights=False` and `kv_cache_dtype="auto"` the trainer is TRL's `GRPOTrainer`, bit for bit
-(`tests/trainer/test_trainer.py`), and nothing of TRL's is refused.
+what to set instead.
+
+## The common ones
+
+The defaults are FP8 linears, an FP8 KV cache and token-level truncation at 2. Change them when:
+
+| when | set |
+|---|---|
+| the trainer runs out of memory | TRL's `vllm_gpu_memory_utilization` lower; `vllm_enable_sleep_mode=True` |
+| a new model: look before you correct | `rollout_correction="monitor"` for a few steps |
+| completions are long (8K tokens and more) | `rollout_correction="fp8_geometric_token_tis"` ([which one to use](rollout_correction.md#which-one-to-use)) |
+| the model is Qwen2 or Qwen2.5, or a warning names outliers in k | `kv_cache_skip_layers="auto"` ([why](kv_cache.md#outliers-in-k)) |
+| it is a mixture of experts | `router_replay="rollout"` ([mixture of experts](moe.md)) |
+| one layer is sensitive | `fp8_ignored_modules=["model.layers.0.mlp.down_proj"]` |
+| the mismatch is to go, not to be corrected | `fp8_forward="full"` ([one forward](unified_flow.md)) |
+| you want to know which part does it | `kv_cache_dtype="auto"`, `fp8_weights=False`, one at a time |
+| you need BF16 rollouts to compare with | `kv_cache_dtype="auto"`, `fp8_weights=False`, `use_vllm=True`, `rollout_correction="fp8_token_tis"` |
+| you want TRL's trainer, bit for bit ([test](../tests/trainer/test_trainer.py)) | `kv_cache_dtype="auto"`, `fp8_weights=False`: nothing of TRL's is refused then |
 """  # noqa: E501
 
 
 def page() -> str:
+    """The flags that TRL does not have, and those with another default, by group; each of them once."""
     theirs = {field.name: field.default for field in dataclasses.fields(GRPOConfig)}
-    rows = []
-    for field in dataclasses.fields(FP8GRPOConfig):
-        if field.name in theirs and field.default == theirs[field.name]:
-            continue
-        kind = field.type if isinstance(field.type, str) else str(getattr(field.type, "__name__", field.type))
-        text = field.metadata["help"].replace("|", "\\|")
-        text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
-        rows.append(f"| `{field.name}` | `{kind.replace('|', 'or')}` | `{field.default!r}` | {text} |")
-    return HEAD + "\n".join(rows) + "\n" + TAIL
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(FP8GRPOConfig)
+        if field.name not in theirs or field.default != theirs[field.name]
+    }
+    sections = [HEAD]
+    for title, group in GROUPS.items():
+        sections.append(f"\n## {title}\n")
+        sections += [described(fields.pop(name)) for name in group.__annotations__ if name in fields]
+    assert not fields, f"no group has {list(fields)}"
+    return "".join(sections)
+
+
+def described(field: dataclasses.Field) -> str:
+    kind = field.type if isinstance(field.type, str) else str(getattr(field.type, "__name__", field.type))
+    text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", field.metadata["help"])
+    return f"\n### `{field.name}`\n\n`{kind}`, default `{field.default!r}`. {text}\n"
 
 
 def main() -> int:

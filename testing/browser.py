@@ -11,7 +11,7 @@ LAPTOP, TABLET, PHONE = SIZES = (1366, 900), (768, 1024), (400, 860)
 SCHEMES = ("light", "dark")
 # Elements whose content does not fit into them, and cannot be scrolled to; letters outside of their picture
 CLIPPED = """
-const boxes = [...document.querySelectorAll('article *, main *')].filter(e => {
+const boxes = [...document.querySelectorAll('article *, body > main *')].filter(e => {
   const style = getComputedStyle(e);
   return e.clientWidth && e.scrollWidth > e.clientWidth + 1 && !['auto', 'scroll'].includes(style.overflowX)
     && style.display != 'inline' && !e.ownerSVGElement;

@@ -1,18 +1,39 @@
 """The console script, as a user calls it."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from testing import published, tiny_models
+from trl_fp8 import __version__
 from trl_fp8.cli import main
+from trl_fp8.commands import plan
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def folder_of(name, path, **changes):
+    """A folder with nothing but the config of a published model."""
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(published.CONFIGS[name] | changes))
+    return str(path)
+
+
+def plan_of(capsys, *words):
+    """What a plan prints, as JSON."""
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_plan_of_an_8b_model_from_its_config_alone(tmp_path, capsys):
-    published.qwen3_8b().save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path)]) == 0
+    assert main(["plan", folder_of("Qwen/Qwen3-8B", tmp_path), "--modules"]) == 0
     out = capsys.readouterr().out
     assert "model.layers.*.mlp.down_proj" in out and "4096 x 12288" in out
     assert "144.0 KiB -> 72.0 KiB per token" in out  # 2 x 36 layers x 8 heads x 128 x 2 bytes
@@ -23,25 +44,45 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     """NeMo-RL's PR 1212, Qwen3-8B on one H100: 249,952 tokens in BF16, 299,344 with FP8 linears, 598,672 with FP8 KV
     cache too. What its engine had is not stated; 0.66 of 80 GiB is what the first figure needs, the others follow.
     """
-    published.qwen3_8b().save_pretrained(tmp_path)
-    words = ["plan", str(tmp_path), "--gpu-memory", "80", "--gpu-memory-utilization", "0.66"]
-    assert main([*words, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
+    words = [folder_of("Qwen/Qwen3-8B", tmp_path), "--gpu-memory", "80", "--gpu-memory-utilization", "0.66"]
+    figures = plan_of(capsys, *words)
     measured = {"bf16": 249_952, "fp8_linears": 299_344, "fp8_linears_kv": 598_672}
     assert figures["kv_tokens"] == pytest.approx(measured, rel=0.1)
     assert figures["linears"] == {"fp8": 252, "high_precision": 1} and figures["risks"] == []
-    assert main(words) == 0
-    assert f"fp8 linears kv {figures['kv_tokens']['fp8_linears_kv']:,}" in capsys.readouterr().out
-    assert main([*words, "--json", "--tensor-parallel-size", "2"]) == 0
-    halves = json.loads(capsys.readouterr().out)["kv_tokens"]
-    assert main([*words, "--json", "--kv-cache-dtype", "auto"]) == 0
-    assert json.loads(capsys.readouterr().out)["kv_tokens"].keys() == {"bf16", "fp8_linears"}
+    assert main(["plan", *words]) == 0
+    assert f"{figures['kv_tokens']['fp8_linears_kv']:,} tokens" in capsys.readouterr().out
+    halves = plan_of(capsys, *words, "--tensor-parallel-size", "2")["kv_tokens"]
+    assert plan_of(capsys, *words, "--kv-cache-dtype", "auto")["kv_tokens"].keys() == {"bf16", "fp8_linears"}
     assert all(halves[name] > 2 * figures["kv_tokens"][name] for name in measured)  # the weights are halved as well
+
+
+def test_documents_quote_what_a_plan_says(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "model_config", published.CONFIGS.__getitem__)
+    assert main(["plan", "Qwen/Qwen3-8B", "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert f"```text\n{out}```" in (ROOT / "docs" / "quickstart.md").read_text()
+    found = plan_of(capsys, "Qwen/Qwen3-8B", "--gpus", "8")
+    weights, tokens = found["weights_gib"], found["kv_tokens"]
+    assert (
+        f"take {found['gib_per_gpu']['total']:.0f} of 80 GiB; {weights['fp8']:.1f} GiB of engine weights for "
+        f"{weights['bf16']:.1f} in BF16 leave room for {tokens['fp8_linears_kv']:,} tokens of KV cache for "
+        f"{tokens['bf16']:,}."
+    ) in " ".join((ROOT / "README.md").read_text().split())
+    lora = (ROOT / "docs" / "lora.md").read_text()
+    for words, column in ((["--lora", "32"], 2), ([], 1)):
+        trainer = plan_of(capsys, "Qwen/Qwen3-8B", *words)["gib_per_gpu"]["trainer"]
+        passing = trainer["copies"] + trainer["inputs"] + trainer["head"]
+        stated = [
+            row.split("|")[column + 1].strip() for row in lora.split("one GPU, GiB, computed")[1].splitlines()[2:7]
+        ]
+        figures = [*(trainer[name] for name in ("weights", "gradients", "optimizer")), passing, trainer["total"]]
+        assert stated == [f"{figure:.1f}" for figure in figures]
+    assert f"hold {plan_of(capsys, 'Qwen/Qwen3-8B', '--lora')['kv_tokens']['fp8_linears_kv']:,} tokens" in lora
 
 
 def test_a_plan_of_the_other_format(tmp_path, capsys):
     tiny_models.config("qwen3_moe").save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path), "--weight-format", "tensor"]) == 0
+    assert main(["plan", str(tmp_path), "--weight-format", "tensor", "--modules"]) == 0
     out = capsys.readouterr().out
     assert "weights e4m3 per tensor, pow2 scales" in out and "fp8 tensor" not in out
     assert "bf16 (vLLM quantizes the input of per-tensor FP8 experts with one scale per batch)" in out
@@ -50,24 +91,24 @@ def test_a_plan_of_the_other_format(tmp_path, capsys):
 
 def test_what_deserves_a_look_is_named_with_its_flag(tmp_path, capsys):
     found = {}
-    for architecture in ("qwen2", "qwen2_moe", "llama"):
+    for architecture in ("qwen2", "qwen2_moe", "llama", "gemma2"):
         tiny_models.config(architecture, intermediate_size=192).save_pretrained(tmp_path / architecture)
-        assert main(["plan", str(tmp_path / architecture), "--json"]) == 0
-        found[architecture] = " ".join(json.loads(capsys.readouterr().out)["risks"])
+        found[architecture] = " ".join(plan_of(capsys, str(tmp_path / architecture))["risks"])
     assert "kv_cache_skip_layers='auto'" in found["qwen2"] and "kv_cache_skip_layers" not in found["llama"]
     assert "router_replay='monitor'" in found["qwen2_moe"] and "router_replay" not in found["qwen2"]
-    assert "model.layers.0.mlp.gate_proj" in found["llama"]
-    published.qwen3_30b_a3b().save_pretrained(tmp_path / "30b")
-    assert main(["plan", str(tmp_path / "30b"), "--gpu-memory", "24"]) == 0
-    assert "A GPU of 24 GiB x 0.6 does not hold the weights." in capsys.readouterr().out
+    assert "model.layers.0.mlp.gate_proj" in found["llama"] and "No flag helps" in found["llama"]
+    assert "architecture not tested (gemma2)" in found["gemma2"] and "not tested" not in found["llama"]
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fp8 = folder_of("Qwen/Qwen3-8B", tmp_path / "fp8", quantization_config=stored)
+    assert "the checkpoint itself is quantized (fp8)" in plan_of(capsys, fp8)["risks"][0]
 
 
 def test_plan_of_experts_says_where_they_are_fp8(tmp_path, capsys):
-    published.qwen3_30b_a3b().save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path)]) == 0
+    model = folder_of("Qwen/Qwen3-30B-A3B", tmp_path)
+    assert main(["plan", model, "--modules"]) == 0
     out = capsys.readouterr().out
     assert "128 x 2048 x 768" in out and "56.9 GiB" in out and "29.0 GiB" in out and "bf16 (router)" in out
-    assert main(["plan", str(tmp_path), "--engine", "cpu"]) == 0
+    assert main(["plan", model, "--engine", "cpu", "--modules"]) == 0
     assert "no kernel for FP8 experts on CPU" in capsys.readouterr().out
 
 
@@ -77,9 +118,71 @@ def test_errors_are_one_message_and_status_two(tmp_path, capsys):
     assert "not a multiple of 128 x 128" in capsys.readouterr().err
     assert main(["plan", str(tmp_path / "missing")]) == 2
     assert "is no folder here" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text('{"model_type":')
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (None, "has no config.json. Give the folder"),
+        ('{"model_type":', "its config.json is no JSON"),
+        ("[1, 2]", "config.json: its content"),
+        ('{"model_type": 3}', "model_type"),
+        ("{}", "its config.json has no model_type"),
+        ('{"model_type": "t5"}', "transformers makes no causal language model of a config of type 't5'"),
+    ],
+)
+def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
+    (tmp_path / ("config.json" if content else "other")).write_text(content or "")
     assert main(["plan", str(tmp_path)]) == 2
-    assert "its config.json is no JSON" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    (line,) = [line for line in err.splitlines() if line.startswith("trl-fp8: ")]
+    assert out == "" and said in line
+    assert main(["plan", str(next(tmp_path.iterdir()))]) == 2
+    assert "is a file. Give its folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["--tensor-parallel-size", "0"], "--tensor-parallel-size 0: give a number of GPUs that share an engine, 1"),
+        (["--gpus", "3", "--tensor-parallel-size", "2"], "--tensor-parallel-size 2 on 3 GPUs: each engine runs on"),
+        (["--tensor-parallel-size", "3"], "cannot divide the attention heads"),
+        (["--gpu-memory-utilization", "60"], "--gpu-memory-utilization 60.0: give a share of a GPU, e.g. 0.5"),
+        (["--gpu-memory", "-80"], "--gpu-memory -80.0: give the GiB of one GPU"),
+        (["--gpus", "-1"], "--gpus -1: give a number of GPUs, 1 or more"),
+        (["--lora", "0"], "--lora 0: give"),
+        (["--context", "50000"], "--context 50000: the model's config promises 40,960 tokens"),
+        (["--config", "missing.yaml"], "--config missing.yaml: it cannot be read"),
+    ],
+)
+def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_path, capsys):
+    assert main(["plan", folder_of("Qwen/Qwen3-8B", tmp_path), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    code = "from trl_fp8.cli import main; raise SystemExit(main())"
+    words = [sys.executable, "-c", code, "plan", folder_of("Qwen/Qwen3-8B", tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_the_usage_is_that_of_the_command(capsys):
+    for words in (["plan", "m", "--nonsense"], ["plan", "m", "--gpus", "two"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert capsys.readouterr().err.startswith("usage: trl-fp8 plan")
+    assert main([]) == 0
+    assert "COMMAND" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"trl-fp8 {__version__}\n"
+    assert main(["plan"]) == 2
+    assert "no model" in capsys.readouterr().err
 
 
 def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, capsys):

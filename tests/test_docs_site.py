@@ -1,5 +1,6 @@
 """The documentation site: built without a warning, and looked at in a browser."""
 
+import ast
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from threading import Thread
 
 import pytest
 
+import trl_fp8
 from benchmarks.table import depth
 from testing.browser import LAPTOP, chromium, look_at
 
@@ -47,15 +49,39 @@ def test_every_page_is_in_the_navigation_and_loads_nothing_from_elsewhere(site):
         assert str(ROOT) not in text
 
 
+def test_what_the_package_exports_is_on_the_api_page(site):
+    page = (site / "api.html").read_text()
+    assert [name for name in trl_fp8.__all__ if not re.search(rf'id="trl_fp8\.[\w.]+\.{name}"', page)] == []
+
+
 def test_pages_are_right_in_a_browser(site):
     """Over HTTP, as the search does not work from files."""
     handler = partial(QuietHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium(LAPTOP) as browser:
         Thread(target=server.serve_forever, daemon=True).start()
-        for page in ("index", "quickstart", "comparison", "configuration", "faq", "limitations"):
+        for page in ("index", "quickstart", "comparison", "configuration", "api", "troubleshooting", "limitations"):
             look_at(browser, f"http://127.0.0.1:{server.server_port}/{page}.html")
             assert browser.find_element("css selector", "h1").text
         server.shutdown()
+
+
+def test_troubleshooting_quotes_what_the_package_says():
+    said = list(texts(ROOT / "src"))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = re.findall(r"(?m)^\| the error (?:or warning )?says .*\n\|---.*\n((?:\|.*\n)+)", page)
+    quoted = [row.split("`")[1] for table in tables for row in table.splitlines()]
+    assert len(tables) == 2 and len(quoted) > 20
+    for quote in quoted:
+        pattern = re.compile(".*".join(re.escape(part) for part in quote.split("...")), re.DOTALL)
+        assert any(pattern.search(text) for text in said), quote
+
+
+def texts(folder):
+    """All strings in the sources below `folder`; what an f-string fills in is left out."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            yield "".join(str(part.value) for part in parts if isinstance(part, ast.Constant))
 
 
 def test_the_table_of_depth_is_that_of_the_measurement():

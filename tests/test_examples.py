@@ -1,5 +1,5 @@
-"""The example configurations: what accelerate and TRL make of them, that the models they name are FP8 throughout at
-those sizes, and that they fit the GPUs in their names.
+"""The example configurations: what accelerate and TRL make of them, and that the models they name are FP8 throughout
+at those sizes. Whether they fit is in tests/planning.
 """
 
 import importlib.util
@@ -22,15 +22,14 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainingArguments
 from trl import ModelConfig, TrlParser
 
 from testing import engines, published
-from testing.processes import alone
+from testing.launches import launched, without_hub
 from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.planning.plan import plan_for_model
+from trl_fp8.commands.arguments import make_parser
 
 
 ROOT = Path(__file__).parents[1]
@@ -60,8 +59,6 @@ ARCHITECTURES = {  # the models' config.json, and the parameters that their card
     "Qwen/Qwen3-30B-A3B-Base": (published.qwen3_30b_a3b(), 30.53),  # the card rounds to 30.5
 }
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-GPU_GIB = {"h100": 79, "h200": 139}  # what the driver offers of 80 GB and 141 GB
-GIB = 2**30
 
 
 def launcher(name: str) -> Path:
@@ -85,13 +82,18 @@ def example(script: str):
 def commands(path: Path) -> list[list[str]]:
     """The commands in a file's leading comment, as words."""
     comment = [line[1:] for line in takewhile(lambda line: line.startswith("#"), path.read_text().splitlines())]
-    found = re.findall(r"(?m)^ {3}((?:accelerate launch|python) (?:.*\\\n)*.*)$", "\n".join(comment))
+    found = re.findall(r"(?m)^ {3}((?:accelerate launch|trl-fp8 train) (?:.*\\\n)*.*)$", "\n".join(comment))
     return [shlex.split(command.replace("\\\n", " ")) for command in found]
 
 
-def launch_arguments(words: list[str]):
-    """What `accelerate launch` makes of these words, and the environment that it starts processes with."""
-    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
+def launch_arguments(words: list[str], monkeypatch):
+    """What `accelerate launch` makes of a command, and the environment that it starts processes with."""
+    if words[0] == "accelerate":
+        given = launch_command_parser().parse_args(words[2:])
+    else:
+        without_hub(monkeypatch)
+        given = launched(monkeypatch, *words[2:])
+    args, _, _ = _validate_launch_command(given)
     args.main_process_port = 0  # any free one: accelerate insists that it is free
     if not args.use_deepspeed:
         return args, prepare_multi_gpu_env(args)
@@ -110,10 +112,11 @@ def parse(path: Path, *words: str) -> tuple:
     """(script's own arguments, FP8GRPOConfig, ...) as the recipe's script gets them. `use_cpu` is the one difference:
     with it, TrainingArguments accepts bf16 where there is no GPU.
     """
-    script = re.match(r"# examples/(\w+)\.py: ", path.read_text()).group(1)
-    module = example(script)
-    types = (module.MathArguments, FP8GRPOConfig, ModelConfig) if script == "grpo" else None
-    parser = TrlParser(types or (module.ScriptArguments, FP8GRPOConfig))
+    if path.read_text().startswith("# trl-fp8 train: "):
+        parser = make_parser()
+    else:
+        script = re.match(r"# examples/(\w+)\.py: ", path.read_text()).group(1)
+        parser = TrlParser((example(script).ScriptArguments, FP8GRPOConfig))
     return parser.parse_args_and_config(["--config", str(path), "--use_cpu", "true", *words])
 
 
@@ -158,11 +161,10 @@ def test_a_misspelt_key_of_a_launcher_is_found(tmp_path):
     assert unknown_keys(nested) == ["fsdp_verson"]
 
 
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_the_launchers_command_starts_its_processes(name):
-    (words,) = commands(launcher(name))
-    assert words[:4] == ["accelerate", "launch", "--config_file", f"examples/accelerate_configs/{name}.yaml"]
-    args, environment = launch_arguments(words[2:])
+@pytest.mark.parametrize("name, words", [(name, words) for name in LAUNCHERS for words in commands(launcher(name))])
+def test_the_launchers_command_starts_its_processes(name, words, monkeypatch):
+    args, environment = launch_arguments(words, monkeypatch)
+    assert args.config_file == f"examples/accelerate_configs/{name}.yaml"
     kind, machines, processes = LAUNCHERS[name]
     assert int(args.nproc_per_node) * machines == processes
     assert (args.use_fsdp, args.use_deepspeed, args.multi_gpu) == (
@@ -170,7 +172,7 @@ def test_the_launchers_command_starts_its_processes(name):
         kind == DistributedType.DEEPSPEED,
         kind == DistributedType.MULTI_GPU,
     )
-    assert (ROOT / args.training_script).is_file()
+    assert args.module or (ROOT / args.training_script).is_file()
     assert args.training_script_args[0] == "--config" and (ROOT / args.training_script_args[1]).is_file()
     if machines > 1:
         assert (args.nnodes, args.node_rank, args.main_process_ip) == ("2", 0, "10.0.0.1")
@@ -179,7 +181,7 @@ def test_the_launchers_command_starts_its_processes(name):
 
 @pytest.mark.parametrize("name", [name for name, (kind, *_) in LAUNCHERS.items() if kind == DistributedType.FSDP])
 def test_fsdp_is_version_2_and_saves_whole_models(name, monkeypatch):
-    for key, value in launch_arguments(commands(launcher(name))[0][2:])[1].items():
+    for key, value in launch_arguments(commands(launcher(name))[0], monkeypatch)[1].items():
         monkeypatch.setenv(key, value)
     plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
@@ -193,7 +195,7 @@ def test_fsdp_is_version_2_and_saves_whole_models(name, monkeypatch):
 
 
 def test_deepspeed_is_stage_3_and_saves_whole_models(monkeypatch):
-    for key, value in launch_arguments(commands(launcher("zero3"))[0][2:])[1].items():
+    for key, value in launch_arguments(commands(launcher("zero3"))[0], monkeypatch)[1].items():
         monkeypatch.setenv(key, value)
     plugin = DeepSpeedPlugin()
     assert plugin.zero_stage == 3 and plugin.zero3_init_flag
@@ -241,30 +243,23 @@ def test_the_recipe_is_parsed_as_written(name, world_size):
 
 
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
-def test_the_recipes_command_runs_its_script_with_it(name):
+def test_the_recipes_command_is_launched_with_it(name, monkeypatch):
     (words,) = commands(recipe(name))
-    processes = 1
-    if words[0] == "accelerate":
-        args, _ = launch_arguments(words[2:])
-        processes, words = int(args.nproc_per_node), ["python", args.training_script, *args.training_script_args]
-    assert words == ["python", "examples/grpo.py", "--config", f"examples/configs/{name}.yaml"]
+    assert words[:4] == ["trl-fp8", "train", "--config", f"examples/configs/{name}.yaml"]
+    args, _ = launch_arguments(words, monkeypatch)
+    assert args.module and args.training_script == "trl_fp8.commands.train" and args.training_script_args == words[2:]
+    processes = int(args.nproc_per_node) if args.multi_gpu or args.use_fsdp else 1
     assert processes == RECIPES[name][0] == int(name.rpartition("_")[2][0])
 
 
-def test_more_machines_keep_the_batch(world_size):
-    args, _ = launch_arguments(commands(launcher("multi_node"))[0][2:])
-    config, *overrides = args.training_script_args[1:]
+def test_more_machines_keep_the_batch(world_size, monkeypatch):
+    by_us, by_accelerate = commands(launcher("multi_node"))
+    config, *overrides = launch_arguments(by_accelerate, monkeypatch)[0].training_script_args[1:]
+    assert {*overrides} < {*launch_arguments(by_us, monkeypatch)[0].training_script_args}
     world_size(8)
     single = parse(ROOT / config)[1]
-    world_size(args.num_processes)
+    world_size(16)
     assert parse(ROOT / config, *overrides)[1].generation_batch_size == single.generation_batch_size == 512
-
-
-def test_an_unknown_key_of_a_recipe_is_refused(tmp_path):
-    broken = tmp_path / "broken.yaml"
-    broken.write_text(recipe("qwen3_4b_1xh200").read_text().replace("fp8_weights:", "fp8_wieghts:"))
-    with pytest.raises(ValueError, match="fp8_wieghts"):
-        parse(broken)
 
 
 def test_a_batch_with_part_of_a_group_is_refused(world_size):
@@ -275,7 +270,7 @@ def test_a_batch_with_part_of_a_group_is_refused(world_size):
 
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
 def test_every_projection_of_the_model_is_fp8(name, monkeypatch):
-    _, made, model_arguments = parse(recipe(name))
+    _, made, model_arguments, _ = parse(recipe(name))
     model = meta_model(model_arguments.model_name_or_path)
     layers, stated = model.config.num_hidden_layers, ARCHITECTURES[model_arguments.model_name_or_path][1]
     assert round(model.num_parameters() / 1e9, 2) == stated
@@ -296,68 +291,6 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
     found = made.recipe_for(meta_model("Qwen/Qwen3-4B"))
     assert {name.rpartition(".")[2] for name in found.fp8_modules} == set(ATTENTION)
     assert {name.rpartition(".")[2] for name in found.kept_modules} == {"lm_head", *MLP}
-
-
-@pytest.mark.parametrize("name", OF_REAL_MODELS)
-def test_the_recipe_fits_its_gpus(name, monkeypatch):
-    """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
-    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter, or 4 where
-    only adapters are trained. Checkpointing keeps each layer's input, in BF16 under FSDP2's mixed precision and in
-    FP32 under autocast, which also copies the weights to BF16.
-    """
-    _, made, model_arguments = parse(recipe(name))
-    model = meta_model(model_arguments.model_name_or_path)
-    processes, gpu = RECIPES[name][0], GPU_GIB[name[-4:]] * GIB
-    parameters, sharded = model.num_parameters(), processes > 1
-    tokens = made.per_device_train_batch_size * made.vllm_max_model_length
-    states = (4 if model_arguments.use_peft else 16) * parameters / processes + (0 if sharded else 2 * parameters)
-    reference = 4 * parameters / processes if made.beta else 0
-    activations = model.config.num_hidden_layers * tokens * model.config.hidden_size * (2 if sharded else 4)
-    engine = made.vllm_gpu_memory_utilization * gpu
-    assert states + reference + activations + engine < 0.85 * gpu
-
-    on_gpu(monkeypatch)
-    plan = plan_for_model(model, made.recipe_for(model))
-    reserved = 3 * GIB  # CUDA graphs and the activations of 4096 batched tokens
-    cache = (engine - plan.bytes_after - reserved) / plan.kv_bytes_per_token_after
-    sequences = made.per_device_train_batch_size * made.gradient_accumulation_steps * RECIPES[name][2]
-    assert cache > 0.25 * sequences * made.vllm_max_model_length  # a quarter of the batch runs at full length at once
-
-
-# examples/grpo.py
-
-
-def test_rewards_are_those_asked_for(monkeypatch):
-    script = example("grpo")
-    monkeypatch.setattr(script, "find_spec", lambda name: object())
-    asked = script.MathArguments(reward_funcs=["accuracy_reward", "soft_overlong_punishment"], overlong_buffer=4)
-    accuracy, overlong = script.reward_functions(asked, max_completion_length=16)
-    assert accuracy.__name__ == "accuracy_reward"
-    assert overlong(completion_ids=[[0] * 12, [0] * 14, [0] * 16]) == [0.0, -0.5, -1.0]
-    with pytest.raises(ValueError, match=r"reward_funcs=\['accuracy'\].*'accuracy_reward'"):
-        script.reward_functions(script.MathArguments(reward_funcs=["accuracy"]), 16)
-    monkeypatch.setattr(script, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="pip install math-verify"):
-        script.reward_functions(asked, 16)
-
-
-def test_prompts_become_messages():
-    script, user = example("grpo"), {"role": "user", "content": "1+1="}
-    plain = script.MathArguments(prompt_column="problem")
-    assert script.as_messages({"problem": "1+1=", "solution": "2"}, plain) == {"prompt": [user], "solution": "2"}
-    with_system = script.as_messages({"prompt": [user], "solution": "2"}, script.MathArguments(system_prompt="Add."))
-    assert with_system["prompt"] == [{"role": "system", "content": "Add."}, user]
-
-
-def test_answers_of_gsm8k_are_verified():
-    script = example("grpo")
-    _, made, _ = parse(recipe("qwen3_1_7b_gsm8k_lora_1xh100"))
-    arguments = parse(recipe("qwen3_1_7b_gsm8k_lora_1xh100"))[0]
-    row = {"question": "Natalia sold 48 clips, and then half of it. How many?", "answer": "48/2=24, 48+24=72\n#### 72"}
-    solution = script.as_messages(row, arguments)["solution"]
-    (reward,) = script.reward_functions(arguments, made.max_completion_length)
-    completions = [[{"content": text}] for text in ("It is \\boxed{72}.", "It is \\boxed{24}.", "\\boxed{72.0}")]
-    assert reward(completions, solution=[solution] * 3) == [1.0, 0.0, 1.0]
 
 
 # examples/grpo_reasoning_gym.py
@@ -414,59 +347,3 @@ def test_precisions_are_run_one_after_another_and_reported_together(tmp_path, mo
     answers.returncode, started[:] = 3, []
     assert script.main(words) == 3 and len(started) == 1
     assert "bf16 ended with status 3: nothing is compared" in capsys.readouterr().err
-
-
-def test_the_script_declares_its_dependencies():
-    header = re.search(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$", (EXAMPLES / "grpo.py").read_text()).group(1)
-    assert {"trl-fp8", "math-verify", "peft", "vllm==0.31.*"} == set(re.findall(r'"(.+)"', header))
-
-
-@pytest.mark.engine
-def test_the_script_trains_and_saves(checkpoint, tmp_path):
-    """A recipe of a real model with what is large about it replaced, for one step on the CPU."""
-    policy, data, out = checkpoint("qwen3"), tmp_path / "data", tmp_path / "out"
-    data.mkdir()
-    rows = [{"problem": f"{10 + row}+{20 + row}=", "solution": str(30 + 2 * row)} for row in range(8)]
-    (data / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = {
-        "model_name_or_path": policy,
-        "output_dir": out,
-        "dataset_name": data,
-        "prompt_column": "problem",
-        "system_prompt": "add:",
-        "reward_funcs": "think_format_reward soft_overlong_punishment",
-        "overlong_buffer": 32,  # all lengths are punished differently, so that groups have something to learn from
-        "per_device_train_batch_size": 16,
-        "gradient_accumulation_steps": 1,
-        "num_generations": 4,
-        "max_completion_length": 32,
-        "vllm_max_model_length": 64,
-        "learning_rate": 1e-3,
-        "warmup_steps": 0,
-        "max_steps": 1,
-        "save_steps": 1,
-    }
-    words = [word for flag, value in small.items() for word in (f"--{flag}", *str(value).split())]
-    done = subprocess.run(
-        [sys.executable, "examples/grpo.py", "--config", "examples/configs/qwen3_4b_1xh200.yaml", *words],
-        cwd=ROOT,
-        env=alone() | {"HF_DATASETS_CACHE": str(tmp_path / "cache")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    (row,) = [
-        row
-        for row in json.loads((out / "checkpoint-1" / "trainer_state.json").read_text())["log_history"]
-        if "loss" in row
-    ]
-    assert row["rewards/think_format_reward/mean"] == 0.0
-    assert -1.0 <= row["rewards/soft_overlong_punishment_reward/mean"] < 0.0
-    assert row["fp8/audited_tensors"] > 0 and row["mismatch/k3_kl"] >= 0.0
-    saved, given = load_file(out / "model.safetensors"), load_file(Path(policy) / "model.safetensors")
-    assert saved.keys() == given.keys() and {tensor.dtype for tensor in saved.values()} == {torch.float32}
-    moved = [name for name in saved if not torch.equal(saved[name], given[name].float())]
-    assert "model.layers.0.mlp.down_proj.weight" in moved
-    assert (out / "tokenizer.json").is_file()

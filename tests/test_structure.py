@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from trl_fp8.cli import COMMANDS
 from trl_fp8.upstream import patches, trl, vllm
 from trl_fp8.upstream.patches import PATCHES
 
@@ -61,6 +63,7 @@ FOREIGN = {  # packages that only some folders may import
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {
+    ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("engine/vllm/kernels.py", "processor.logits_as_input"): "a copy of vLLM's, told that the logits are made already",
     ("engine/vllm/kv_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
@@ -369,12 +372,23 @@ def test_quickstart_is_two_lines_away_from_trl():
 
 def test_readme_commands_exist():
     readme = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"(?m)^(?:\$ )?make (\w[\w-]*)", readme))
+    assert readme.count("\n") <= 110
+    targets = set(re.findall(r"(?m)^make (\w[\w-]*)", readme))
     makefile = (ROOT / "Makefile").read_text()
     assert {"demo", "test"} <= targets
     assert all(re.search(rf"(?m)^{target}:", makefile) for target in targets)
-    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme):
-        assert (ROOT / link).exists(), f"README links to {link}"
+    words = set(re.findall(r"(?m)^trl-fp8 (\w+)", readme))
+    assert {"plan", "train"} <= words <= {*COMMANDS, "train"}
+    for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme) + re.findall(r"--config (\S+)", readme):
+        assert (ROOT / link).exists(), f"README names {link}"
+
+
+def test_readme_clones_and_installs_what_the_package_declares():
+    readme, project = (ROOT / "README.md").read_text(), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(re.findall(r"git clone (\S+)", readme)) == {project["urls"]["Repository"]}
+    extras = {extra for listed in re.findall(r'"\.\[([\w,]+)\]"', readme) for extra in listed.split(",")}
+    assert {"cuda", "cpu"} <= extras <= project["optional-dependencies"].keys()
+    assert re.findall(r"pip install (torch==\S+)", readme) == project["optional-dependencies"]["cpu"][:1]
 
 
 def test_no_paths_of_a_developers_machine():

@@ -1,6 +1,6 @@
 """`trl-fp8`: the console script.
 
-trl-fp8 plan MODEL              what of MODEL would be FP8, and what fits into a GPU then, from its config alone
+trl-fp8 plan MODEL              what of MODEL would be FP8, and what fits on which GPUs then, from its config alone
 trl-fp8 train --config x.yaml   GRPO with FP8 rollouts: the arguments of `trl grpo` and the FP8 flags,
                                 through accelerate
 trl-fp8 report RUN [RUN ...]    pictures and an HTML page of finished or running runs
@@ -10,6 +10,7 @@ trl-fp8 push FOLDER REPO_ID     an exported checkpoint to the Hub
 """
 
 import argparse
+import os
 import sys
 
 from .commands import checkpoints, plan, report, train
@@ -18,7 +19,11 @@ from .console.quiet import quiet
 
 # word -> (help, arguments, what it does)
 COMMANDS = {
-    "plan": ("show which modules of a model would be FP8, and what that saves", plan.add_arguments, plan.run),
+    "plan": (
+        "say what fits on which GPUs, with which flags, and what FP8 may gain",
+        plan.add_arguments,
+        plan.run,
+    ),
     "report": ("draw reward, mismatch, KV scales and times of runs", report.add_arguments, report.run),
     "export": (
         "write a model as an FP8 checkpoint that vLLM and transformers load",
@@ -40,20 +45,46 @@ def main(words: list[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["train"]:  # its flags are TRL's, and its --help too
         return train.launch(words[1:])
-    parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
-    for word, (text, add_arguments, run) in COMMANDS.items():
-        command = commands.add_parser(word, help=text, description=text)
-        add_arguments(command)
-        command.set_defaults(run=run)
-    given = parser.parse_args(words)
+    parser, commands = _parsers()
+    if not words:
+        parser.print_help()
+        return 0
+    given, unknown = parser.parse_known_args(words)
+    if unknown:
+        commands[given.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        print(given.run(given))
+        print(given.run(given), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
         print(f"trl-fp8: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+class Version(argparse.Action):
+    """Prints the installed version and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: object) -> None:
+        from importlib.metadata import version
+
+        print(f"trl-fp8 {version('trl-fp8')}")
+        parser.exit()
+
+
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of all words, and those of each command, whose usage its errors show."""
+    parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
+    parser.add_argument("--version", action=Version, nargs=0, help="show the version")
+    added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
+    commands = {}
+    for word, (text, add_arguments, run) in COMMANDS.items():
+        commands[word] = added.add_parser(word, help=text, description=text)
+        add_arguments(commands[word])
+        commands[word].set_defaults(run=run)
+    return parser, commands
 
 
 if __name__ == "__main__":

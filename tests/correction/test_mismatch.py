@@ -225,18 +225,16 @@ HEALTHY = {
     ],
 )
 def test_each_threshold_warns_and_says_what_to_try(metric, value, level):
-    correction = RolloutCorrection(level)
     healthy = HEALTHY | {"correction/sequence_effective_sample_size": 0.31 if level == "sequence" else 0.01}
-    assert health_warnings(healthy, correction) == {}
-    assert health_warnings({}, correction) == {} == health_warnings({metric: math.nan}, correction)
-    warnings = health_warnings(healthy | {metric: value}, correction)
+    assert health_warnings(healthy, level) == {}
+    assert health_warnings({}, level) == {} == health_warnings({metric: math.nan}, level)
+    warnings = health_warnings(healthy | {metric: value}, level)
     assert list(warnings) == [metric]
     assert any(advice in warnings[metric] for advice in ("level=", "bound_max", "kv_cache_dtype=", "Widen"))
 
 
 def test_monitoring_does_not_claim_that_something_was_dropped():
-    watched = RolloutCorrection(monitor_only=True)
-    warnings = health_warnings(HEALTHY | {"correction/all_rejected": 1.0}, watched)
+    warnings = health_warnings(HEALTHY | {"correction/all_rejected": 1.0}, "token", monitor_only=True)
     assert warnings["correction/all_rejected"].startswith("Monitor only")
 
 

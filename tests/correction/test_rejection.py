@@ -164,7 +164,7 @@ def test_an_all_rejected_batch_trains_on_nothing_and_says_so(denominator, level)
     assert metrics["correction/all_rejected"] == 1.0 and metrics["correction/effective_sample_size_used"] == 0.0
     assert metrics["correction/fraction_masked_sequences"] == metrics["correction/fraction_masked_tokens"] == 1.0
     assert not any(math.isnan(value) for value in metrics.values())
-    assert "no token" in health_warnings(metrics, correction)["correction/all_rejected"]
+    assert "no token" in health_warnings(metrics, level)["correction/all_rejected"]
 
 
 def normal_cdf(x):

@@ -34,11 +34,6 @@ from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_class
 
 
-SERVED = """
-    apertus arcee cohere cohere2 cohere2_moe cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm4_moe granite
-    granite_swa hyperclovax jais2 llama mellum ministral3 mistral mixtral nemotron olmoe opt phi qwen2 qwen2_moe
-    qwen3 qwen3_moe seed_oss
-""".split()
 # model type -> what goes wrong without the refusal
 REFUSED = {
     "afmoe": "under names",
@@ -134,7 +129,7 @@ def _both(piece, sent):
     return piece.of_sent(sent).to(piece.dtype), piece.of_engine()
 
 
-@pytest.mark.parametrize("model_type", SERVED)
+@pytest.mark.parametrize("model_type", servable.TRAINED + servable.DELIVERED)
 def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
     policy = other_models.policy(model_type)
     assert servable.why_not_servable(outline_of(policy), engine_class) is None

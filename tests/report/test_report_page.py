@@ -2,7 +2,9 @@
 
 import random
 import re
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +76,7 @@ def made_up_run(folder, steps=40, mismatch=0.01, layers=36, facts=FACTS, **chang
             "mismatch/k3_kl/position_0-15": 0.001,
             "mismatch/k3_kl/position_16384+": 0.002,
             "correction/effective_sample_size": 0.97,
-            "correction/fraction_masked_tokens": 0.0,
+            "correction/fraction_masked_tokens": 0.01,
         }
         append(folder, "log", logged | changed)
     return str(folder)
@@ -115,9 +117,9 @@ def test_results_are_the_ends_of_the_run_each_with_its_steps(tmp_path):
     found = {result.label: (result.value, result.note) for result in results(read_run(made_up_run(tmp_path)))}
     assert found.pop("Mismatch")[0].endswith(" nats")
     assert found == {
-        "Final reward": ("0.887", "steps 31–40; 0.138 in steps 1–10"),  # 35.5 / 40, 5.5 / 40
-        "Step time": ("10 s", "median, steps 1–40; 500 tokens/s with prompts"),
-        "Sync": ("9.0%", "900 ms, median, steps 1–40"),
+        "Final reward": ("0.887", "steps 31 to 40; 0.138 in steps 1 to 10"),  # 35.5 / 40, 5.5 / 40
+        "Step time": ("10 s", "median, steps 1 to 40; 500 tokens/s, prompts included"),
+        "Sync": ("9.0%", "900 ms, median, steps 1 to 40"),
         "Weights in FP8": ("84.8%", "9.0 GiB; 16.0 GiB in BF16"),
         "KV cache": ("FP8", "72.0 KiB a token; 144.0 KiB in BF16"),
     }
@@ -140,7 +142,7 @@ def test_several_runs_stand_side_by_side(pages):
     rewards, mismatches, *_ = compared(runs)
     # Steps 7-12 of 12; steps 8-12 and the one of 5
     assert [result.value for result in rewards] == [f"{57 / 12 / 6:.3g}", f"{(50 / 12 + 5) / 6:.3g}"]
-    assert mismatches[0].note.startswith("steps 7–12") and mismatches[1] is None
+    assert mismatches[0].note.startswith("steps 7 to 12") and mismatches[1] is None
     assert differences(runs) == {
         "correction of the loss": ["token-level importance weights, at least 0.5 and at most 2", "none"],
         "learning_rate": ["1e-06", "2e-06"],
@@ -194,7 +196,7 @@ def test_runs_that_cannot_be_reported_are_named(tmp_path, capsys):
     empty, first = tmp_path / "empty", made_up_run(tmp_path / "a" / "run", 2)
     begin(empty, 0, FACTS)
     (tmp_path / "nothing").mkdir()
-    (tmp_path / "nothing" / "fp8_run.jsonl").touch()
+    (tmp_path / "nothing" / "fp8_run.jsonl").write_text("\n[1]\n")
     for words, reason in (
         ([tmp_path], "has no fp8_run.jsonl"),
         ([tmp_path / "gone"], "has no fp8_run.jsonl"),
@@ -214,13 +216,20 @@ def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
         begin(folder, 0, FACTS)
         append(folder, "log", {"step": 1, "mismatch/k3_kl": 0.1})
     assert [run.name for run in read_runs(folders)] == [f"{tmp_path.name}/a/run", "b/x/run", "c/x/run"]
-    runs = read_runs(folders[:2])
-    pictures = write_report(runs, tmp_path / "report").parent.glob("*.png")
-    assert (
-        {path.name.partition("-kl")[0] for path in pictures}
-        == {"a-run", "x-run"}
-        == {run.name.replace("/", "-") for run in runs}
+    page = write_report(read_runs(folders[:2]), tmp_path / "report")
+    pictures = {path.parent.relative_to(page.parent) for path in page.parent.rglob("*.png")}
+    assert pictures == {Path("a/run"), Path("x/run")}
+
+
+def test_a_report_waits_for_neither_torch_nor_transformers(tmp_path):
+    begin(tmp_path, 0, FACTS)
+    append(tmp_path, "log", {"step": 1, "mismatch/logp_difference_mean": 0.01})
+    code = (
+        "import sys; from trl_fp8.cli import main; status = main(['report', sys.argv[1]]);"
+        "assert not {'torch', 'transformers'} & sys.modules.keys(); sys.exit(status)"
     )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):

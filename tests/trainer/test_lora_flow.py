@@ -4,6 +4,7 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.tuners.lora.layer import Linear as LoraLinear
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from testing.quantization_counter import QuantizationCounter
@@ -138,3 +139,22 @@ def test_a_tensor_parallel_engine_holds_no_sum(checkpoint):
     require_sums(AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")), tensor_parallel_size=2)
     with pytest.raises(ValueError, match="fp8_forward='full' with adapters and vllm_tensor_parallel_size=2"):
         require_sums(model, tensor_parallel_size=2)
+
+
+def test_merging_gives_a_base_back_in_fp32_and_wears_one_in_bf16():
+    """Each sync merges and unmerges: docs/lora.md says which dtype stands that."""
+    drift = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        linear = nn.Sequential(nn.Linear(256, 256, bias=False)).to(dtype)
+        model = get_peft_model(linear, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))
+        base = model.base_model.model[0].base_layer.weight
+        before = base.detach().double()
+        for _ in range(50):
+            model.merge_adapter()
+            model.unmerge_adapter()
+            for name, adapter in model.named_parameters():
+                if "lora_" in name:
+                    adapter.data += 1e-3 * torch.randn_like(adapter)
+        drift[dtype] = ((base.double() - before).norm() / before.norm()).item()
+    assert drift[torch.float32] < 1e-6 and drift[torch.bfloat16] > 0.005, drift

@@ -1,103 +1,337 @@
-"""`trl-fp8 train`: a run from a YAML file, as a user starts it, with metrics in a local backend and a report of it."""
+"""`trl-fp8 train`: a run from a recipe, as a user starts it, and every mistake that one can make on the way to it."""
 
+import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import accelerate.commands.launch
+import datasets
 import pytest
 import yaml
+from accelerate.commands.launch import launch_command_parser
+from datasets.exceptions import DatasetNotFoundError
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import trl_fp8.trainer
-from testing import engines
+from testing.launches import launched, without_hub
+from testing.processes import NOT_INHERITED
 from trl_fp8.cli import main
-from trl_fp8.commands import train
+from trl_fp8.commands import rewards, train
+from trl_fp8.commands.arguments import COMMON, make_parser
+from trl_fp8.commands.problems import as_problem
+from trl_fp8.commands.settings import known_names
 from trl_fp8.run.file import read_run
 
 
-REWARD = (
-    "def digits(completions, **kwargs):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
-)
+RECIPES = Path(__file__).parents[2] / "examples" / "configs"
+GSM8K = RECIPES / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
+REWARD = """
+def digits(completions, **kwargs):
+    return [sum(character.isdigit() for character in text[0]["content"]) / 8 for text in completions]
+"""
 
 
-def config(folder, checkpoint, **changed):
-    rows = [json.dumps({"prompt": f"{10 + row}+{30 - row}="}) for row in range(20)]
-    (folder / "train.jsonl").write_text("\n".join(rows))
-    (folder / "my_rewards.py").write_text(REWARD)
-    values = {
-        "model_name_or_path": checkpoint,
-        "dataset_name": str(folder),
-        "reward_funcs": ["my_rewards.digits"],
-        "output_dir": str(folder / "run"),
-        "max_steps": 2,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "vllm_max_model_length": 64,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "tensorboard",
-        "num_processes": 1,
-        "use_cpu": True,
-    }
-    path = folder / "x.yaml"
-    path.write_text(yaml.safe_dump(values | changed))
-    return path
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """The user's folder: eight problems like GSM8K's, and a module with a reward."""
+    (tmp_path / "data").mkdir()
+    rows = [{"question": f"{10 + row}+{20 + row}=", "answer": f"so\n#### {30 + 2 * row}"} for row in range(8)]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
 
 @pytest.mark.engine
-def test_a_run_from_a_file_with_tensorboard_and_a_report(checkpoint, tmp_path, monkeypatch, capfd):
-    """What `accelerate launch` runs in each process; that it launches this module is tested below."""
-    path, made = config(tmp_path, checkpoint("qwen3")), []
-    real = trl_fp8.trainer.FP8GRPOTrainer
-    monkeypatch.setattr(trl_fp8.trainer, "FP8GRPOTrainer", lambda **options: made.append(real(**options)) or made[0])
-    monkeypatch.setattr(sys, "argv", ["trl-fp8", "--config", str(path), "--kv_scale_margin", "1.25"])
-    monkeypatch.chdir(tmp_path)  # where my_rewards.py is
-    try:
-        train.main()
-    finally:
-        engines.shutdown(made[0].vllm_generation.llm)
-    printed = capfd.readouterr().out
-    assert "FP8 plan: 14 linear layers" in printed and "Engine: " in printed and "Model saved to" in printed
-    run = read_run(tmp_path / "run")
+def test_a_recipe_trains_on_what_is_given_instead_of_its_model(checkpoint, here, monkeypatch, capfd):
+    """Two steps on the CPU, through accelerate; metrics in a local backend, and a report of them."""
+    small = {
+        "model_name_or_path": checkpoint("qwen3"),
+        "output_dir": "run",
+        "dataset_name": "data",
+        "dataset_config": "default",
+        "chat_template_kwargs": "{}",
+        "reward_funcs": "my_rewards.digits think_format_reward soft_overlong_punishment",
+        "overlong_buffer": 32,  # all lengths are punished differently, so that groups have something to learn from
+        "per_device_train_batch_size": 16,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 4,
+        "max_completion_length": 32,
+        "vllm_max_model_length": 128,
+        "kv_scale_margin": 1.25,
+        "warmup_steps": 0,
+        "max_steps": 2,
+        "report_to": "tensorboard",
+    }
+    words = [word for flag, value in small.items() for word in (f"--{flag}", *str(value).split())]
+    for name in NOT_INHERITED:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(here / "cache"))
+    assert main(["train", "--config", str(GSM8K), *words]) == 0
+    printed = capfd.readouterr()
+    assert "FP8 plan" in printed.out and "Engine: " in printed.out and "Model saved to run" in printed.out
+    assert "not passed to `accelerate launch`" not in printed.err
+    saved = load_file(here / "run" / "adapter_model.safetensors")
+    assert len(saved) == 28 and any(tensor.any() for name, tensor in saved.items() if "lora_B" in name)
+    run = read_run(here / "run")
     assert run.facts["fp8_linears"] == 14 and run.facts["fp8_flags"]["kv_scale_margin"] == 1.25
+    weights, kv_cache = run.facts["weight_bytes"], run.facts["kv_bytes_per_token"]
+    assert weights[0] > weights[1] and kv_cache[0] == 2 * kv_cache[1]
     assert [row["step"] for row in run.rollouts] == [0, 1] and sum(run.rollouts[0]["log_ratio_counts"]) > 0
     shapes = [(len(row["kv_scales"]), len(row["kv_scales"][0]), len(row["kv_saturation"])) for row in run.rollouts]
     assert shapes == [(2, 3, 2)] * 2  # what the KV cache recorded of a batch comes before the run log writes
-    (events,) = (tmp_path / "run" / "runs").glob("**/events*")
+    rows = [row for row in run.logs if "reward" in row]
+    assert all(row["rewards/think_format_reward/mean"] == 0.0 and row["fp8/audited_tensors"] > 0 for row in rows)
+    assert all(-1.0 <= row["rewards/soft_overlong_punishment_reward/mean"] < 0.0 for row in rows)
+    (events,) = (here / "run" / "runs").glob("**/events*")
     metrics = EventAccumulator(str(events)).Reload()
-    for name in ("mismatch/k3_kl", "fp8/sync_seconds", "correction/effective_sample_size", "reward"):
+    for name in ("mismatch/k3_kl", "fp8/sync_seconds", "correction/effective_sample_size", "rewards/digits/mean"):
         shown = [event.value for event in metrics.Scalars(f"train/{name}")]
-        assert shown == pytest.approx([row[name] for row in run.logs if name in row], rel=1e-5) and len(shown) == 2, (
-            name
-        )
-    assert main(["report", str(tmp_path / "run")]) == 0
-    assert "pictures beside it" in capfd.readouterr().out
+        assert shown == pytest.approx([row[name] for row in rows], rel=1e-5) and len(shown) == 2, name
+    assert main(["report", str(here / "run")]) == 0
+    assert "report.html" in capfd.readouterr().out
 
 
-def launched(monkeypatch, *words):
-    seen = {}
-    monkeypatch.setattr(accelerate.commands.launch, "launch_command", lambda args: seen.update(vars(args)))
-    assert main(["train", *map(str, words)]) == 0
-    return SimpleNamespace(**seen)
+# Up to the launch
 
 
-def test_what_accelerate_knows_goes_to_accelerate_and_the_rest_to_the_script(checkpoint, tmp_path, monkeypatch):
-    path = config(tmp_path, checkpoint("qwen3"), num_processes=2)
+def settings(**changed):
+    """A file with what a run needs, and `changed`; None removes a line."""
+    values = {"model_name_or_path": "a/model", "dataset_name": "data", "reward_funcs": ["my_rewards.digits"]}
+    values |= {"prompt_column": "question", "use_cpu": True, "bf16": False} | changed
+    text = yaml.safe_dump({name: value for name, value in values.items() if value is not None})
+    Path("x.yaml").write_text(text)
+    return "x.yaml"
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    """Every model is there. Datasets are those of folders."""
+    load_dataset = datasets.load_dataset
+    without_hub(monkeypatch)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+
+
+def test_what_accelerate_knows_goes_to_accelerate_and_the_rest_to_the_script(here, no_models, monkeypatch):
+    path = settings(num_processes=2)
     args = launched(monkeypatch, "--config", path, "--num_machines", 1, "--learning_rate", "1e-3")
-    assert args.num_processes == 2 and args.num_machines == 1
+    assert args.num_processes == 2 and args.num_machines == 1 and args.quiet
     assert args.module and args.training_script == train.__name__
-    assert args.training_script_args == ["--config", str(path), "--learning_rate", "1e-3"]
-    args = launched(monkeypatch, "--config", path, "--accelerate_config", "fsdp2")
+    assert args.training_script_args == ["--config", path, "--learning_rate", "1e-3"]
+    args = launched(monkeypatch, f"--config={path}", "--accelerate_config", "fsdp2")
     assert args.config_file.endswith("fsdp2.yaml") and Path(args.config_file).exists()
 
 
-def test_an_unknown_flag_and_an_unknown_value_are_errors(checkpoint, tmp_path, capsys):
-    path = config(tmp_path, checkpoint("qwen3"))
-    with pytest.raises(SystemExit):
-        main(["train", "--config", str(path), "--kv_cache_type", "fp8"])
-    assert "kv_cache_type" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="kv_cache_dtype='int8' is not supported"):
-        main(["train", "--config", str(path), "--kv_cache_dtype", "int8"])
+def test_batches_are_checked_for_the_processes_that_will_be(here, no_models, monkeypatch, capsys):
+    """8 processes have a whole group together, one has part of it."""
+    words = ["--config", settings(per_device_train_batch_size=1, num_generations=8, gradient_accumulation_steps=1)]
+    assert launched(monkeypatch, *words, "--num_processes", 8).num_processes == 8
+    assert launched(monkeypatch, *words, "--accelerate_config", "zero3").config_file.endswith("zero3.yaml")
+    assert main(["train", *words, "--num_processes", "4"]) == 2
+    assert "generation_batch_size (4) must be divisible by num_generations (8)" in capsys.readouterr().err
+
+
+def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models, monkeypatch):
+    mixture = [{"path": "json", "data_files": "data/train.jsonl"}] * 2
+    path = settings(dataset_name=None, datasets=mixture, reward_funcs="my_rewards.digits")
+    assert launched(monkeypatch, "--config", path).training_script_args == ["--config", path]
+    run = train.prepare(train.read(["--config", path]))
+    assert run.script.reward_funcs == ["my_rewards.digits"] and len(run.trained["train_dataset"]) == 16
+
+
+MISTAKES = {  # what is said -> what changes the file, and the words after it
+    "Unknown key 'fp8_wieghts' in x.yaml: did you mean fp8_weights?": ({"fp8_wieghts": True}, ""),
+    "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
+    "'x.yaml' belongs to no flag. A YAML file follows --config": ({}, None),
+    "--config takes one YAML file": ({}, "--config x.yaml"),
+    "model_name_or_path is not set. Give a model": ({"model_name_or_path": None}, ""),
+    "dataset_name is not set. Give one of them": ({"dataset_name": None}, ""),
+    "dataset_name='data' and datasets are both set": ({"datasets": [{"path": "data"}]}, ""),
+    "reward_funcs is not set. Use some of accuracy_reward": ({"reward_funcs": None}, ""),
+    "there is no 'acuracy_reward': did you mean accuracy_reward?": ({}, "--reward_funcs acuracy_reward"),
+    "'my_reward.digits': no module 'my_reward' is installed": ({}, "--reward_funcs my_reward.digits"),
+    "'no.such.digits': no module 'no.such' is installed": ({}, "--reward_funcs no.such.digits"),
+    "--accelerate_config fsdp3: there is no such file, nor is it one of fsdp1, fsdp2, multi_gpu": (
+        {},
+        "--accelerate_config fsdp3",
+    ),
+    "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
+    "max_steps='many' in the YAML file: it has to be an integer, by default -1": ({"max_steps": "many"}, ""),
+    "max_steps=[1, 2] in the YAML file: it has to be an integer": ({"max_steps": [1, 2]}, ""),
+    "max_steps='' in the YAML file: it has to be an integer": ({"max_steps": ""}, ""),
+    "fp8_weights='maybe' in the YAML file: it has to be true or false, by default True": (
+        {"fp8_weights": "maybe"},
+        "",
+    ),
+    "save_strategy=False in the YAML file: it has to be one of ['no', ": ({"save_strategy": False}, ""),
+    "--max_steps: invalid int value: 'many'": ({}, "--max_steps many"),
+    "'{enable_thinking:' begins like JSON and is none": ({}, "--chat_template_kwargs {enable_thinking: false}"),
+    "--max_steps: expected one argument": ({}, "--max_steps"),
+    "accelerate launch: --num_processes: invalid int value: 'two'": (
+        {},
+        "--num_processes two",
+    ),
+    "'True' belongs to no flag of accelerate": ({"multi_gpu": True}, ""),
+    "datasets=[{'pth': 'data'}] in the YAML file: each of them has to have path, and may have name": (
+        {"dataset_name": None, "datasets": [{"pth": "data"}]},
+        "",
+    ),
+    "kv_cache_dtype='int8' is not supported": ({}, "--kv_cache_dtype int8"),
+    "dataset_name='dta': ": ({"dataset_name": "dta"}, ""),
+    "dataset_name='/no/data': Couldn't find any data file": ({"dataset_name": "/no/data"}, ""),
+    "Give its folder, or in the YAML file datasets": ({"dataset_name": "data/train.jsonl"}, ""),
+    "Available: ['default']. Set dataset_config": ({"dataset_config": "main"}, ""),
+    "dataset_train_split='trian': dataset_name='data' has 'train'. Set": ({"dataset_train_split": "trian"}, ""),
+    "dataset_test_split='test': dataset_name='data' has 'train'.": ({"eval_strategy": "steps"}, ""),
+    "prompt_column='problem': dataset_name='data' has 'question', 'answer'.": ({"prompt_column": "problem"}, ""),
+    "prompt_column='prompt': dataset_name='data' has": ({"prompt_column": None, "dataset_streaming": True}, ""),
+    "solution_column='solution': dataset_name='data' has": ({"reward_funcs": "accuracy_reward"}, ""),
+}
+
+
+@pytest.mark.parametrize("said", MISTAKES)
+def test_a_mistake_is_one_line_before_anything_is_launched(said, here, no_models, capfd):
+    changed, words = MISTAKES[said]
+    (here / "wrong.yaml").write_text("num_proceses: 8")
+    words = [settings(**changed)] if words is None else ["--config", settings(**changed), *words.split()]
+    assert main(["train", *words]) == 2
+    assert_only(said, capfd.readouterr().err)
+
+
+def assert_only(said, printed):
+    """It is said in one line, with nothing but progress above it, which ends its lines by itself."""
+    *progress, line = printed.splitlines()
+    assert line.startswith("trl-fp8: ") and said in line
+    assert all(re.match(r"|Generating train split: |Map: ", line) for line in progress)
+
+
+FILES = {  # text -> what is said of it
+    "": "--config x.yaml is empty. It takes lines such as",
+    "- fp8_weights": "--config x.yaml is a list",
+    "fp8_weights: [": "--config x.yaml is no YAML",
+    "# examples/grpo_addition.py: small": "is of another script: python examples/grpo_addition.py --config x.yaml",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_file_that_cannot_be_meant_is_refused(text, here, capsys):
+    Path("x.yaml").write_text(text)
+    assert main(["train", "--config", "x.yaml"]) == 2
+    assert FILES[text] in capsys.readouterr().err
+    assert main(["train", "--config", "y.yaml"]) == 2
+    assert "--config y.yaml: there is no such file: did you mean x.yaml?" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, capsys):
+    path = settings(model_name_or_path="./model")
+    assert main(["train", "--config", path]) == 2
+    assert_only("model_name_or_path='./model': ", capsys.readouterr().err)
+    Path("model").mkdir()
+    Path("model/config.json").write_text('{"model_type": "gpt_oss"}')
+    assert main(["train", "--config", path]) == 2
+    assert_only("'./model': models of type 'gpt_oss' cannot be served", capsys.readouterr().err)
+
+
+def test_a_dataset_that_cannot_be_read_is_named(here, no_models, capsys):
+    Path("data/train.jsonl").write_text('{"question": ')
+    assert main(["train", "--config", settings()]) == 2
+    assert "trl-fp8: dataset_name='data': " in (said := capsys.readouterr().err) and "JSON parse error" in said
+
+
+def test_a_dataset_that_the_hub_does_not_have_is_named(here, monkeypatch, capsys):
+    def load_dataset(path, **options):
+        raise DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub.") from RuntimeError("404 Client Error")
+
+    without_hub(monkeypatch)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert main(["train", "--config", settings(dataset_name="openai/gsm9k")]) == 2
+    assert_only(
+        "dataset_name='openai/gsm9k': Dataset 'openai/gsm9k' doesn't exist on the Hub. Give", capsys.readouterr().err
+    )
+
+
+def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):
+    monkeypatch.setattr(rewards, "find_spec", lambda name: None)
+    rewards.check_rewards(["think_format_reward"], [])
+    with pytest.raises(ValueError, match=r"accuracy_reward compares .*pip install 'trl-fp8\[recipes\]'"):
+        rewards.check_rewards(["accuracy_reward"], [])
+
+
+def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monkeypatch, capsys):
+    """The function of a reward's module, which the command does not import; the first rank says it for all."""
+    words = ["train", "--config", settings(), "--reward_funcs", "my_rewards.digit"]
+    monkeypatch.setattr(sys, "argv", words)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            train.main()
+        said = "trl-fp8: reward_funcs: my_rewards has no 'digit': did you mean digits?\n"
+        assert capsys.readouterr().err.endswith(said) == (rank == "0")
+
+
+def test_what_a_rewards_module_raises_is_seen(here):
+    Path("broken_rewards.py").write_text("int('many')")
+    with pytest.raises(RuntimeError, match="broken_rewards cannot be imported") as raised:
+        rewards.reward_functions(["broken_rewards.digits"], 16, 4)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_other_errors_keep_their_traceback(here, no_models, monkeypatch):
+    monkeypatch.setattr(train, "_processes", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["train", "--config", settings()])
+
+
+# What it learns from
+
+
+def test_rewards_are_those_asked_for():
+    accuracy, overlong, as_trl = rewards.reward_functions(
+        ["accuracy_reward", "soft_overlong_punishment", "get_soft_overlong_punishment"], 16, overlong_buffer=4
+    )
+    assert accuracy.__name__ == "accuracy_reward"
+    assert overlong(completion_ids=[[0] * 12, [0] * 14, [0] * 16]) == [0.0, -0.5, -1.0]
+    assert as_trl(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0]
+
+
+def test_rows_stay_as_they_are_unless_a_flag_says_otherwise():
+    script, user = make_parser().parse_args_and_config([])[0], {"role": "user", "content": "1+1="}
+    assert as_problem({"prompt": "1+1=", "solution": "2"}, script) == {}
+    columns = dataclasses.replace(script, prompt_column="problem", solution_column="answer")
+    assert as_problem({"problem": "1+1=", "answer": "2"}, columns) == {"prompt": [user], "solution": "2"}
+    told = as_problem({"prompt": [user], "solution": "2"}, dataclasses.replace(script, system_prompt="Add."))
+    assert told == {"prompt": [{"role": "system", "content": "Add."}, user]}
+
+
+def test_answers_of_gsm8k_are_verified():
+    script, made, _, _ = make_parser().parse_args_and_config(["--config", str(GSM8K)])
+    row = {"question": "Natalia sold 48 clips, and then half of it. How many?", "answer": "48/2=24, 48+24=72\n#### 72"}
+    solution = as_problem(row, script)["solution"]
+    (reward,) = rewards.reward_functions(script.reward_funcs, made.max_completion_length, script.overlong_buffer)
+    completions = [[{"content": text}] for text in ("It is \\boxed{72}.", "It is \\boxed{24}.", "\\boxed{72.0}")]
+    assert reward(completions, solution=[solution] * 3) == [1.0, 0.0, 1.0]
+
+
+# Help
+
+
+def test_names_are_read_from_the_sources_that_declare_them():
+    fields = {field.name for kind in make_parser().dataclass_types for field in dataclasses.fields(kind) if field.init}
+    options = vars(launch_command_parser().parse_args(["script.py"])).keys()
+    known = known_names()
+    assert fields - known == set()
+    assert options - known == {"nondefault", "tpu_use_cluster"}
+    assert (
+        len([name for name in known - fields - options if not name.startswith("no_")]) < 20
+    )  # of a mixture's datasets
+
+
+def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys):
+    assert main(["train", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert all(f"--{name} " in short for names in COMMON.values() for name in names.split())
+    assert len(short.splitlines()) <= 50 and max(map(len, short.splitlines())) <= 120
+    assert main(["train", "--help-all"]) == 0
+    assert {"--dataloader_num_workers", "--kv_scale_margin"} <= {*capsys.readouterr().out.split()}

@@ -1,68 +1,220 @@
-"""`trl-fp8 plan`: what of a model would be FP8, and what fits into a GPU then, from its config.json."""
+"""`trl-fp8 plan`: what of a model would be FP8, what fits on which GPUs and what it may gain, from its config."""
 
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import fields
+from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar, get_args
 
-from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES
-from trl_fp8.planning.capacity import GIB, Capacity, as_json, as_text
-from trl_fp8.planning.plan import plan_for
+from trl_fp8.flags.forward import ForwardFlags
+from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES, KVCacheFlags
+from trl_fp8.flags.router import RouterFlags
+from trl_fp8.planning.capacity import LORA_RANK, Planner
+from trl_fp8.planning.plan import Plan, format_bytes, plan_for
+from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, Settings
+from trl_fp8.planning.summary import as_json, as_text
 from trl_fp8.quantization.formats import FORMATS
+from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
-from trl_fp8.recipe.servable import require_servable
+from trl_fp8.recipe.servable import Resolve, require_servable
+from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
 
 
+FlagGroup = TypeVar("FlagGroup", KVCacheFlags, ForwardFlags, RouterFlags)
+# TRL's name -> the flag here
+FLAGS = {
+    "num_processes": "--gpus",
+    "gpu_memory": "--gpu-memory",
+    "vllm_gpu_memory_utilization": "--gpu-memory-utilization",
+    "vllm_tensor_parallel_size": "--tensor-parallel-size",
+    "lora_r": "--lora",
+    "dtype": "--dtype",
+    "vllm_max_model_length": "--context",
+    "generation_batch_size": "--completions",
+    "fp8_weight_format": "--weight-format",
+    "kv_cache_dtype": "--kv-cache-dtype",
+}
+
+
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("model", help="model id or folder; only its config is read")
-    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
-    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="fp8")
+    parser.add_argument("model", nargs="?", help="model id or folder; only its config is read")
+    parser.add_argument(
+        "--config", metavar="RECIPE", help="a file of `trl-fp8 train`, read for memory and FP8; flags here win"
+    )
+    numbers = {
+        "num_processes": ("N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
+        "gpu_memory": ("GIB", float, "of one GPU (80)"),
+        "vllm_gpu_memory_utilization": ("SHARE", float, "of a GPU that the engine gets (what fits best)"),
+        "vllm_tensor_parallel_size": ("N", int, "GPUs that share an engine (the smallest that fits)"),
+        "vllm_max_model_length": ("TOKENS", int, f"of a prompt and its completion ({CONTEXT})"),
+        "generation_batch_size": ("N", int, f"completions of a generation, on all GPUs ({COMPLETIONS})"),
+    }
+    for key, (metavar, kind, text) in numbers.items():
+        parser.add_argument(FLAGS[key], dest=key, type=kind, metavar=metavar, help=text)
+    lora = {"nargs": "?", "const": LORA_RANK, "metavar": "RANK", "help": f"train adapters of a rank ({LORA_RANK})"}
+    parser.add_argument("--lora", dest="lora_r", type=int, **lora)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the policy's weights (float32, as TRL)")
+    parser.add_argument("--weight-format", dest="fp8_weight_format", choices=FORMATS, help="of FP8 weights (blocks)")
+    choices = (*KV_CACHE_DTYPES, "fp8_e4m3")
+    parser.add_argument("--kv-cache-dtype", dest="kv_cache_dtype", choices=choices, help="of the KV cache (fp8)")
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
-    parser.add_argument("--gpu-memory", type=float, default=80.0, metavar="GIB", help="of one GPU (default: 80)")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.6, metavar="SHARE", help="engine's (0.6)")
-    parser.add_argument("--json", action="store_true", help="figures for scripts instead of the table")
+    parser.add_argument("--modules", action="store_true", help="which modules are FP8, and why others are not")
+    parser.add_argument("--json", action="store_true", help="figures for scripts")
 
 
 def run(given: Namespace) -> str:
-    outline = _outline(given.model)
-    flags = {name: getattr(given, name) for name in ("weight_format", "kv_cache_dtype", "tensor_parallel_size")}
-    plan = plan_for(outline, recipe_for(outline, **flags, expert_kernels=given.engine == "cuda"))
-    capacity = Capacity(plan, int(given.gpu_memory * GIB), given.gpu_memory_utilization)
+    recipe = None if given.config is None else _recipe(given.config)
+    words = {key: value for key in FLAGS if (value := getattr(given, key)) is not None}
+    settings = Settings(words, FLAGS, recipe)
+    if not (model := given.model or settings.value("model_name_or_path")):
+        raise ValueError("no model: give its id or folder, or a --config that has model_name_or_path.")
+    options, forward, router = _checked_flags(settings)
+    outline = _outline(str(model))
+    setup = settings.setup(outline.context)
+    _check_model(forward, router, outline, setup.tensor_parallel_size)
+
+    @cache
+    def plan_at(ranks: int) -> Plan:
+        kernels = given.engine == "cuda"
+        return plan_for(outline, recipe_for(outline, **options, tensor_parallel_size=ranks, expert_kernels=kernels))
+
+    planner = Planner(outline, plan_at)
+    if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
+        raise ValueError(
+            f"{settings.shown('vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of {model} by it. "
+            "Give --tensor-parallel-size 1, or a divisor of their number."
+        )
+    capacity = planner.capacity(setup)
+    ways = [] if capacity.why_not is None else planner.ways(setup)
     if given.json:
-        return json.dumps(as_json(capacity, outline), indent=2)
-    return f"{plan.table()}\n{as_text(capacity, outline)}"
+        return json.dumps(as_json(capacity, ways, outline), indent=2)
+    table = f"{capacity.plan.table()}\n\n" if given.modules else ""
+    return table + as_text(capacity, ways, outline, recipe)
+
+
+def _recipe(path: str) -> dict[str, Any]:
+    """The keys of a recipe, whatever they are; those that no plan knows are none of its business."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        said = " ".join(str(error).split())
+        raise ValueError(f"--config {path}: it cannot be read as YAML ({said}). Give a recipe's file.") from error
+    if not isinstance(found, Mapping):
+        raise ValueError(f"--config {path}: it holds no keys. Give a recipe's file, as in examples/configs.")
+    return {str(key): value for key, value in found.items()}
+
+
+def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, RouterFlags]:
+    """What `recipe_for` takes, and two groups of flags, after the trainer's checks that need neither torch nor TRL."""
+    blind = None
+    if settings.truth("mask_truncated_completions"):
+        blind = "mask_truncated_completions=True"
+    if not settings.truth("vllm_importance_sampling_correction", True):
+        blind = "vllm_importance_sampling_correction=False"
+    fp8_weights = settings.truth("fp8_weights", True)
+    cache, forward, router = (_made(kind, settings) for kind in (KVCacheFlags, ForwardFlags, RouterFlags))
+    others = {name: settings.truth(name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
+    forward.check_forward(fp8_weights, settings.truth("fp16"), cache.simulate_kv_cache, others)
+    cache.resolve_kv_cache(blind, alone=forward.fp8_flow_on or not fp8_weights)
+    router.check_router(settings.truth("use_vllm", True), settings.value("vllm_mode", "colocate"), blind)
+    options = {
+        "fp8_weights": fp8_weights,
+        "kv_cache_dtype": cache.kv_cache_dtype,
+        "kv_cache_skip_layers": cache.skip_layers or (),
+        "weight_format": settings.choice("fp8_weight_format", "blocks", tuple(FORMATS)),
+        "ignored_modules": tuple(settings.names("fp8_ignored_modules") or ()),
+    }
+    return options, forward, router
+
+
+def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:
+    """A group of flags with the values that were given for it, of the types that it declares."""
+    read = {int: settings.any_number, float: settings.any_number, bool: settings.truth, str: settings.text}
+    found = {}
+    for field in fields(kind):
+        if settings.value(field.name) is not None:
+            declared = next((one for one in read if one in (field.type, *get_args(field.type))), None)
+            found[field.name] = read.get(declared, settings.names)(field.name)
+    return kind(**found)
+
+
+def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, ranks: int | None) -> None:
+    """What else the trainer refuses of a model, as far as it shows here."""
+    if forward.fp8_flow_on and outline.model_type.removesuffix("_text") not in FAMILIES:
+        raise ValueError(
+            f"fp8_forward={forward.fp8_forward!r} with a policy of type {outline.model_type!r}: which operations of "
+            f"its layers an engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
+        )
+    if router.routes_returned and not outline.experts:
+        raise ValueError(
+            f"router_replay={router.router_replay!r} with a model of type {outline.model_type!r}: it has no routers, "
+            "so there is nothing to replay. Set router_replay='off'."
+        )
+    if router.routes_returned and (ranks or 1) > 1:
+        raise ValueError(
+            f"router_replay={router.router_replay!r} with vllm_tensor_parallel_size={ranks}: only the first rank of "
+            "an engine returns the experts that it chose. Set vllm_tensor_parallel_size=1, or router_replay='off'."
+        )
 
 
 def _outline(model: str) -> Outline:
     config = model_config(model)
-    if (outline := outline_of_config(config, model)) is not None:
-        require_servable(outline)
-        return outline
+    try:
+        outline = outline_of_config(config, model)
+    except ValueError as error:
+        raise ValueError(f"MODEL={model!r}: {error}") from error
+    if outline is not None:
+        return _served(outline, None)
+    if not config.get("model_type"):
+        raise ValueError(f"MODEL={model!r}: its config.json has no model_type. Give the folder of a whole checkpoint.")
     from trl_fp8.upstream.vllm import engine_class  # torch comes with it, which a plan from a config does without
 
     with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
         outline = _outline_by_transformers(model, config)
-        require_servable(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
+        return _served(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
+
+
+def _served(outline: Outline, resolve: Resolve | None) -> Outline:
+    """The outline, if an engine can serve the model; the error says what it takes in BF16, too."""
+    try:
+        require_servable(outline, resolve)
+    except ValueError as error:
+        plan = plan_for(outline, recipe_for(outline, fp8_weights=False, kv_cache_dtype="auto"))
+        size, token = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
+        in_bf16 = f"In BF16 {outline.name} takes {size} of weights, and {token} of KV cache per token."
+        raise ValueError(f"{error}\n{in_bf16}") from error
     return outline
 
 
-def _outline_by_transformers(model: str, config: dict) -> Outline:
+def _outline_by_transformers(model: str, config: Mapping[str, Any]) -> Outline:
     """Any other architecture: from the model itself, without weights."""
     import torch
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
     from trl_fp8.recipe.from_model import outline_of
 
-    if "auto_map" in config and config.get("model_type") not in CONFIG_MAPPING:
+    kind = config.get("model_type")
+    if "auto_map" in config and kind not in CONFIG_MAPPING:
         raise ValueError(
-            f"MODEL={model!r}: models of type {config.get('model_type')!r} bring their own code (auto_map), which a "
-            "plan does not run. FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether "
-            "vLLM can serve the model."
+            f"MODEL={model!r}: models of type {kind!r} bring their own code (auto_map), which a plan does not run. "
+            "FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM can serve it."
         )
-    with torch.device("meta"):
-        return outline_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+    try:
+        with torch.device("meta"):
+            return outline_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
+    except Exception as error:  # whatever a class of transformers makes of fields that nobody checked
+        said = str(error).strip().partition("\n")[0][:300]
+        raise ValueError(
+            f"MODEL={model!r}: transformers makes no causal language model of a config of type {kind!r} "
+            f"({type(error).__name__}: {said}). Check its config.json."
+        ) from error

@@ -18,4 +18,4 @@ def run(given: Namespace) -> str:
     from trl_fp8.run.file import read_runs
 
     page = write_report(read_runs(given.runs), given.output or Path(given.runs[0], "report"))
-    return f"written: {page}, and its pictures as PNG beside it"
+    return f"written: {page} (open it in a browser), and its pictures beside it as PNG"

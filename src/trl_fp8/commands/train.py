@@ -1,58 +1,186 @@
-"""`trl-fp8 train`: `trl grpo` with `FP8GRPOTrainer`.
+"""`trl-fp8 train`: GRPO with FP8 rollouts from a YAML file and flags, those of `trl grpo` and the FP8 ones.
 
-The command splits its words as `trl grpo` does: what the trainer's dataclasses know goes to the script, the rest to
-`accelerate launch`, which runs this module once a process.
+The command checks what it can, once, and starts `accelerate launch`, which runs this module in each process. Clusters
+that start accelerate themselves do the same with `accelerate launch ... -m trl_fp8.commands.train --config FILE`.
 """
 
-from typing import TYPE_CHECKING
+import os
+import sys
+from argparse import Namespace
+from importlib.resources import files
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from trl_fp8.console.quiet import quiet
+from trl_fp8.recipe.outline import outline_of_config
+from trl_fp8.recipe.servable import require_servable
+
+from .rewards import check_rewards, reward_functions
+from .settings import Settings, check, read
 
 
-if TYPE_CHECKING:
-    from trl import TrlParser
+# What `accelerate launch` takes, and warns that it does, where nothing says how to launch
+DEFAULTS = "--num_machines 1 --mixed_precision no --dynamo_backend no"
+
+
+class Run(NamedTuple):
+    """What a run is made of: the parsed dataclasses of the arguments, and what `FP8GRPOTrainer` gets of them."""
+
+    script: Any
+    args: Any
+    trained: dict[str, Any]
+    launch_words: tuple[list[str], list[str]]  # accelerate's, of the file and of the words
 
 
 def launch(words: list[str]) -> int:
-    """Start `accelerate launch` on this module; `--accelerate_config` takes a file or the name of one of TRL's."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+    """Check everything, and start `accelerate launch` on this module. Returns 2, after one line, if that cannot be."""
+    if asked := {"-h", "--help", "--help-all"}.intersection(words):
+        from .arguments import common_help, make_parser
 
-    *_, from_config, from_words = make_parser().parse_args_and_config(
-        words, return_remaining_strings=True, separate_remaining_strings=True
-    )
-    launch_words = resolve_accelerate_config_argument(from_config + from_words)
-    launched = launch_command_parser().parse_args([*launch_words, "--module", __name__, *_without(words, from_words)])
+        sys.stdout.write(make_parser().format_help() if "--help-all" in asked else common_help())
+        return 0
+    try:
+        launched = _launched(_checked(words))
+    except (ValueError, OSError) as error:
+        return _refuse(error)
+    from accelerate.commands.launch import launch_command
+
     launch_command(launched)
     return 0
 
 
-def make_parser() -> "TrlParser":
-    """Arguments of `trl grpo`, with `FP8GRPOConfig` in place of `GRPOConfig`."""
-    import torch
-    from trl import DatasetMixtureConfig, ModelConfig, TrlParser
-    from trl.scripts.grpo import GRPOScriptArguments
-
-    from trl_fp8.config import FP8GRPOConfig
-
-    parser = TrlParser((GRPOScriptArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig), prog="trl-fp8 train")
-    if not torch.cuda.is_available():
-        parser.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
-    return parser
-
-
 def main() -> None:
-    """What each process runs: TRL's own script, whose trainer is exchanged."""
-    quiet()
-    import trl
-    from trl.scripts.grpo import main as train_as_trl
-
+    """What each process runs."""
+    try:
+        run = prepare(_checked(sys.argv[1:]))
+        script, args = run.script, run.args
+        rewards = reward_functions(script.reward_funcs or [], args.max_completion_length, script.overlong_buffer)
+    except (ValueError, OSError) as error:
+        same_on_all = not isinstance(error, OSError)  # the user's mistake, not a disk or a network of one machine
+        sys.exit(2 if same_on_all and os.environ.get("RANK", "0") != "0" else _refuse(error))
     from trl_fp8.trainer import FP8GRPOTrainer
-    from trl_fp8.upstream.patches import substituted
 
-    script, args, model, dataset = make_parser().parse_args_and_config(fail_with_unknown_args=False)
-    with substituted(trl, "GRPOTrainer", FP8GRPOTrainer):
-        train_as_trl(script, args, model, dataset)
+    if script.reward_model_name_or_path:
+        rewards.insert(0, script.reward_model_name_or_path)
+    trainer = FP8GRPOTrainer(reward_funcs=rewards, args=args, **run.trained)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.accelerator.print(f"Model saved to {args.output_dir}")
+    if args.push_to_hub:
+        trainer.push_to_hub(dataset_name=script.dataset_name)
+
+
+def prepare(given: Settings, processes: int | None = None) -> Run:
+    """All of a run but its rewards and engine.
+
+    Args:
+        given: What the user says.
+        processes: On all machines together, if they do not run yet; None in one of them.
+
+    Raises:
+        ValueError: Something is set that cannot be; the message names it, and what to set instead.
+        OSError: A file, model or dataset is not there, or out of reach.
+    """
+    from transformers import PreTrainedConfig
+    from trl import get_peft_config, get_quantization_config
+
+    from .arguments import make_parser
+    from .problems import load_problems
+
+    try:
+        script, args, model, mixture, *launch_words = make_parser(processes).parse_args_and_config(
+            given.words, return_remaining_strings=True, separate_remaining_strings=True
+        )
+    except JSONDecodeError as error:
+        raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
+    name = model.model_name_or_path
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
+        if args.own_engine and (outline := outline_of_config(config, name)) is not None:
+            require_servable(outline)
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"model_name_or_path={name!r}: {error}") from error
+    training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
+    loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
+    loading["trust_remote_code"] = args.trust_remote_code
+    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
+    trained = {
+        "model": name,
+        "train_dataset": training,
+        "eval_dataset": evaluation,
+        "quantization_config": get_quantization_config(model),
+        "peft_config": get_peft_config(model),
+    }
+    return Run(script, args, trained, tuple(launch_words))
+
+
+def _checked(words: list[str]) -> Settings:
+    given = read(words)
+    check(given)
+    check_rewards(given.values("reward_funcs"), given.values("reward_model_name_or_path"))
+    return given
+
+
+def _launched(given: Settings) -> Namespace:
+    """The words split as `trl grpo` does: what the dataclasses know goes to the script, the rest to accelerate."""
+    launcher = _launcher(given)
+    processes = _processes(given, launcher)
+    run = prepare(given, processes)
+    from accelerate.commands.launch import launch_command_parser
+
+    from .arguments import LaunchParser
+
+    from_file, from_words = run.launch_words
+    words = ["--config_file", launcher] if launcher else f"--num_processes {processes} {DEFAULTS}".split()
+    words += [*from_file, *from_words]
+    script = ["--module", __name__, *_without(given.words, from_words)]
+    parser = LaunchParser(prog="accelerate")
+    launch_command_parser(parser.add_subparsers())
+    launched = parser.parse_args(["launch", "--quiet", *words, *script])
+    if launched.training_script != __name__:
+        raise ValueError(
+            f"{launched.training_script!r} belongs to no flag of accelerate: given were {' '.join(words)}. Put what "
+            "accelerate shall do into a file, and give it with --accelerate_config."
+        )
+    return launched
+
+
+def _launcher(given: Settings) -> str | None:
+    """The file of accelerate's configuration that is meant, or the user's own if there is one."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    own = default_config_file if Path(default_config_file).is_file() else None
+    asked = next(iter(given.values("accelerate_config") or given.values("config_file")), own)
+    if asked is None or Path(asked).is_file():
+        return asked
+    of_trl = {Path(file.name).stem: str(file) for file in files("trl.accelerate_configs").iterdir() if file.is_file()}
+    if asked not in of_trl:
+        raise ValueError(
+            f"--accelerate_config {asked}: there is no such file, nor is it one of {', '.join(sorted(of_trl))}."
+        )
+    return of_trl[asked]
+
+
+def _processes(given: Settings, launcher: str | None) -> int:
+    """How many `accelerate launch` will start, on all machines together."""
+    import torch
+    from accelerate.commands.config.config_args import load_config_from_file
+    from yaml import YAMLError
+
+    if (number := given.values("num_processes")) and str(number[0]).isdigit():  # accelerate complains of others
+        return int(number[0])
+    if launcher is None:
+        return max(torch.cuda.device_count(), 1)
+    try:
+        return load_config_from_file(launcher).num_processes
+    except (ValueError, TypeError, AttributeError, YAMLError) as error:
+        raise ValueError(f"--accelerate_config {launcher}: {error}") from error
+
+
+def _refuse(error: Exception) -> int:
+    sys.stderr.write(f"trl-fp8: {' '.join(str(error).split())}\n")
+    return 2
 
 
 def _without(words: list[str], removed: list[str]) -> list[str]:

@@ -24,7 +24,6 @@ LOGGED = (
     Noise("torch.utils._pytree", r"<enum .*register_constant\(\)", "torchao 0.18 does so at its import."),
     Noise("vllm.triton_utils.importing", r"Triton is installed, but", "On a CPU there is nothing for Triton to do."),
     Noise("matplotlib.font_manager", r"Matplotlib is building the font cache", "It happens once, and takes seconds."),
-    Noise("accelerate.commands.launch", r"The following values were not passed to", "The run's flags decide."),
     Noise("DeepSpeed", r"Setting accelerator to CPU\.", "TRL imports it; where it is used, it says what it runs on."),
 )
 WARNED = (

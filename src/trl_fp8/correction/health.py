@@ -5,18 +5,20 @@ The text is what a user can change. Saying it once per run is the caller's busin
 
 from collections.abc import Mapping
 
-from .importance import RolloutCorrection
-
 
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.3  # verl's rollout-correction docs
 MAX_TOKEN_MULT_PROB_ERROR = 1.05  # NeMo-RL plots a sample beyond this
 MAX_MASKED_SEQUENCES = 0.2
 
 
-def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection) -> dict[str, str]:
-    """Warnings about any of the mismatch and correction metrics, by name. NaN (nothing measured) is not a warning."""
+def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_only: bool = False) -> dict[str, str]:
+    """Warnings about any of the mismatch and correction metrics, by name. NaN (nothing measured) is not a warning.
+
+    `level` and `monitor_only` are those of the `RolloutCorrection`, which itself would bring torch along: a report of
+    a run does without.
+    """
     warnings = {}
-    sequence = correction.level == "sequence"
+    sequence = level == "sequence"
     size = "correction/sequence_effective_sample_size" if sequence else "correction/effective_sample_size"
     if metrics.get(size, 1.0) < MIN_EFFECTIVE_SAMPLE_SIZE:
         warnings[size] = (
@@ -45,5 +47,5 @@ def health_warnings(metrics: Mapping[str, float], correction: RolloutCorrection)
             "thrown away. For geometric_ratio use centre='measured' or a wider band; at level='sequence' use "
             "bound='truncate', or level='token'."
         )
-    note = "Monitor only, so nothing was applied: " if correction.monitor_only else ""
+    note = "Monitor only, so nothing was applied: " if monitor_only else ""
     return {name: note + text if name.startswith("correction/") else text for name, text in warnings.items()}

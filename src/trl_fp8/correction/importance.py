@@ -38,26 +38,23 @@ AllReduce = Callable[[Tensor], Tensor]
 class RolloutCorrection:
     """How to correct rollouts. The default is token-level truncation at 2, the common choice for FP8 rollouts.
 
-    Parameters:
-        level (`str` or `None`, *optional*, defaults to `"token"`):
-            What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
-            `None` leaves all weights at 1, e.g. to reject without weighting.
-        bound (`str`, *optional*, defaults to `"truncate"`):
-            What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
+    Args:
+        level: What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
+            None leaves all weights at 1, e.g. to reject without weighting.
+        bound: What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
             weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
-        bound_min, bound_max (`float`, *optional*, default to `None` and `2.0`):
-            Bounds of r = pi_trainer / pi_rollout, at most 1 and at least 1. `None` is no bound.
-        reject (`tuple[Rejection, ...]`, *optional*, defaults to `()`):
-            Rejection rules; a token is trained on if all accept it.
-        batch_normalize (`bool`, *optional*, defaults to `False`):
-            Divide the bounded weights by their mean over the batch on all ranks, before rejection, so that the
-            correction does not change the learning rate.
-        denominator (`str`, *optional*, defaults to `"keep"`):
-            `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do not count.
-        bypass (`bool`, *optional*, defaults to `False`):
-            Use the rollout's log-probs as the old log-probs: the policy ratio itself corrects, with `level=None`.
-        monitor_only (`bool`, *optional*, defaults to `False`):
-            Report what the correction would have done and change nothing.
+        bound_min: Lower bound of r = pi_trainer / pi_rollout, at most 1. None is no bound.
+        bound_max: Upper bound, at least 1. None is no bound.
+        reject: Rejection rules; a token is trained on if all accept it.
+        batch_normalize: Divide the bounded weights by their mean over the batch on all ranks, before rejection, so
+            that the correction does not change the learning rate.
+        denominator: `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do
+            not count.
+        bypass: Use the rollout's log-probs as the old log-probs: the policy ratio itself corrects, with `level=None`.
+        monitor_only: Report what the correction would have done and change nothing.
+
+    Raises:
+        ValueError: The settings contradict each other; the message lists how.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = "token"

@@ -35,17 +35,17 @@ Statistic = Literal[_Each, _Every, _Sum, _Mean]
 class Rejection:
     """One rule: a statistic and the band in which it is accepted.
 
-    Parameters:
-        statistic (`str`):
+    Args:
+        statistic: What is looked at, and what is dropped:
+
             - `"token_ratio"`, `"token_k2"`, `"token_k3"`: drop the token.
             - `"token_veto"`: drop the sequence if any token's ratio is outside (catastrophic tokens; 1e-4 is usual).
             - `"sequence_ratio"` (product of r_t), `"geometric_ratio"` (its T-th root), `"sequence_mean_k2"`,
               `"sequence_mean_k3"`, `"sequence_max_k2"`, `"sequence_max_k3"`: drop the sequence.
-        minimum, maximum (`float`, *optional*):
-            Bounds of a ratio (around 1), or the upper bound of a k.
-        centre (`str`, *optional*, defaults to `"one"`):
-            For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. E[log r] is -KL,
-            so a band around 1 rejects typical sequences once the KL of FP8 is comparable to the band's width.
+        minimum: Lower bound of a ratio, at most 1.
+        maximum: Upper bound of a ratio, at least 1, or of a k.
+        centre: For `"geometric_ratio"`: `"measured"` multiplies the band by exp(-KL) measured in the run. E[log r] is
+            -KL, so a band around 1 rejects typical sequences once the KL of FP8 is comparable to the band's width.
     """
 
     statistic: Statistic

@@ -32,7 +32,7 @@ class Correction(Feature):
             batch.tensors, batch.ratio, correction, trainer.accelerator, ratio_from_trl=from_trl
         )
         batch.metrics |= metrics
-        for name, text in health_warnings(metrics, correction).items():
+        for name, text in health_warnings(metrics, correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
                 if trainer.args.fp8_run_log:  # one batch says little, and the report averages

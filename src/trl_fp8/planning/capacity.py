@@ -1,105 +1,203 @@
-"""What fits into a GPU under a plan, and what about the model deserves a look before one is booked."""
+"""What fits: trainer and engine together on each GPU, and what to change where they do not.
 
-from dataclasses import dataclass
-from typing import NamedTuple
+A plan fits if the trainer's memory and the engine's share leave `FREE` of a GPU for what is not counted, and if the
+engine's KV cache then holds a few sequences of full length. What is changed to make a plan fit is computed by the same
+rules as the plan itself, and only offered if it fits.
+"""
 
-from trl_fp8.recipe.names import listed
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
 from trl_fp8.recipe.outline import Outline
-from trl_fp8.recipe.recipe import is_vision
 
 from .plan import Plan
+from .roofline import GIB, Rollout, gpu_of, rollout_seconds
+from .trainer_memory import TrainerMemory, Training, trainer_memory
 
 
-GIB = 2**30
 # CUDA graphs, activations of a few thousand batched tokens, the context: what vLLM keeps beside weights and KV cache
 RESERVED_BYTES = 3 * GIB
+FREE = 0.15  # of a GPU, for what is not counted
+LEAST_SEQUENCES = 8  # of full length that a KV cache holds at once, or all of them if they are fewer
+MOST_GPUS = 64
+SHARES = tuple(share / 20 for share in range(18, 0, -1))  # of a GPU that an engine may get, largest first
+SIZES = (1, 2, 4, 8)  # tensor parallel
+LORA_RANK = 32
+PRECISIONS = {"bf16": (False, False), "fp8_linears": (True, False), "fp8_linears_kv": (True, True)}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is run, and where. None: whatever fits best."""
+
+    training: Training
+    gpu_bytes: float
+    prompt: int  # tokens of `training.tokens` that are given
+    completions: int  # of a generation, on all GPUs
+    group: int = 8  # num_generations, completions of a prompt
+    tensor_parallel_size: int | None = None
+    utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share of a GPU
+    sleeps: bool = False  # vllm_enable_sleep_mode: the engine's memory is the trainer's while it trains
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """KV cache tokens of one engine that gets a share of the memory of each of its ranks' GPUs."""
+    """Memory of each GPU under a plan."""
 
     plan: Plan
-    gpu_bytes: int
-    utilization: float  # `vllm_gpu_memory_utilization`, the share
+    trainer: TrainerMemory
+    setup: Setup
+    utilization: float
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.recipe.tensor_parallel_size
+
+    @property
+    def engine_bytes(self) -> float:
+        return self.utilization * self.setup.gpu_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        if self.setup.sleeps:
+            return self.trainer.states + max(self.trainer.passing, self.engine_bytes)
+        return self.trainer.total + self.engine_bytes
+
+    @property
+    def limit_bytes(self) -> float:
+        return (1 - FREE) * self.setup.gpu_bytes
+
+    @property
+    def sequences(self) -> int:
+        """Completions of a generation that one engine samples."""
+        return -(-self.setup.completions * self.ranks // self.setup.training.gpus)
+
+    def kv_bytes(self, fp8_weights: bool) -> float:
+        """What the engine's share leaves for a KV cache on each rank; negative where it does not hold the weights."""
+        held = self.plan.bytes_after if fp8_weights else self.plan.bytes_before
+        return self.engine_bytes - RESERVED_BYTES - held / self.ranks
+
+    @property
+    def precisions(self) -> dict[str, tuple[bool, bool]]:
+        """Name -> whether weights and KV cache are FP8, as far as the plan has it."""
+        recipe = self.plan.recipe
+        return {
+            name: (weights, cache)
+            for name, (weights, cache) in PRECISIONS.items()
+            if (not weights or recipe.fp8_weights) and (not cache or recipe.fp8_kv_cache)
+        } | ({} if recipe.fp8_weights or not recipe.fp8_kv_cache else {"fp8_kv": (False, True)})
 
     @property
     def kv_tokens(self) -> dict[str, int]:
-        """Tokens that fit beside the weights, both divided over the ranks; 0 if the weights alone do not fit."""
-        plan, ranks = self.plan, self.plan.recipe.tensor_parallel_size
-        before, after = plan.kv_bytes_per_token_before, plan.kv_bytes_per_token_after
-        sizes = {"bf16": (plan.bytes_before, before), "fp8_linears": (plan.bytes_after, before)}
-        sizes |= {"fp8_linears_kv": (plan.bytes_after, after)} if plan.recipe.fp8_kv_cache else {}
-        free = self.gpu_bytes * self.utilization - RESERVED_BYTES
-        return {name: max(0, int((free - held / ranks) * ranks / token)) for name, (held, token) in sizes.items()}
+        """Tokens, of sequences of full length, that the KV cache holds at each precision."""
+        return {name: self._tokens(*fp8) for name, fp8 in self.precisions.items()}
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens that the plan's own KV cache holds."""
+        return self._tokens(*list(self.precisions.values())[-1])
+
+    def _tokens(self, fp8_weights: bool, fp8_kv: bool) -> int:
+        length = self.setup.training.tokens
+        size = self.plan.cache.sequence_bytes(length, fp8_kv)
+        room = max(0.0, self.kv_bytes(fp8_weights))
+        return int(room / size * length) if size else self.sequences * length * (room > 0)
+
+    @property
+    def why_not(self) -> str | None:
+        """What does not fit, in words; None if all does."""
+        if self.total_bytes > self.limit_bytes:
+            return f"{self.total_bytes / GIB:.0f} GiB are more than {self.limit_bytes / GIB:.0f}"
+        least = min(self.sequences, LEAST_SEQUENCES)
+        if self.held_tokens < least * self.setup.training.tokens:
+            return f"no KV cache for {least} sequences of {self.setup.training.tokens:,} tokens"
+        return None
+
+    @cached_property
+    def rollouts(self) -> dict[str, dict[str, float]]:
+        """Estimated seconds of a rollout at each precision, by what they go to; of engines that hold a sequence."""
+        rollout = Rollout(self.sequences, self.setup.prompt, self.setup.training.tokens - self.setup.prompt)
+        gpu, took = gpu_of(self.setup.gpu_bytes), {}
+        for name, (fp8_weights, fp8_kv) in self.precisions.items():
+            room = self.kv_bytes(fp8_weights)
+            if room > self.plan.cache.sequence_bytes(self.setup.training.tokens, fp8_kv):
+                took[name] = rollout_seconds(self.plan, gpu, rollout, fp8_weights, fp8_kv, room)
+        return took
+
+    @property
+    def speedups(self) -> dict[str, float]:
+        """Estimated speed of rollouts over those of a BF16 engine with the same share; empty where that holds none."""
+        took = {name: sum(parts.values()) for name, parts in self.rollouts.items()}
+        return {name: took["bf16"] / seconds for name, seconds in took.items() if name != "bf16" and "bf16" in took}
 
 
-class Risk(NamedTuple):
-    """What may go wrong, in one sentence or two, and the flags of `FP8GRPOConfig` that answer it."""
+@dataclass(frozen=True)
+class Planner:
+    """Capacities of one model under any setup."""
 
-    text: str
-    flags: dict[str, str | int]
+    outline: Outline
+    plan_at: Callable[[int], Plan]  # tensor parallel size -> plan
 
+    def capacity(self, setup: Setup) -> Capacity:
+        """Of a setup, with the smallest tensor parallel size at which it fits where none is given."""
+        trainer = trainer_memory(self.outline, setup.training)
+        if setup.tensor_parallel_size is not None:
+            return self._at(setup, setup.tensor_parallel_size, trainer)
+        found = [self._at(setup, size, trainer) for size in self._sizes(setup.training.gpus)]
+        return next((capacity for capacity in found if capacity.why_not is None), found[0])
 
-def risks(plan: Plan, outline: Outline) -> list[Risk]:
-    """Risks of running a model under a plan; empty if there is nothing to say."""
-    recipe, found = plan.recipe, []
-    key_biases = (name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name))
-    if recipe.fp8_kv_cache and any(key_biases):
-        text = (
-            f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. "
-            "kv_cache_skip_layers='auto' looks for them before the first rollout."
-        )
-        found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
-    if recipe.has_experts:
-        text = (
-            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
-            "'rollout' removes it."
-        )
-        found.append(Risk(text, {"router_replay": "monitor"}))
-    if not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:
-        kept = f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}"
-        split = recipe.tensor_parallel_size > 1
-        remedy = "A smaller vllm_tensor_parallel_size may help." if split else "No flag helps: it is their shape."
-        found.append(Risk(f"{kept}: {listed(not_aligned, 1)}. {remedy}", {}))
-    return found
+    def ways(self, setup: Setup) -> list[Capacity]:
+        """What fits in place of a setup that does not: another split, LoRA, more GPUs; at most one of each kind."""
+        found = (self._first(setups) for setups in self._changes(setup))
+        ways = [capacity for capacity in found if capacity is not None]
+        on_one = [way for way in ways if way.setup.training.gpus == setup.training.gpus]
+        is_lora = any(way.setup.training.lora_rank for way in on_one)
+        return [way for way in ways if way in on_one or not (way.setup.training.lora_rank and is_lora)]
 
+    def _changes(self, setup: Setup) -> Iterator[list[Setup]]:
+        free, training = replace(setup, utilization=None, tensor_parallel_size=None), setup.training
+        rank = training.lora_rank or LORA_RANK
+        lora = [replace(training, lora_rank=rank, dtype=dtype) for dtype in (training.dtype, "bfloat16")]
+        more = [training.gpus * 2**power for power in range(1, 7) if training.gpus * 2**power <= MOST_GPUS]
+        yield [free]
+        yield [replace(free, training=one) for one in lora]
+        if not training.lora_rank:
+            yield [replace(free, training=replace(training, gpus=gpus)) for gpus in more]
+        yield [replace(free, training=replace(one, gpus=gpus)) for gpus in more for one in lora]
 
-def recommended_flags(capacity: Capacity, outline: Outline) -> dict[str, str | int | float]:
-    """Flags of `FP8GRPOConfig` to start with: those of the plan where they are no defaults, and those of its risks."""
-    recipe = capacity.plan.recipe
-    flags: dict[str, str | int | float] = {"vllm_gpu_memory_utilization": capacity.utilization}
-    flags |= {"vllm_tensor_parallel_size": ranks} if (ranks := recipe.tensor_parallel_size) > 1 else {}
-    flags |= {} if recipe.fp8_kv_cache else {"kv_cache_dtype": recipe.kv_cache_dtype}
-    flags |= {"fp8_weight_format": recipe.format.name} if recipe.format.name != "blocks" else {}
-    for risk in risks(capacity.plan, outline):
-        flags |= risk.flags
-    return flags
+    def _first(self, setups: list[Setup]) -> Capacity | None:
+        found = (self.capacity(setup) for setup in setups)
+        return next((capacity for capacity in found if capacity.why_not is None), None)
 
+    def _sizes(self, gpus: int) -> list[int]:
+        """Tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
+        found, whole = [1], self.plan_at(1).fp8_parameters
+        for size in SIZES[1:]:
+            if gpus % size == 0 and self.splits(size) and 1.1 * self.plan_at(size).fp8_parameters >= whole:
+                found.append(size)
+        return found
 
-def as_json(capacity: Capacity, outline: Outline) -> dict:
-    """The plan's figures under fixed names, for scripts."""
-    plan, recipe = capacity.plan, capacity.plan.recipe
-    kept = [name for name, reason in recipe.kept_modules.items() if reason != "router"]
-    return {
-        "model": plan.model_name,
-        "weights_gib": {"bf16": plan.bytes_before / GIB, "fp8": plan.bytes_after / GIB},
-        "kv_tokens": capacity.kv_tokens,
-        "linears": {"fp8": len(recipe.fp8_modules), "high_precision": sum(not n.endswith(".experts") for n in kept)},
-        "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
-        "weight_format": recipe.format.name,
-        "fp8_share_of_parameters": plan.fp8_share,
-        "risks": [risk.text for risk in risks(plan, outline)],
-        "flags": recommended_flags(capacity, outline),
-    }
+    def splits(self, size: int) -> bool:
+        """vLLM can divide the heads over that many ranks."""
+        name = next((name for name in self.outline.linears if name.endswith(".q_proj")), None)
+        kv_heads, head_dim = self.outline.kv_heads, self.outline.head_dim
+        if name is None or not kv_heads or not head_dim:
+            return size == 1
+        queries = self.outline.linears[name][0] // head_dim
+        return queries % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
-
-def as_text(capacity: Capacity, outline: Outline) -> str:
-    """Lines for below the plan's table."""
-    tokens, size = capacity.kv_tokens, f"{capacity.gpu_bytes / GIB:g} GiB x {capacity.utilization:g}"
-    shown = ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in tokens.items())
-    fits = f"KV cache tokens in {size}: {shown}"
-    flags = " ".join(f"--{name} {value}" for name, value in recommended_flags(capacity, outline).items())
-    lines = [fits if any(tokens.values()) else f"A GPU of {size} does not hold the weights."]
-    lines += [f"watch: {risk.text}" for risk in risks(capacity.plan, outline)]
-    return "\n".join([*lines, f"flags: {flags}"])
+    def _at(self, setup: Setup, size: int, trainer: TrainerMemory) -> Capacity:
+        """Of a tensor parallel size, with the share that serves it best where none is given: enough for all sequences
+        at once, were the engine in BF16, or the most that the trainer leaves; where that is not enough, the least that
+        the engine needs.
+        """
+        plan = self.plan_at(size)
+        if setup.utilization is not None:
+            return Capacity(plan, trainer, setup, setup.utilization)
+        made = [Capacity(plan, trainer, setup, share) for share in SHARES]
+        if fitting := [capacity for capacity in made if capacity.why_not is None]:
+            ample = [c for c in fitting if c.kv_tokens["bf16"] >= c.sequences * setup.training.tokens]
+            return ample[-1] if ample else fitting[0]
+        least = min(made[0].sequences, LEAST_SEQUENCES) * setup.training.tokens
+        return next((capacity for capacity in reversed(made) if capacity.held_tokens >= least), made[0])

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
+from .cache import KVCache
+
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,6 +31,12 @@ class PlanRow:
     reason: str  # why it is not FP8; empty where it is or never could be
     parameters: int
     bytes_after: int
+    is_looked_up: bool = False  # an embedding of which a step of decoding reads some rows
+
+    @property
+    def is_of_experts(self) -> bool:
+        """Weights of all experts of a layer, of which a token uses a few."""
+        return ".experts." in self.pattern
 
 
 @dataclass(frozen=True)
@@ -38,8 +46,16 @@ class Plan:
     model_name: str
     recipe: FP8Recipe
     rows: tuple[PlanRow, ...]
-    kv_bytes_per_token_before: int
-    kv_bytes_per_token_after: int
+    cache: KVCache
+    experts_per_token: int = 0  # of a mixture of experts
+
+    @property
+    def kv_bytes_per_token_before(self) -> int:
+        return self.cache.token_bytes(fp8=False)
+
+    @property
+    def kv_bytes_per_token_after(self) -> int:
+        return self.cache.token_bytes(fp8=True)
 
     @property
     def bytes_before(self) -> int:
@@ -125,20 +141,16 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
         reason = recipe.kept_modules.get(name.rpartition(".")[0], "")
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name.removesuffix(".weight"))
         groups[pattern, shape, "fp8" if fp8 else "bf16", reason] += 1
-    rows = []
+    rows, has_head = [], "lm_head.weight" in outline.parameters
     for (pattern, shape, precision, reason), count in groups.items():
         parameters = prod(shape) * count
         after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
-        rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after))
+        is_looked_up = has_head and pattern.endswith("embed_tokens")
+        rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after, is_looked_up))
     skipped = recipe.kv_cache_skip_layers if recipe.fp8_kv_cache else range(outline.layers)
-    sizes = [cache.elements * (2 if layer in skipped else 1) for layer, cache in enumerate(outline.caches)]
-    return Plan(
-        model_name=outline.name,
-        recipe=recipe,
-        rows=tuple(rows),
-        kv_bytes_per_token_before=sum(2 * cache.elements for cache in outline.caches),
-        kv_bytes_per_token_after=sum(sizes),
-    )
+    fp8_layers = frozenset(range(outline.layers)).difference(skipped)
+    cache = KVCache(outline.caches, outline.kv_heads, recipe.tensor_parallel_size, fp8_layers)
+    return Plan(outline.name, recipe, tuple(rows), cache, outline.experts_per_token)
 
 
 def format_bytes(count: int) -> str:

@@ -17,6 +17,7 @@ except ModuleNotFoundError as error:
 RAW, TREND, MARK = "#9ecae1", "#08519c", "#d94801"
 SERIES = ("#08519c", "#d94801", "#31844a", "#7b3f98", "#a07800", "#555555")
 DOTS = "#3d85c8"  # of what is drawn in pixels: seen on white and on black
+TITLE = 12  # points above the axes and their highest tick
 STYLES = ("-", "--", ":")  # of lines beyond the first six
 
 
@@ -56,7 +57,8 @@ def inline_svg(figure: Figure, name: str, label: str) -> str:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # the salt: no two pictures share an id
         figure.savefig(written, format="svg", transparent=True, dpi=160)
     drawn = written.getvalue()
-    box = re.search(r'viewBox="([^"]+)"', drawn)[1]
+    _, _, width, height = map(float, re.search(r'viewBox="([^"]+)"', drawn)[1].split())
+    box = f"0 {TITLE} {width:g} {height - TITLE:g}"
     body = drawn[drawn.index("</metadata>") + len("</metadata>") :]
     body = re.sub(r'<g id="[^"]+"', "<g", body)
     body = re.sub(r"(?<=: )#000000\b", "currentColor", body)

@@ -6,7 +6,6 @@ from math import ceil
 from statistics import fmean, median
 
 from trl_fp8.correction.health import health_warnings
-from trl_fp8.correction.importance import RolloutCorrection
 from trl_fp8.run.file import Run
 
 from .results import duration, mismatch_key
@@ -51,8 +50,8 @@ def _mismatch(run: Run) -> Iterator[Check]:
 def _healthy(run: Run) -> Iterator[Check]:
     keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
     if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
-        level = (run.facts["correction"] or {}).get("level")
-        warnings = health_warnings(found, RolloutCorrection(level=level))
+        correction = run.facts["correction"] or {}
+        warnings = health_warnings(found, correction.get("level"), correction.get("monitor_only", False))
         fine = f"Over the last {LAST} logged steps all its metrics are in the range in which others trained stably."
         yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
 

@@ -27,7 +27,7 @@ def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
         raise ValueError(f"RUN={empty[0]!r} has logged nothing yet. Wait for its first step, or set logging_steps=1.")
     folder = Path(folder)
     title = f"{', '.join(names)}: FP8 rollouts"
-    style = files(__package__).joinpath("report.css").read_text()
+    style = files(__package__).joinpath("report.css").read_text(encoding="utf-8")
     body = _alone(runs[0], folder) if len(runs) == 1 else _side_by_side(runs, folder)
     page = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
@@ -37,7 +37,7 @@ def write_report(runs: Sequence[Run], folder: str | Path) -> Path:
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "report.html"
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -50,8 +50,7 @@ def _alone(run: Run, folder: Path) -> str:
     return (
         f'<header>\n<p class="kind">FP8 rollouts</p>\n<h1>{escape(run.name)}</h1>\n<p>{escape(summary(run))}</p>\n'
         f'<dl class="headline">\n{cards}</dl>\n</header>\n'
-        f"<h2>Checks</h2>\n{_checks(run)}"
-        f"<h2>Training</h2>\n{_pictures(training_pictures([run]), folder, '')}{_details(run, folder, '', 2)}"
+        f"{_checks(run, 2)}{_section('Training', 2, training_pictures([run]), folder)}{_details(run, folder, 2)}"
     )
 
 
@@ -59,14 +58,14 @@ def _side_by_side(runs: Sequence[Run], folder: Path) -> str:
     each = "".join(
         f'<details class="run"><summary>{_swatch(index)}{escape(run.name)} {_state(run)}</summary>\n'
         f"<p>{escape(summary(run))}</p>\n"
-        f"{_checks(run)}{_details(run, folder, run.name.replace('/', '-') + '-', 3)}</details>\n"
+        f"{_checks(run, 3)}{_details(run, folder / run.name, 3)}</details>\n"
         for index, run in enumerate(runs)
     )
     return (
         f'<header>\n<p class="kind">FP8 rollouts</p>\n<h1>{escape(", ".join(run.name for run in runs))}</h1>\n'
         "<p>Results side by side. Rewards of single runs differ by chance, too: compare several seeds.</p>\n"
         f"{_table(runs)}</header>\n"
-        f"<h2>Training</h2>\n{_pictures(training_pictures(runs), folder, '')}<h2>Each run</h2>\n{each}"
+        f"{_section('Training', 2, training_pictures(runs), folder)}<h2>Each run</h2>\n{each}"
     )
 
 
@@ -93,7 +92,8 @@ def _table(runs: Sequence[Run]) -> str:
     if flags := differences(runs):
         heading = f'<th colspan="{len(runs) + 1}" scope="rowgroup" role="rowheader">Settings that differ</th>'
         rows.append(f'<tr role="row" class="group">{heading}</tr>\n')
-        rows += [_row(escape(name), map(escape, values), runs) for name, values in flags.items()]
+        names = [escape(name).replace("_", "_<wbr>") for name in flags]
+        rows += [_row(name, map(escape, values), runs) for name, values in zip(names, flags.values(), strict=True)]
     return (
         '<div class="scrolls" tabindex="0" role="region" aria-label="Runs side by side">\n<table role="table">\n'
         f'<thead role="rowgroup"><tr role="row"><td role="cell"></td>{heads}</tr></thead>\n'
@@ -111,47 +111,43 @@ def _row(head: str, cells: Iterator[str], runs: Sequence[Run]) -> str:
 
 def _swatch(index: int) -> str:
     color = SERIES[index % len(SERIES)]
-    return f'<i style="background: var(--c-{color[1:]}, {color})"></i>'
+    return f'<i aria-hidden="true" style="background: var(--c-{color[1:]}, {color})"></i>'
 
 
-def _checks(run: Run) -> str:
+def _checks(run: Run, level: int) -> str:
     answers = "".join(
         f'<li class="{"fine" if check.fine else "look"}"><b>{"ok" if check.fine else "look"}</b> '
         f"<div><strong>{escape(check.question)}</strong> {escape(check.answer)}</div></li>\n"
         for check in checks(run)
     )
-    return f'<ul class="checks">\n{answers}</ul>\n' if answers else ""
+    return f'<h{level}>Checks</h{level}>\n<ul class="checks">\n{answers}</ul>\n' if answers else ""
 
 
-def _details(run: Run, folder: Path, prefix: str, level: int) -> str:
+def _details(run: Run, folder: Path, level: int) -> str:
     """Pictures that only one run can have, and what it was made of; headings are of `level`."""
-    sections = [
-        f"<h{level}>{escape(heading)}</h{level}>\n{drawn}"
-        for heading, pictures in run_pictures(run).items()
-        if (drawn := _pictures(pictures, folder, prefix))
-    ]
+    sections = [_section(heading, level, pictures, folder) for heading, pictures in run_pictures(run).items()]
     facts = run.facts
     plan = (facts["plan"] or "Nothing is FP8: this run is TRL's own.").replace(facts["model"], model_name(facts))
     folded = {
         "Model, machine, versions": _list(_facts(facts)),
         "What was FP8, tensor by tensor": f'<pre tabindex="0">{escape(plan)}</pre>\n',
-        "Flags that are not TRL's defaults": _list(facts["flags"]),
+        "Flags that differ from their defaults": _list(facts["flags"]),
     }
     sections += [f"<details><summary>{name}</summary>\n{content}</details>\n" for name, content in folded.items()]
     return "".join(sections)
 
 
-def _pictures(pictures: Sequence[Picture], folder: Path, prefix: str) -> str:
-    """The drawn ones, each also written as a PNG; empty if there is none."""
+def _section(heading: str, level: int, pictures: Sequence[Picture], folder: Path) -> str:
+    """Those of `pictures` that can be drawn, each also written as a PNG; empty if none can."""
     drawn = []
     for picture in pictures:
         if (figure := picture.draw()) is not None:
-            name = f"{prefix}{picture.title.lower().replace(' ', '_')}"
-            save(figure, folder / f"{name}.png")
+            path = save(figure, folder / f"{picture.title.lower().replace(' ', '_')}.png")
             caption = f"<figcaption><strong>{escape(picture.title)}</strong> {escape(picture.meaning)}</figcaption>"
             label = f"{picture.title}. {picture.meaning}"
-            drawn.append(f"<figure>{caption}\n{inline_svg(figure, name, label)}</figure>\n")
-    return f'<div class="pictures">\n{"".join(drawn)}</div>\n' if drawn else ""
+            drawn.append(f"<figure>{caption}\n{inline_svg(figure, str(path), label)}</figure>\n")
+    shown = f'<h{level}>{heading}</h{level}>\n<div class="pictures">\n{"".join(drawn)}</div>\n'
+    return shown if drawn else ""
 
 
 def _facts(facts: Mapping[str, Any]) -> dict[str, str]:

@@ -61,7 +61,7 @@ def run_pictures(run: Run) -> dict[str, list[Picture]]:
             "How many tokens the weighted ones are worth; 1 is all of them.",
             lambda: panel_figure([run], effective),
         ),
-        Picture(masked.title, "What the correction does not train on.", lambda: panel_figure([run], masked)),
+        Picture(masked.title, "What the correction does not train on.", lambda: _unless_zero(run, masked)),
     ]
     cache = [
         Picture(
@@ -82,6 +82,10 @@ def _mismatch_figure(runs: Sequence[Run]) -> Figure | None:
     return lines_figure(curves, Panel("", "Mismatch", "nats"), [run.name for run in runs])
 
 
+def _unless_zero(run: Run, panel: Panel) -> Figure | None:
+    return panel_figure([run], panel) if any(series(run.logs, panel.key)[1]) else None
+
+
 def _sync_figure(run: Run) -> Figure | None:
     parts = {
         "whole sync": "fp8/sync_seconds",
@@ -89,4 +93,4 @@ def _sync_figure(run: Run) -> Figure | None:
         "calibrating KV scales": "fp8/calibration_seconds",
     }
     curves = {name: points for name, key in parts.items() if (points := series(run.logs, key, 1000.0))[0]}
-    return lines_figure(curves, Panel("", "Sync", "milliseconds"), list(parts))
+    return lines_figure(curves, Panel("", "Sync", "milliseconds", steady=True), list(parts))

@@ -47,11 +47,11 @@ def summary(run: Run) -> str:
     facts = run.facts
     done, asked = max(row["step"] for row in run.logs), facts["flags"].get("max_steps", 0)
     state = "finished" if any("train_runtime" in row for row in run.logs) else "not finished when this was written"
-    steps = f"{done:,} of {asked:,} steps" if asked > done else f"{done:,} steps"
+    steps = f"{done:,} of {asked:,} steps" if asked > done else f"{done:,} step{'s' * (done != 1)}"
     weights = f"FP8 weights ({facts['weight_format']})" if facts.get("weight_format") else "weights in high precision"
     cache = "in high precision" if facts["kv_cache_dtype"] == "auto" else "in FP8"
     sampled = f"vLLM sampled the completions with {weights} and a KV cache {cache}" if facts["plan"] else ""
-    correction = f"The loss was corrected for the difference from the trainer: {correction_name(facts)}"
+    correction = f"The mismatch of engine and trainer was corrected in the loss: {correction_name(facts)}"
     parts = (
         f"GRPO on {model_name(facts)}, {steps}, {state}",
         sampled or "Nothing was FP8: completions were sampled in high precision",
@@ -101,7 +101,7 @@ def _change(run: Run, key: str, label: str, meaning: str, unit: str) -> Iterator
 def _step_time(run: Run) -> Iterator[Result]:
     steps, seconds = series(run.logs, "step_time")
     if steps:
-        speed = f"; {rate:,.0f} tokens/s with prompts" if (rate := _tokens_per_second(run)) else ""
+        speed = f"; {rate:,.0f} tokens/s, prompts included" if (rate := _tokens_per_second(run)) else ""
         note = f"median, {span(steps)}{speed}"
         yield Result("Step time", "sampling, scoring, training", duration(median(seconds)), note)
 

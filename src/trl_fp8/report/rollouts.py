@@ -29,11 +29,9 @@ def ratio_figure(run: Run) -> Figure | None:
     axes.set_yscale("symlog", linthresh=1)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
-    for name in ("bound_min", "bound_max"):
-        if bound := (run.facts["correction"] or {}).get(name):
-            axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2)
-            where = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
-            axes.annotate(f"bound {bound:g}", (bound, 1), (4, -12), color=MARK, fontsize=9, **where)
+    correction = run.facts["correction"] or {}
+    for bound in filter(None, (correction.get(name) for name in ("bound_min", "bound_max"))):
+        axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2, label=f"bound {bound:g}")
     ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.minorticks_off()

@@ -36,8 +36,8 @@ def ends(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[Stretch | None, S
 
 
 def span(steps: Sequence[int]) -> str:
-    """`[1, 2, 3]` -> `steps 1–3`."""
-    return f"steps {steps[0]}–{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
+    """`[1, 2, 3]` -> `steps 1 to 3`."""
+    return f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
 
 
 def moving(values: Sequence[float], window: int, middle: Callable[[Sequence[float]], float] = fmean) -> list[float]:

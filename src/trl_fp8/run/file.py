@@ -92,6 +92,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
 
 def _parsed(line: str) -> dict:
     try:
-        return json.loads(line)
+        row = json.loads(line)
     except json.JSONDecodeError:  # the process was killed while it wrote this line
         return {}
+    return row if isinstance(row, dict) else {}

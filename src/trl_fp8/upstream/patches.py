@@ -35,7 +35,6 @@ FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral"
 FAMILIES += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
-        "trl.GRPOTrainer": ("commands/train.py", "TRL's script constructs it by this name."),
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
         "torch.nn.functional.linear": ("policy/flow/experts.py", "Routers call it, or what ZeRO-3 puts in its place."),

@@ -1,0 +1,151 @@
+"""The arguments of `trl-fp8 train`: those of `trl grpo`, the FP8 flags, and what becomes of a dataset's columns."""
+
+import re
+import textwrap
+from argparse import Action, ArgumentTypeError
+from dataclasses import dataclass, fields, is_dataclass
+from shutil import get_terminal_size
+from typing import Any, NoReturn
+
+import torch
+from accelerate.commands.utils import CustomArgumentParser
+from trl import DatasetMixtureConfig, ModelConfig, TrlParser
+from trl.scripts.grpo import GRPOScriptArguments
+
+from trl_fp8.config import FP8GRPOConfig
+from trl_fp8.flags import flag
+
+from .rewards import NAMES
+
+
+HEAD = """\
+usage: trl-fp8 train --config FILE [--accelerate_config FILE] [--FLAG VALUE ...]
+
+GRPO with FP8 rollouts. FILE is YAML with a line for each flag, as those in examples/configs; flags after it win.
+"""
+TAIL = (
+    "\nEverything else that TRL and transformers know: trl-fp8 train --help-all; every FP8 flag: docs/configuration.md"
+)
+COMMON = {  # group -> the flags that --help shows
+    "launch": "accelerate_config",
+    "model and data": "model_name_or_path dataset_name dataset_config prompt_column solution_column solution_marker "
+    "system_prompt reward_funcs",
+    "what is FP8": "fp8_weights kv_cache_dtype fp8_forward router_replay rollout_correction",
+    "engine": "vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size",
+    "batch": "per_device_train_batch_size gradient_accumulation_steps num_generations max_completion_length",
+    "training": "learning_rate max_steps beta loss_type use_peft lora_r",
+    "output": "output_dir save_steps report_to resume_from_checkpoint",
+}
+KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
+
+
+@dataclass
+class TaskArguments(GRPOScriptArguments):
+    """What is learned: a dataset, what becomes of its columns, and rewards."""
+
+    reward_funcs: list[str] | None = flag(
+        None, f"Rewards, summed with `reward_weights`: {', '.join(NAMES)}, or paths as in my_module.reward."
+    )
+    overlong_buffer: int = flag(
+        512, "Tokens before max_completion_length over which soft_overlong_punishment falls to -1."
+    )
+    prompt_column: str | None = flag(
+        None, "Column with the problem, if it is not 'prompt'. A text becomes the user's message."
+    )
+    solution_column: str | None = flag(None, "Column with the solution, if it is not 'solution'.")
+    solution_marker: str | None = flag(
+        None, "Text in the solution behind which the answer stands: '####' in GSM8K. The answer is boxed."
+    )
+    system_prompt: str | None = flag(
+        None, "System message put before every prompt. A prompt that is text becomes the user's message."
+    )
+    accelerate_config: str | None = flag(
+        None,
+        "Which GPUs, and how the policy is spread over them: a file of `accelerate config`, or the name of one of "
+        "TRL's, such as fsdp2 or zero3. Read by the command alone.",
+    )
+
+
+class Parser(TrlParser):
+    """TRL's parser whose complaints are a `ValueError`, and which looks at the types in a YAML file, too."""
+
+    def __init__(self, *types: Any, **options: Any):
+        self.by_name: dict[str, Action] = {}
+        super().__init__(*types, **options)
+
+    def add_argument(self, *names: str, **options: Any) -> Action:
+        action = super().add_argument(*names, **options)
+        if action.type is not None:  # --help has none, nor --no_... of what is on by default
+            self.by_name[action.dest] = action
+        return action
+
+    def set_defaults_with_config(self, **settings: Any) -> list[str]:
+        for name in settings.keys() & self.by_name.keys():
+            settings[name] = _fitting(settings[name], self.by_name[name])
+        return super().set_defaults_with_config(**settings)
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(_without_spellings(message))
+
+
+class LaunchParser(CustomArgumentParser):
+    """What `accelerate launch` parses its words with, for the same complaints."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"accelerate launch: {_without_spellings(message)}")
+
+
+def make_parser(processes: int | None = None) -> Parser:
+    """The parser; where `processes` are still to come, its config is checked for as many, and touches no device."""
+    config = FP8GRPOConfig
+    if processes is not None:
+        config = type("FP8GRPOConfig", (config,), {"world_size": processes, "device": torch.device("cpu")})
+    types = TaskArguments, config, ModelConfig, DatasetMixtureConfig
+    parser = Parser(types, prog="trl-fp8 train", allow_abbrev=False)
+    if not torch.cuda.is_available():
+        parser.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
+    return parser
+
+
+def common_help() -> str:
+    """The flags that most runs set, with the beginning of what is said of each."""
+    known, lines = make_parser().by_name, [HEAD]
+    room = get_terminal_size((120, 50)).columns - 33
+    for group, names in COMMON.items():
+        lines.append(f"{group}:")
+        lines += [
+            f"  --{name:28} {textwrap.shorten(known[name].help, room, placeholder=' ...')}" for name in names.split()
+        ]
+    return "\n".join([*lines, TAIL])
+
+
+def _fitting(value: Any, action: Action) -> Any:
+    """A value of a YAML file as its flag takes it: one value of a list is a list. `ValueError` for another type."""
+    given, kind = f"{action.dest}={value!r} in the YAML file", getattr(action.type, "__name__", "")
+    if value is None and action.type not in (int, float):
+        return value
+    if action.nargs == "+" and not isinstance(value, list):
+        value = [value]
+    for item in value if action.nargs == "+" else [value]:
+        try:
+            if kind in KINDS:
+                action.type(str(item))
+            elif is_dataclass(action.type):
+                action.type(**item)
+        except (TypeError, ValueError, ArgumentTypeError) as error:
+            raise ValueError(f"{given}: {_wanted(action)}") from error
+        if action.choices and item not in action.choices:
+            raise ValueError(f"{given}: it has to be one of {[*action.choices]}.")
+    return value
+
+
+def _wanted(action: Action) -> str:
+    if is_dataclass(action.type):
+        first, *others = (part.name for part in fields(action.type))
+        return f"each of them has to have {first}, and may have {', '.join(others)}."
+    return f"it has to be {KINDS[action.type.__name__]}, by default {action.default}."
+
+
+def _without_spellings(message: str) -> str:
+    """What argparse says of --a_flag/--a-flag, of --a_flag."""
+    return re.sub(r"argument (--\w+)\S*:", r"\1:", message)

@@ -1,0 +1,69 @@
+"""The rewards of `trl-fp8 train`: TRL's by their names, anybody's by a dotted path."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+from .settings import did_you_mean
+
+
+VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # they compare answers with math-verify
+OVERLONG = "soft_overlong_punishment"
+NAMES = (*VERIFIED, "think_format_reward", "get_soft_overlong_punishment", OVERLONG)
+
+
+def check_rewards(asked: list[str], reward_models: list[str]) -> None:
+    """Raise `ValueError` for rewards that cannot be found or computed here; no module of a reward is imported."""
+    if not asked and not reward_models:
+        raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
+    for name in map(str, asked):
+        module = name.rpartition(".")[0]
+        if not module and name not in NAMES:
+            known = f". Use some of {', '.join(NAMES)}, or the path of a function, as in my_module.reward."
+            raise ValueError(f"reward_funcs: there is no {name!r}{did_you_mean(name, NAMES, known)}")
+        if module and not _found(module):
+            raise ValueError(f"reward_funcs: {name!r}: no module {module!r} is installed, or in {Path.cwd()}.")
+    if (verified := set(VERIFIED) & set(asked)) and find_spec("math_verify") is None:
+        raise ValueError(
+            f"reward_funcs: {min(verified)} compares answers with math-verify, which is not installed: "
+            "pip install 'trl-fp8[recipes]'"
+        )
+
+
+def reward_functions(asked: list[str], max_completion_length: int, overlong_buffer: int) -> list[Callable]:
+    """The functions of the names in `asked`. `ValueError` if a module has no such function."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    punishments = {
+        OVERLONG: get_soft_overlong_punishment(max_completion_length, overlong_buffer),
+        "get_soft_overlong_punishment": get_soft_overlong_punishment(1280, 256),  # as `trl grpo` has it
+    }
+    return [punishments.get(name) or _imported(name) for name in asked]
+
+
+def _imported(path: str) -> Callable:
+    module, _, name = path.rpartition(".")
+    _look_here()
+    try:
+        functions = import_module(module or "trl.rewards")
+    except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
+        raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
+    if not hasattr(functions, name):
+        raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
+    return getattr(functions, name)
+
+
+def _found(module: str) -> bool:
+    _look_here()
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of what stands before the last dot
+        return False
+
+
+def _look_here() -> None:
+    """Modules beside the user are found, as by `trl grpo`."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)

@@ -1,0 +1,71 @@
+"""What about a model deserves a look before a GPU is booked, and the flags that answer it."""
+
+from typing import NamedTuple
+
+from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import is_vision
+from trl_fp8.recipe.servable import DELIVERED, TRAINED
+
+from .plan import Plan
+
+
+LOW_SHARE = 0.5  # of the parameters
+SMALL = 1e9  # parameters
+REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # their routers choose by one top-k, which can be replayed
+
+
+class Risk(NamedTuple):
+    """What may go wrong, in one sentence or two, and the flags of `FP8GRPOConfig` that answer it."""
+
+    text: str
+    flags: dict[str, str | int]
+
+
+def risks(plan: Plan, outline: Outline) -> list[Risk]:
+    """Risks of running a model under a plan; empty if there is nothing to say."""
+    recipe, found = plan.recipe, []
+    if outline.model_type not in TRAINED:
+        extent = (
+            "that its weights arrive is, training is not" if outline.model_type in DELIVERED else "nothing of it is"
+        )
+        found.append(Risk(f"architecture not tested ({outline.model_type}): {extent}.", {}))
+    if outline.stored_as:
+        stored = f"the checkpoint itself is quantized ({outline.stored_as})"
+        text = "it is dequantized for training, and the engine gets weights that are quantized anew at every sync."
+        refused = "the trainer takes no such weights. Take the checkpoint in BF16."
+        found.append(Risk(f"{stored}: {text if outline.stored_as == 'fp8' else refused}", {}))
+    key_biases = (name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name))
+    if recipe.fp8_kv_cache and any(key_biases):
+        text = (
+            f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. "
+            "kv_cache_skip_layers='auto' looks for them before the first rollout."
+        )
+        found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
+    if recipe.has_experts and outline.model_type in REPLAYED and recipe.tensor_parallel_size == 1:
+        text = (
+            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
+            "'rollout' removes it."
+        )
+        found.append(Risk(text, {"router_replay": "monitor"}))
+    elif recipe.has_experts:
+        where = (
+            "of this model"
+            if outline.model_type not in REPLAYED
+            else (f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}")
+        )
+        text = (
+            "Mixture of experts: routers of engine and trainer can disagree, which router_replay can neither measure "
+            f"nor remove {where}."
+        )
+        found.append(Risk(text, {}))
+    if not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:
+        kept = f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}"
+        split = recipe.tensor_parallel_size > 1
+        remedy = "A smaller vllm_tensor_parallel_size may help." if split else "No flag helps: it is their shape."
+        found.append(Risk(f"{kept}: {listed(not_aligned, 1)}. {remedy}", {}))
+    if recipe.fp8_weights and plan.fp8_share < LOW_SHARE:
+        found.append(Risk(f"only {plan.fp8_share:.0%} of the parameters are FP8; --modules says which are not.", {}))
+    if plan.parameters < SMALL:
+        found.append(Risk("below about 1 B parameters others lost more with FP8 rollouts than they gained.", {}))
+    return found

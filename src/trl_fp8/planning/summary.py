@@ -1,0 +1,208 @@
+"""A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, what fits, what it gains."""
+
+from collections.abc import Mapping
+from math import gcd
+
+from trl_fp8.recipe.outline import Outline
+
+from .capacity import FREE, LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
+from .plan import format_bytes
+from .risks import risks
+from .roofline import GIB, gpu_of
+
+
+NOTHING_GAINED = 1.05  # below it FP8 is not worth its mismatch
+LINEARS_GAIN = 1.02  # below it, nor are FP8 linears beside an FP8 KV cache
+MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
+Flags = dict[str, str | int | float | bool]
+
+
+def recommended_flags(capacity: Capacity, outline: Outline) -> Flags:
+    """Flags of `trl-fp8 train` for a plan that fits, and those of its risks; empty for one that does not."""
+    setup, recipe = capacity.setup, capacity.plan.recipe
+    training = setup.training
+    if capacity.why_not is not None:
+        return {}
+    flags: Flags = {"accelerate_config": "fsdp2", "num_processes": training.gpus} if training.gpus > 1 else {}
+    if training.lora_rank:
+        flags |= {"use_peft": True, "lora_r": training.lora_rank, "lora_target_modules": "all-linear"}
+    flags |= {"dtype": training.dtype} if training.dtype != "float32" else {}
+    flags["vllm_gpu_memory_utilization"] = capacity.utilization
+    flags |= {"vllm_tensor_parallel_size": capacity.ranks} if capacity.ranks > 1 else {}
+    micro_batch = training.gpus * training.sequences
+    whole = setup.group // gcd(setup.group, micro_batch)  # steps after which all groups are whole
+    steps = -(-setup.completions // (micro_batch * whole)) * whole
+    flags |= {"per_device_train_batch_size": training.sequences, "gradient_accumulation_steps": steps}
+    flags |= {"max_completion_length": training.tokens - setup.prompt, "vllm_max_model_length": training.tokens}
+    flags |= {} if recipe.fp8_weights else {"fp8_weights": False}
+    flags |= {} if recipe.fp8_kv_cache else {"kv_cache_dtype": recipe.kv_cache_dtype}
+    flags |= {"fp8_weight_format": recipe.format.name} if recipe.format.name != "blocks" else {}
+    for risk in risks(capacity.plan, outline):
+        flags |= risk.flags
+    return flags
+
+
+def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline) -> dict:
+    """The plan's figures under fixed names, for scripts."""
+    plan, recipe = capacity.plan, capacity.plan.recipe
+    kept = [name for name, reason in recipe.kept_modules.items() if reason != "router"]
+    return {
+        "model": plan.model_name,
+        "weights_gib": {"bf16": plan.bytes_before / GIB, "fp8": plan.bytes_after / GIB},
+        "kv_bytes_per_token": {"bf16": plan.cache.token_bytes(False), "fp8": plan.cache.token_bytes(True)},
+        "linears": {"fp8": len(recipe.fp8_modules), "high_precision": sum(not n.endswith(".experts") for n in kept)},
+        "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
+        "weight_format": recipe.format.name,
+        "fp8_share_of_parameters": plan.fp8_share,
+        "risks": [risk.text for risk in risks(plan, outline)],
+        **_figures(capacity, outline),
+        "fits_instead": [_figures(way, outline) for way in ways],
+    }
+
+
+def _figures(capacity: Capacity, outline: Outline) -> dict:
+    trainer, training = capacity.trainer, capacity.setup.training
+    return {
+        "gpus": training.gpus,
+        "lora_rank": training.lora_rank,
+        "tensor_parallel_size": capacity.ranks,
+        "gib_per_gpu": {
+            "trainer": {name: size / GIB for name, size in vars(trainer).items()} | {"total": trainer.total / GIB},
+            "engine": capacity.engine_bytes / GIB,
+            "total": capacity.total_bytes / GIB,
+            "limit": capacity.limit_bytes / GIB,
+        },
+        "fits": capacity.why_not is None,
+        "kv_tokens": capacity.kv_tokens,
+        "estimated_rollout_speed_over_bf16": capacity.speedups,
+        "flags": recommended_flags(capacity, outline),
+    }
+
+
+def as_text(capacity: Capacity, ways: list[Capacity], outline: Outline, recipe: Mapping[str, object] | None) -> str:
+    """The summary. `ways`: what fits instead; `recipe`: flags that need not be repeated, with their values."""
+    lines = [_model(capacity), "", *_memory(capacity), ""]
+    if capacity.why_not is None:
+        lines += [_speed(capacity), *_watch(capacity, outline), f"flags: {_words(capacity, outline, recipe)}"]
+    elif ways:
+        lines += ["What fits instead:"]
+        lines += [f"  {_way(way)}\n    flags: {_words(way, outline, recipe)}" for way in ways]
+        lines += [_speed(ways[0]), *_watch(ways[0], outline)]
+    else:
+        tried = f"LoRA, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
+        lines += [f"Nothing fits ({tried}). Take GPUs with more memory, a shorter context, or a smaller model."]
+    return "\n".join(lines)
+
+
+def _model(capacity: Capacity) -> str:
+    plan, recipe = capacity.plan, capacity.plan.recipe
+    weights, cache = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
+    weights += f" -> {format_bytes(plan.bytes_after)}" if recipe.fp8_weights else ""
+    cache += f" -> {format_bytes(plan.cache.token_bytes(True))}" if recipe.fp8_kv_cache else ""
+    windows = "".join(f", {count} layers keep {size:,} tokens at most" for size, count in plan.cache.windows.items())
+    share = f"{plan.fp8_share:.1%} of them FP8 in the engine" if recipe.fp8_weights else "in BF16 in the engine"
+    return (
+        f"{plan.model_name}: {plan.parameters / 1e9:.2f} B parameters, {share}.\n"
+        f"Weights {weights}; KV cache {cache} per token{windows}."
+    )
+
+
+def _memory(capacity: Capacity) -> list[str]:
+    setup, trainer, plan = capacity.setup, capacity.trainer, capacity.plan
+    training = setup.training
+    states = {
+        "weights": trainer.weights,
+        "gradients": trainer.gradients,
+        "Adam": trainer.optimizer,
+        "reference": trainer.reference,
+        "BF16 copies": trainer.copies,
+        "layer inputs": trainer.inputs,
+        "output head": trainer.head,
+    }
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in states.items() if size >= GIB / 20)
+    held = (plan.bytes_after if plan.recipe.fp8_weights else plan.bytes_before) / capacity.ranks / GIB
+    cache = max(0.0, capacity.kv_bytes(plan.recipe.fp8_weights)) / GIB
+    tokens = capacity.kv_tokens
+    room = f"{capacity.held_tokens:,} tokens"
+    room += f" (BF16 engine: {tokens['bf16']:,})" if len(tokens) > 1 else ""
+    shared = f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
+    engine = f"weights {held:.1f}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache:.1f}: {room}{shared}"
+    verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not})"
+    where = f"{capacity.limit_bytes / GIB:.0f} GiB ({FREE:.0%} stay free for what is not counted)"
+    sleeping = ", of which the engine's are free while it trains" if setup.sleeps else ""
+    return [
+        f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
+        "GiB per GPU, computed, not measured:",
+        f"  trainer {trainer.total / GIB:6.1f}  {parts}",
+        f"  engine  {capacity.engine_bytes / GIB:6.1f}  share {capacity.utilization:g}: {engine}",
+        f"  total   {capacity.total_bytes / GIB:6.1f}  of {where}{sleeping}: {verdict}",
+    ]
+
+
+def _how(capacity: Capacity) -> str:
+    """`Full training (policy in FP32) on 8 GPUs of 80 GiB, FSDP2`."""
+    setup, training = capacity.setup, capacity.setup.training
+    kind = f"LoRA, rank {training.lora_rank}" if training.lora_rank else "Full training"
+    dtype = {"float32": "FP32", "bfloat16": "BF16"}[training.dtype]
+    gpus = f"{training.gpus} GPUs" if training.gpus > 1 else "1 GPU"
+    sharded = ", FSDP2" if training.gpus > 1 else ""
+    split = f", tensor parallel size {capacity.ranks}" if capacity.ranks > 1 else ""
+    return f"{kind} (policy in {dtype}) on {gpus} of {setup.gpu_bytes / GIB:g} GiB{sharded}{split}"
+
+
+def _way(capacity: Capacity) -> str:
+    total = f"{capacity.total_bytes / GIB:.0f} of {capacity.limit_bytes / GIB:.0f} GiB"
+    return f"{_how(capacity)}: {total}, {capacity.held_tokens:,} tokens of KV cache"
+
+
+def _speed(capacity: Capacity) -> str:
+    gpu, recipe = gpu_of(capacity.setup.gpu_bytes), capacity.plan.recipe
+    if not recipe.fp8_weights and not recipe.fp8_kv_cache:
+        return "Rollouts in BF16: nothing is FP8, so nothing gets faster."
+    if not capacity.speedups:
+        return "Rollouts: a BF16 engine of this share would not hold the model; FP8 is what makes it fit."
+    named = {"fp8_linears": "FP8 linears", "fp8_linears_kv": "FP8 KV cache too", "fp8_kv": "FP8 KV cache"}
+    shown = ", ".join(f"{factor(gain)} with {named[name]}" for name, gain in capacity.speedups.items())
+    source = f"estimated from the data sheet of an {gpu.name}, not calibrated by any measurement"
+    if max(capacity.speedups.values()) >= NOTHING_GAINED:
+        useless = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
+        cache_alone = " FP8 linears gain nothing here: --fp8_weights False leaves the KV cache." if useless else ""
+        return f"Rollouts {shown}, {source}; a whole step gains less.{cache_alone}"
+    return f"FP8 will not help you here. Rollouts {shown}, {source}: {_why_slow(capacity)}."
+
+
+def factor(gain: float) -> str:
+    """`1.31x`, or no figure where it would be one of memory."""
+    return f"{gain:.2f}x" if gain <= MOST_GAINED else f"over {MOST_GAINED:g}x"
+
+
+def _why_slow(capacity: Capacity) -> str:
+    if capacity.plan.fp8_share < 0.5 and capacity.plan.recipe.fp8_weights:
+        return f"only {capacity.plan.fp8_share:.0%} of the parameters are FP8"
+    reasons = {
+        "fixed": "the model is so small that launches, not its bytes, take most of a step",
+        "kv": "most of the time goes to the KV cache, which stays in BF16",
+        "compute": "most of the time goes to multiplications",
+        "weights": "most of the time goes to weights that stay in BF16",
+    }
+    took = list(capacity.rollouts.values())[-1]
+    return reasons[max(took, key=took.__getitem__)]
+
+
+def _watch(capacity: Capacity, outline: Outline) -> list[str]:
+    found = [f"watch: {risk.text}" for risk in risks(capacity.plan, outline)]
+    held = capacity.held_tokens // capacity.setup.training.tokens
+    if held < capacity.sequences and held < 4 * LEAST_SEQUENCES:
+        text = f"the KV cache holds {held} of {capacity.sequences} sequences at full length at once; others wait."
+        found.append(f"watch: {text}")
+    return found
+
+
+def _words(capacity: Capacity, outline: Outline, recipe: Mapping[str, object] | None) -> str:
+    """Flags as words, without those that a recipe has already."""
+    flags = recommended_flags(capacity, outline)
+    if recipe is not None:
+        named = "steps_per_generation" if "steps_per_generation" in recipe else "gradient_accumulation_steps"
+        flags[named] = flags.pop("gradient_accumulation_steps")
+        flags = {name: value for name, value in flags.items() if recipe.get(name) != value}
+    return " ".join(f"--{name} {value}" for name, value in flags.items())

@@ -1,0 +1,38 @@
+"""`trl-fp8 train` up to `accelerate launch`, with a row of each dataset in place of what would come from the Hub."""
+
+from argparse import Namespace
+
+import accelerate.commands.launch
+import datasets
+import transformers
+from pytest import MonkeyPatch
+
+from trl_fp8.cli import main
+
+
+TEXT, MESSAGES = "What is 1+1?", [{"role": "user", "content": "What is 1+1?"}]
+ROWS = {  # dataset and configuration -> the columns that its page shows
+    ("DigitalLearningGmbH/MATH-lighteval", None): {"problem": TEXT, "level": "1", "solution": "2", "type": "Algebra"},
+    ("open-r1/DAPO-Math-17k-Processed", "en"): {"prompt": TEXT, "solution": "2", "ability": "math"},
+    ("openai/gsm8k", "main"): {"question": TEXT, "answer": "1+1=2\n#### 2"},
+    ("trl-lib/DeepMath-103K", None): {"prompt": MESSAGES, "solution": "2"},
+}
+
+
+def launched(monkeypatch: MonkeyPatch, *words: object) -> Namespace:
+    """What `accelerate launch` is given for `trl-fp8 train` with these words."""
+    started = []
+    monkeypatch.setattr(accelerate.commands.launch, "launch_command", started.append)
+    assert main(["train", *map(str, words)]) == 0
+    (args,) = started
+    return args
+
+
+def without_hub(monkeypatch: MonkeyPatch) -> None:
+    """Every model is there, and the datasets of ROWS are."""
+
+    def load_dataset(path, name=None, streaming=False):
+        return datasets.DatasetDict(train=datasets.Dataset.from_list([ROWS[path, name]]))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", lambda name, revision: ({}, {}))

@@ -1,0 +1,200 @@
+"""What a plan says to do fits, computed again from the flags that it prints; what it says of a recipe is what runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from testing import published
+from trl_fp8.cli import main
+
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples" / "configs"
+GIB_OFFERED = {"h100": "79", "h200": "139"}  # of 80 GB and 141 GB, by the driver
+SERVED = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "google/gemma-2-9b")
+SETUPS = (
+    [],
+    ["--gpus", "8"],
+    ["--gpus", "8", "--gpu-memory", "141", "--context", "8192"],
+    ["--lora", "--gpu-memory", "24"],
+    ["--gpu-memory-utilization", "0.85", "--tensor-parallel-size", "1"],
+    ["--kv-cache-dtype", "auto", "--gpus", "2"],
+)
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """Figures of `trl-fp8 plan` for a published model."""
+
+    def run(name, *words, recipe=None):
+        (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS[name]))
+        if recipe is not None:
+            (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+            words += ("--config", str(tmp_path / "recipe.yaml"))
+        assert main(["plan", str(tmp_path), "--json", *words]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_flags_that_are_printed_fit_when_computed_again(name, plan):
+    for words in SETUPS:
+        found = plan(name, *words)
+        memory = words[words.index("--gpu-memory") :][:2] if "--gpu-memory" in words else []
+        offered = [found] if found["fits"] else found["fits_instead"]
+        assert found["fits"] or not found["flags"], "flags of a plan that does not fit"
+        for way in offered:
+            again = plan(name, *memory, recipe=way["flags"])
+            for key in ("fits", "gpus", "lora_rank", "tensor_parallel_size", "gib_per_gpu", "kv_tokens"):
+                assert again[key] == way[key], (words, key)
+            assert again["fits"] and way["gib_per_gpu"]["total"] <= way["gib_per_gpu"]["limit"]
+
+
+def test_full_training_of_8b_does_not_fit_one_gpu_and_what_does_is_offered(plan):
+    found = plan("Qwen/Qwen3-8B")
+    assert not found["fits"] and found["gib_per_gpu"]["trainer"]["total"] > 122
+    kinds = [(way["gpus"], way["lora_rank"]) for way in found["fits_instead"]]
+    assert kinds == [(1, 32), (4, None)]
+    assert plan("Qwen/Qwen3-8B", "--gpus", "2")["fits"] is False
+
+
+def test_a_large_model_is_told_its_ranks(plan):
+    (lora, full) = sorted(plan("meta-llama/Llama-3.1-70B")["fits_instead"], key=lambda way: way["gpus"])
+    assert lora["lora_rank"] == 32 and lora["tensor_parallel_size"] > 1
+    assert full["gpus"] == 32 and full["tensor_parallel_size"] > 1
+
+
+def test_what_fits_nowhere_has_no_flags(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-235B-A22B"]))
+    assert main(["plan", str(tmp_path), "--gpu-memory", "24"]) == 0
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out and "Nothing fits" in out and "--" not in out
+
+
+def test_ranks_do_not_cut_the_blocks_of_fp8_weights(plan):
+    """Qwen2.5-72B at 8 ranks has 29568 / 8 rows, no multiple of 128: 17 % FP8. So no plan chooses 8."""
+    for way in plan("Qwen/Qwen2.5-72B", "--gpus", "8")["fits_instead"]:
+        assert way["tensor_parallel_size"] in (1, 2, 4)
+    assert plan("Qwen/Qwen2.5-72B", "--gpus", "8", "--tensor-parallel-size", "8")["fp8_share_of_parameters"] < 0.2
+
+
+def test_routes_are_not_asked_of_several_ranks(plan):
+    found = plan("Qwen/Qwen3-30B-A3B", "--gpus", "8", "--gpu-memory", "141", "--tensor-parallel-size", "2")
+    assert "router_replay" not in found["flags"] and any("neither" in risk for risk in found["risks"])
+
+
+def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
+    recipe = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8, "per_device_train_batch_size": 4}
+    awake, asleep = (
+        plan("Qwen/Qwen3-8B", "--context", "20000", recipe=recipe | {"vllm_enable_sleep_mode": sleeps})["gib_per_gpu"]
+        for sleeps in (False, True)
+    )
+    passing = sum(awake["trainer"][name] for name in ("copies", "inputs", "head"))
+    assert awake["total"] - asleep["total"] == pytest.approx(min(passing, 32))
+
+
+@pytest.mark.parametrize("gpus", ["1", "3", "6"])
+def test_groups_are_whole(gpus, plan):
+    flags = plan("Qwen/Qwen3-0.6B", "--gpus", gpus, "--completions", "100")["flags"]
+    completions = int(gpus) * flags["per_device_train_batch_size"] * flags["gradient_accumulation_steps"]
+    assert completions >= 100 and completions % 8 == 0  # num_generations
+
+
+def test_a_command_line_wins_over_a_recipe(plan):
+    recipe = yaml.safe_load((CONFIGS / "qwen3_8b_base_8xh100.yaml").read_text())
+    found = plan("Qwen/Qwen3-8B", "--gpus", "8", recipe=recipe)
+    assert found["gib_per_gpu"]["engine"] == 40 and found["flags"]["vllm_max_model_length"] == 21504
+    again = plan("Qwen/Qwen3-8B", "--gpus", "8", "--gpu-memory-utilization", "0.4", "--lora", "16", recipe=recipe)
+    assert again["gib_per_gpu"]["engine"] == 32 and again["lora_rank"] == 16
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        ({"router_replay": "rollout"}, "it has no routers, so there is nothing to replay"),
+        ({"fp8_forward": "full", "fp8_weights": False}, "Set fp8_weights=True or fp8_forward='off'"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype='fp8_per_token_head' is not supported"),
+        ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),
+        ({"kv_cache_skip_layers": [99]}, "kv_cache_skip_layers names layers [99]"),
+        ({"num_processes": 3, "vllm_tensor_parallel_size": 2}, "each engine runs on that many training processes"),
+        ({"per_device_train_batch_size": 1, "num_generations": 16}, "TRL wants whole groups"),
+        ({"vllm_gpu_memory_utilization": "much"}, "vllm_gpu_memory_utilization='much': give a share of a GPU"),
+    ],
+)
+def test_what_the_trainer_refuses_of_a_recipe_is_refused(flags, said, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-8B"]))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"some_other_key": 1} | flags))
+    assert main(["plan", str(tmp_path), "--config", str(tmp_path / "recipe.yaml")]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("trl-fp8: ") and said in err
+
+
+def test_where_fp8_does_not_help_it_says_so(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["google/gemma-3-1b-it"]))
+    assert main(["plan", str(tmp_path), "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "FP8 will not help you here" in out and "launches" in out and "not calibrated" in out
+
+
+def test_the_page_of_models_is_what_a_plan_computes():
+    """In a process of its own: the generator is no module of the package."""
+    command = [sys.executable, "-m", "docs.generate_models", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
+    gpus, kind = re.search(r"_(\d)x(h100|h200)$", path.stem).groups()
+    recipe = yaml.safe_load(path.read_text())
+    (name,) = [
+        name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])
+    ]
+    found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], recipe=recipe)
+    assert found["fits"]
+    # a quarter of the batch runs at full length at once
+    steps = recipe.get("steps_per_generation", recipe["gradient_accumulation_steps"])
+    sequences = recipe["per_device_train_batch_size"] * steps
+    assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * recipe["vllm_max_model_length"]
+    trainer = found["gib_per_gpu"]["trainer"]
+    states = trainer["weights"] + trainer["gradients"] + trainer["optimizer"]
+    means = {
+        "of weights, gradients and Adam": states,
+        "of reference model": trainer["reference"],
+        "of checkpointed activations": trainer["inputs"],
+        "of BF16 copies": trainer["copies"],
+        "of engine": found["gib_per_gpu"]["engine"],
+    }
+    comment = " ".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
+    stated = {words: float(gib) for words in means for gib in re.findall(rf"(\d+) GiB {words}", comment)}
+    assert "of engine" in stated
+    assert {words: round(means[words]) for words in stated} == stated
+
+
+def test_every_published_model_is_planned_in_half_a_second_without_torch(tmp_path):
+    """CPU time of a process: its imports, and each model as if it were alone."""
+    for index, config in enumerate(published.CONFIGS.values()):
+        (tmp_path / str(index)).mkdir()
+        (tmp_path / str(index) / "config.json").write_text(json.dumps(config))
+    code = """
+import sys, time
+from trl_fp8.cli import main
+imports, slowest = time.process_time(), 0
+for folder in sys.argv[1:]:
+    began = time.process_time()
+    assert main(["plan", folder]) in (0, 2)
+    slowest = max(slowest, time.process_time() - began)
+assert not {"torch", "transformers", "trl", "vllm", "numpy"} & set(sys.modules), sorted(sys.modules)
+print(imports + slowest)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *sorted(map(str, tmp_path.iterdir()))], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.splitlines()[-1]) < 0.5

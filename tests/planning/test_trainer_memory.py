@@ -1,0 +1,83 @@
+"""The trainer's bytes, against those of a real training step and figures that stand elsewhere."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM
+
+from testing import published, tiny_models
+from trl_fp8.planning.trainer_memory import Training, trainer_memory
+from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.outline import outline_of_config
+
+
+GIB = 2**30
+
+
+def memory(name, **options):
+    return trainer_memory(outline_of_config(published.CONFIGS[name], name), Training(**options))
+
+
+def bytes_of(tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rank", [None, 8])
+def test_states_are_those_of_a_training_step(dtype, rank):
+    policy = AutoModelForCausalLM.from_config(tiny_models.config("qwen3"), dtype=getattr(torch, dtype))
+    outline = outline_of(policy)
+    if rank is not None:  # as TRL: PEFT makes adapters of a BF16 model FP32
+        policy = get_peft_model(policy, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    optimizer = torch.optim.AdamW(trained := [p for p in policy.parameters() if p.requires_grad])
+    with torch.autocast("cpu", torch.bfloat16):
+        policy(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().sum().backward()
+    optimizer.step()
+    moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    counted = trainer_memory(outline, Training(lora_rank=rank, dtype=dtype))
+    assert counted.weights == bytes_of(policy.parameters())
+    assert counted.gradients == bytes_of(p.grad for p in trained)
+    assert counted.optimizer == bytes_of(moments)
+
+
+@pytest.mark.parametrize("is_trained, casts", [(True, 1), (False, 3)])
+def test_autocast_keeps_copies_of_trained_weights_through_a_forward(is_trained, casts):
+    """Three uses under checkpointing, one cast: the copy is kept. Frozen weights are cast anew, as LoRA's base is."""
+    linear = torch.nn.Linear(8, 8).requires_grad_(is_trained)
+    x = torch.ones(2, 8, requires_grad=True)
+    with torch.profiler.profile() as profile, torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            checkpoint(lambda: torch.nn.functional.linear(x.bfloat16(), linear.weight), use_reentrant=False)
+    of_x = 3
+    assert sum(event.key == "aten::_to_copy" and event.count or 0 for event in profile.key_averages()) == casts + of_x
+
+
+@pytest.mark.parametrize(
+    "name, options, gib",
+    [  # gpu/README.md, "What fits on one GPU"
+        ("Qwen/Qwen3-8B", {}, 122),
+        ("Qwen/Qwen3-8B", {"dtype": "bfloat16"}, 61),
+        ("Qwen/Qwen3-1.7B", {}, 26),
+        # comments of examples/configs
+        ("Qwen/Qwen3-8B", {"gpus": 8}, 15),
+        ("Qwen/Qwen3-4B", {}, 60),
+        ("Qwen/Qwen3-30B-A3B", {"gpus": 8}, 57),
+        ("meta-llama/Llama-3.1-8B", {"gpus": 8}, 15),
+        ("meta-llama/Llama-3.1-8B", {"gpus": 8, "has_reference": True}, 15 + 4),
+    ],
+)
+def test_states_are_those_that_are_stated_elsewhere(name, options, gib):
+    assert round(memory(name, **options).states / GIB) == gib
+
+
+def test_what_a_forward_needs_beside():
+    eight = memory("Qwen/Qwen3-8B", gpus=8, tokens=21504)
+    assert eight.inputs == 36 * 21504 * 4096 * 2 and eight.copies == 0
+    assert eight.head == 151936 * 4096 * 4  # on every rank
+    one = memory("Qwen/Qwen3-4B", sequences=4, tokens=5120)
+    assert one.inputs == 36 * 4 * 5120 * 2560 * 4
+    norms = 36 * (2 * 2560 + 2 * 128) + 2560
+    assert one.copies == 2 * (memory("Qwen/Qwen3-4B").weights / 4 - 151936 * 2560 - norms)  # embeddings are not cast
+    lora = memory("Qwen/Qwen3-8B", lora_rank=32, has_reference=True)
+    assert lora.head == lora.copies == lora.reference == 0  # without adapters it is its own reference
