@@ -17,6 +17,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from trl_fp8.console.quiet import quiet
+
+
+if __name__ == "__main__":
+    quiet()  # before torch is imported
+
 import reasoning_gym
 import torch
 from datasets import Dataset
