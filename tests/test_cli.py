@@ -1,6 +1,10 @@
 """The console script, as a user calls it."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +13,10 @@ from safetensors.torch import load_file
 from testing import published, tiny_models
 from trl_fp8 import __version__
 from trl_fp8.cli import main
+from trl_fp8.commands import plan
+
+
+ROOT = Path(__file__).parents[1]
 
 
 def folder_of(name, path, **changes):
@@ -46,6 +54,30 @@ def test_memory_figures_are_those_that_others_measured(tmp_path, capsys):
     halves = plan_of(capsys, *words, "--tensor-parallel-size", "2")["kv_tokens"]
     assert plan_of(capsys, *words, "--kv-cache-dtype", "auto")["kv_tokens"].keys() == {"bf16", "fp8_linears"}
     assert all(halves[name] > 2 * figures["kv_tokens"][name] for name in measured)  # the weights are halved as well
+
+
+def test_documents_quote_what_a_plan_says(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "model_config", published.CONFIGS.__getitem__)
+    assert main(["plan", "Qwen/Qwen3-8B", "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert f"```text\n{out}```" in (ROOT / "docs" / "quickstart.md").read_text()
+    found = plan_of(capsys, "Qwen/Qwen3-8B", "--gpus", "8")
+    weights, tokens = found["weights_gib"], found["kv_tokens"]
+    assert (
+        f"take {found['gib_per_gpu']['total']:.0f} of 80 GiB; {weights['fp8']:.1f} GiB of engine weights for "
+        f"{weights['bf16']:.1f} in BF16 leave room for {tokens['fp8_linears_kv']:,} tokens of KV cache for "
+        f"{tokens['bf16']:,}."
+    ) in " ".join((ROOT / "README.md").read_text().split())
+    lora = (ROOT / "docs" / "lora.md").read_text()
+    for words, column in ((["--lora", "32"], 2), ([], 1)):
+        trainer = plan_of(capsys, "Qwen/Qwen3-8B", *words)["gib_per_gpu"]["trainer"]
+        passing = trainer["copies"] + trainer["inputs"] + trainer["head"]
+        stated = [
+            row.split("|")[column + 1].strip() for row in lora.split("one GPU, GiB, computed")[1].splitlines()[2:7]
+        ]
+        figures = [*(trainer[name] for name in ("weights", "gradients", "optimizer")), passing, trainer["total"]]
+        assert stated == [f"{figure:.1f}" for figure in figures]
+    assert f"hold {plan_of(capsys, 'Qwen/Qwen3-8B', '--lora')['kv_tokens']['fp8_linears_kv']:,} tokens" in lora
 
 
 def test_a_plan_of_the_other_format(tmp_path, capsys):
@@ -127,6 +159,16 @@ def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_pat
     assert main(["plan", folder_of("Qwen/Qwen3-8B", tmp_path), *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
+    code = "from trl_fp8.cli import main; raise SystemExit(main())"
+    words = [sys.executable, "-c", code, "plan", folder_of("Qwen/Qwen3-8B", tmp_path)]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(words, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_usage_is_that_of_the_command(capsys):

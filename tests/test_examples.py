@@ -1,5 +1,5 @@
-"""The example configurations: what accelerate and TRL make of them, that the models they name are FP8 throughout at
-those sizes, and that they fit the GPUs in their names.
+"""The example configurations: what accelerate and TRL make of them, and that the models they name are FP8 throughout
+at those sizes. Whether they fit is in tests/planning.
 """
 
 import importlib.util
@@ -30,7 +30,6 @@ from testing.launches import launched, without_hub
 from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.commands.arguments import make_parser
-from trl_fp8.planning.plan import plan_for_model
 
 
 ROOT = Path(__file__).parents[1]
@@ -60,8 +59,6 @@ ARCHITECTURES = {  # the models' config.json, and the parameters that their card
     "Qwen/Qwen3-30B-A3B-Base": (published.qwen3_30b_a3b(), 30.53),  # the card rounds to 30.5
 }
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
-GPU_GIB = {"h100": 79, "h200": 139}  # what the driver offers of 80 GB and 141 GB
-GIB = 2**30
 
 
 def launcher(name: str) -> Path:
@@ -294,32 +291,6 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
     found = made.recipe_for(meta_model("Qwen/Qwen3-4B"))
     assert {name.rpartition(".")[2] for name in found.fp8_modules} == set(ATTENTION)
     assert {name.rpartition(".")[2] for name in found.kept_modules} == {"lm_head", *MLP}
-
-
-@pytest.mark.parametrize("name", OF_REAL_MODELS)
-def test_the_recipe_fits_its_gpus(name, monkeypatch):
-    """Lower bounds per GPU, which have to leave 15 % for what they omit: one layer's activations and gathered weights,
-    CUDA contexts, fragmentation. Weights, gradients and Adam's moments are FP32, 16 bytes per parameter, or 4 where
-    only adapters are trained. Checkpointing keeps each layer's input, in BF16 under FSDP2's mixed precision and in
-    FP32 under autocast, which also copies the weights to BF16.
-    """
-    _, made, model_arguments, _ = parse(recipe(name))
-    model = meta_model(model_arguments.model_name_or_path)
-    processes, gpu = RECIPES[name][0], GPU_GIB[name[-4:]] * GIB
-    parameters, sharded = model.num_parameters(), processes > 1
-    tokens = made.per_device_train_batch_size * made.vllm_max_model_length
-    states = (4 if model_arguments.use_peft else 16) * parameters / processes + (0 if sharded else 2 * parameters)
-    reference = 4 * parameters / processes if made.beta else 0
-    activations = model.config.num_hidden_layers * tokens * model.config.hidden_size * (2 if sharded else 4)
-    engine = made.vllm_gpu_memory_utilization * gpu
-    assert states + reference + activations + engine < 0.85 * gpu
-
-    on_gpu(monkeypatch)
-    plan = plan_for_model(model, made.recipe_for(model))
-    reserved = 3 * GIB  # CUDA graphs and the activations of 4096 batched tokens
-    cache = (engine - plan.bytes_after - reserved) / plan.kv_bytes_per_token_after
-    sequences = made.per_device_train_batch_size * made.gradient_accumulation_steps * RECIPES[name][2]
-    assert cache > 0.25 * sequences * made.vllm_max_model_length  # a quarter of the batch runs at full length at once
 
 
 # examples/grpo_reasoning_gym.py

@@ -61,7 +61,7 @@ def test_the_published_readme_leads_out_of_the_repository(dist):
 
 
 def test_the_wheel_plans_where_nothing_else_is_installed(script, tmp_path):
-    assert "86.9% of parameters fp8" in release.plan_by(script, tmp_path / "model")
+    assert "86.9% of them FP8" in release.plan_by(script, tmp_path / "model")
 
 
 def project(part: str):

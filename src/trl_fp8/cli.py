@@ -10,6 +10,7 @@ trl-fp8 push FOLDER REPO_ID     an exported checkpoint to the Hub
 """
 
 import argparse
+import os
 import sys
 
 from .commands import checkpoints, plan, report, train
@@ -50,7 +51,10 @@ def main(words: list[str] | None = None) -> int:
     if unknown:
         commands[given.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        print(given.run(given))
+        print(given.run(given), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough; what Python flushes at its end goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
         print(f"trl-fp8: {error}", file=sys.stderr)
         return 2

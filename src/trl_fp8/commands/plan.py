@@ -46,7 +46,9 @@ FLAGS = {
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="model id or folder; only its config is read")
-    parser.add_argument("--config", metavar="RECIPE", help="a file of `trl-fp8 train`; flags given here win over it")
+    parser.add_argument(
+        "--config", metavar="RECIPE", help="a file of `trl-fp8 train`, read for memory and FP8; flags here win"
+    )
     numbers = {
         "num_processes": ("N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
         "gpu_memory": ("GIB", float, "of one GPU (80)"),

@@ -92,7 +92,8 @@ def _table(runs: Sequence[Run]) -> str:
     if flags := differences(runs):
         heading = f'<th colspan="{len(runs) + 1}" scope="rowgroup" role="rowheader">Settings that differ</th>'
         rows.append(f'<tr role="row" class="group">{heading}</tr>\n')
-        rows += [_row(escape(name), map(escape, values), runs) for name, values in flags.items()]
+        names = [escape(name).replace("_", "_<wbr>") for name in flags]
+        rows += [_row(name, map(escape, values), runs) for name, values in zip(names, flags.values(), strict=True)]
     return (
         '<div class="scrolls" tabindex="0" role="region" aria-label="Runs side by side">\n<table role="table">\n'
         f'<thead role="rowgroup"><tr role="row"><td role="cell"></td>{heads}</tr></thead>\n'
