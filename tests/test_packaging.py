@@ -100,6 +100,21 @@ def test_extras_bring_what_rewards_of_recipes_import():
     assert "accuracy_reward" in (ROOT / "examples" / "configs" / "qwen3_4b_1xh200.yaml").read_text()
 
 
+def test_the_demo_waits_for_nothing_that_only_tests_need(tmp_path):
+    """In a new clone: both as make would install them, torch first on a CPU."""
+    for name in ("Makefile", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    installs = {}
+    for words in (("demo", "ENGINE=cpu"), ("test", "ENGINE=cpu"), ("demo", "ENGINE=cuda")):
+        steps = subprocess.run(["make", "-n", *words], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        installs[words] = re.findall(r"(?m) install --no-compile (.*)$", steps)
+    torch = project("optional-dependencies")["cpu"][0]
+    demo, test, on_gpu = installs.values()
+    assert demo == ["--upgrade pip", f'{torch} --editable ".[cpu,report]"']
+    assert test == [*demo, '--editable ".[dev,docs]"']
+    assert [" ".join(line.split()) for line in on_gpu] == ["--upgrade pip", '--editable ".[cuda,report]"']
+
+
 def test_the_sdist_holds_what_a_build_needs(dist):
     """The wheel was built from it."""
     (sdist,) = dist.glob("*.tar.gz")
