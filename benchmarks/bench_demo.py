@@ -106,9 +106,10 @@ def main() -> None:
         for label, pair in PAIRS.items()
         if (ratios := paired(runs, *pair, "mismatch_mean"))
     }
-    slower = paired(runs, "fp8_flow", "fp8_linears_kv", "step_seconds_median")
-    results["step_seconds_flow_over_plain"] = record.spread(slower)
-    curves = {name: [row["rewards"] for job, row in runs.items() if job[0] == name] for name in LEARNING}
+    if slower := paired(runs, "fp8_flow", "fp8_linears_kv", "step_seconds_median"):
+        results["step_seconds_flow_over_plain"] = record.spread(slower)
+    compared = [name for name in LEARNING if name in names]
+    curves = {name: [row["rewards"] for job, row in runs.items() if job[0] == name] for name in compared}
     results["rewards"] = curves
     isa = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available() or isa == "AVX2":

@@ -66,8 +66,9 @@ def test_every_entry_is_for_a_message_that_was_seen():
 
 
 def test_commands_print_what_they_have_to_say_and_nothing_else(checkpoint, tmp_path, capsys):
-    exported = tmp_path / "fp8"
-    assert main(["export", checkpoint("qwen3"), str(exported)]) == 0
+    model, exported = checkpoint("qwen3"), tmp_path / "fp8"
+    capsys.readouterr()  # making the checkpoint is no command
+    assert main(["export", model, str(exported)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("FP8 plan for ") and out.endswith(f"\n\nwritten: {exported}\n")
     for word, said in ("plan", r"FP8 plan for (.|\n)*"), ("verify", r".*: \d+ files are what was exported\n"):

@@ -51,7 +51,7 @@ class FP8ProgressCallback(ProgressCallback):
             disable=not on_terminal(),
         )
         self._warnings.begin()
-        text = "The first step takes longer than the next ones: what it runs is compiled once, and kept."
+        text = "The first step takes longer: what it runs is compiled once, and kept."
         self._first_step.enter_context(slow_step(text))
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
