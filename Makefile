@@ -43,8 +43,7 @@ DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense
 .PHONY: demo test test-quick lint format docs site bench bench-table release clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
-	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		$(if $(filter cpu,$(ENGINE)),--cpu --num_cpu_threads_per_process 2) examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
+	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
 
 test: $(TESTABLE) lint  ## everything that CI runs; ISA=avx2: as an older host would run it
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)

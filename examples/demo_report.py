@@ -1,12 +1,16 @@
-"""What the addition demo shows at its end: a summary as a plain-text table, and its training as one picture."""
+"""What the addition demo shows at its end: five lines, a table of all that was measured, its training as a picture."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trl_fp8.planning.plan import format_bytes
 from trl_fp8.report.canvas import MARK, Axes, Figure, save
 from trl_fp8.report.curves import TRAINING_PANELS, curves_figure
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def plot_training(
@@ -56,6 +60,47 @@ def _mark_held_out(axes: Axes, held_out: Mapping[int, float]) -> None:
         offset, side = ((8, -16), "left") if step == steps[0] else ((-4, -18), "right")
         axes.annotate(f"{reward:.2f}", (step, reward), offset, "data", "offset points", ha=side, color=MARK)
     axes.set_ylim(top=max(axes.get_ylim()[1], 1.15 * max(rewards)))
+
+
+class Reference(NamedTuple):
+    """What the same training came to with BF16 rollouts, and where that is from."""
+
+    reward_end: float
+    mismatch: float
+    source: str
+
+
+def stored_reference(start: float, steps: int, folder: Path = RESULTS) -> Reference | None:
+    """BF16 runs of this many steps that began with the same policy, which pretraining makes alike on CPUs of one kind;
+    None if no result file has any.
+    """
+    for path in sorted(folder.glob("demo*_cpu.json")):
+        record = json.loads(path.read_text())
+        runs, rewards = record["results"]["bf16"], record["results"]["rewards"]["bf16"]
+        if abs(runs["reward_start"]["median"] - start) < 0.005 and len(rewards[0]) == steps:
+            host = next(part for part in record["hardware"].split(", ") if part.startswith("AVX"))
+            source = f"stored: {runs['seeds']} seeds, {host}"
+            return Reference(runs["reward_end"]["median"], runs["mismatch_mean"]["median"], source)
+    return None
+
+
+def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | Path) -> str:
+    """Five lines of 80 columns for a reader who sees all of this for the first time."""
+    accuracy = f"{summary['reward_start']:.3f} -> {summary['reward_end']:.3f}"
+    accuracy += f"; with BF16 rollouts {bf16.reward_end:.3f} ({bf16.source})" if bf16 else ""
+    mismatch = "not measured" if (nats := summary["mismatch_mean"]) is None else f"{nats:.4f} nats"
+    mismatch += " between trainer and engine" + (f"; with BF16 rollouts {bf16.mismatch:.4f}" if bf16 else "")
+    fp8, audits = "nothing", "none, because nothing is FP8"
+    if before := summary["weight_bytes_bf16"]:
+        layers = summary["fp8_linears"] + summary["fp8_experts"]
+        after, cache = summary["weight_bytes_engine"], summary["kv_cache_dtype"] == "fp8"
+        what = f"{layers} layers and the KV cache" if cache else f"{layers} layers"
+        share = f"{summary['fp8_share']:.1%} FP8"
+        fp8 = f"{what}; weights {format_bytes(before)} -> {format_bytes(after)} ({share})"
+        audits = f"{summary['audit_failures']} differences found in the engine after {summary['steps']} syncs"
+    rows = {"accuracy": accuracy, "mismatch": mismatch, "FP8": fp8, "audits": audits}
+    rows["next"] = f"trl-fp8 report {folder}" + ("" if bf16 else "   (--compare: BF16 rollouts, too)")
+    return "\n".join(f"{label:<10}{text}" for label, text in rows.items())
 
 
 def demo_table(summary: Mapping[str, Any]) -> str:

@@ -6,9 +6,10 @@
 # ///
 """GRPO with FP8 weights and an FP8 KV cache on two-digit addition, from pretraining to report, without any download.
 
-    accelerate launch examples/grpo_addition.py --config examples/grpo_addition.yaml
+    python examples/grpo_addition.py --config examples/grpo_addition.yaml
 
-makes a 0.4 M parameter policy (once, cached), trains it on problems that it never saw, and writes to `output_dir`:
+makes a 0.4 M parameter policy (once, cached), trains it on problems that it never saw, prints what came of it, and
+writes to `output_dir`:
 
     summary.json    accuracy on held-out problems before and after, mismatch, sync time, what was FP8
     report.png      reward, mismatch, completion length and sync time over the steps
@@ -16,15 +17,26 @@ makes a 0.4 M parameter policy (once, cached), trains it on problems that it nev
 
 With `grpo_addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M.
 
-Any flag of `FP8GRPOConfig` can follow, e.g. `--kv_cache_dtype auto` or `--fp8_weights false`, to compare.
+Any flag of `FP8GRPOConfig` can follow, e.g. `--kv_cache_dtype auto`; `--compare` trains with BF16 rollouts, too;
+`--verbose` prints the whole plan, everything that was measured, and what other libraries have to say.
 """
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
+
+from trl_fp8.console.quiet import quiet
+
+
+if __name__ == "__main__":
+    print("Importing torch, TRL and vLLM (at the first start this takes a minute)", flush=True)
+    if "--verbose" not in sys.argv:
+        quiet()
 
 import torch
 from addition_task import (
@@ -36,11 +48,11 @@ from addition_task import (
     policy_sampler,
     reinforcement_dataset,
 )
-from demo_report import demo_table, plot_training
-from transformers import ProgressCallback
+from compare_precisions import PRECISIONS
+from demo_report import Reference, demo_table, headline, plot_training, stored_reference
 from trl import TrlParser
 
-from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, __version__
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, FP8ProgressCallback, __version__
 
 
 @dataclass
@@ -50,17 +62,8 @@ class ScriptArguments:
     )
     arch: str = field(default="qwen3", metadata={"help": f"Architecture of the policy: {' or '.join(ARCHITECTURES)}."})
     pretrain_seed: int = field(default=0, metadata={"help": "Seed of the policy's pretraining."})
-
-
-class RewardBar(ProgressCallback):
-    """A progress bar that shows the latest reward and mismatch, instead of a dictionary per step."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        if self.training_bar is not None and "reward" in (logs or {}):
-            shown = {"reward": f"{logs['reward']:.2f}", "tokens": f"{logs['completions/mean_length']:.0f}"}
-            if (mismatch := logs.get("sampling/sampling_logp_difference/mean")) is not None:
-                shown["mismatch"] = f"{mismatch:.4f}"
-            self.training_bar.set_postfix(shown)
+    compare: bool = field(default=False, metadata={"help": "Train with BF16 rollouts, too, in output_dir/bf16."})
+    verbose: bool = field(default=False, metadata={"help": "Print the whole plan and everything that was measured."})
 
 
 def mean_of(rows: list[dict], key: str) -> float | None:
@@ -110,6 +113,7 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
 def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
     # Policy
     checkpoint = str(cached_checkpoint(PretrainRecipe.of(script.arch, seed=script.pretrain_seed)))
+    bf16 = trained_in_bf16(args.output_dir) if script.compare else None
 
     # Training
     trainer = FP8GRPOTrainer(
@@ -117,16 +121,17 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
         reward_funcs=exact_answer,
         args=args,
         train_dataset=reinforcement_dataset(),
+        callbacks=[FP8ProgressCallback()],
     )
-    trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(RewardBar())
+    if script.verbose and trainer.plan:
+        trainer.accelerator.print(trainer.plan.table(), flush=True)
 
     def evaluate() -> float:
         generate = policy_sampler(trainer.model, trainer.processing_class, seed=1)
         return held_out_accuracy(generate, samples=script.eval_samples)
 
     start = evaluate()
-    print(f"\naccuracy on held-out problems before training: {start:.3f}\n", flush=True)
+    trainer.accelerator.print(f"Accuracy on held-out problems before training: {start:.3f}", flush=True)
     began = time.perf_counter()
     trainer.train()
     summary = summarize(trainer, start, evaluate(), time.perf_counter() - began)
@@ -142,13 +147,26 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
             title="GRPO with FP8 rollouts: addition",
             held_out={0: summary["reward_start"], summary["steps"]: summary["reward_end"]},
         )
-        shown = {key: value for key, value in summary.items() if key != "rewards"}
-        print(f"\n{demo_table(shown)}\n\nwritten: {folder / 'summary.json'}, {folder / 'report.png'}")
+        if script.verbose:
+            print(demo_table({key: value for key, value in summary.items() if key != "rewards"}))
+        print(f"\n{headline(summary, bf16 or stored_reference(start, args.max_steps), folder)}")
+
+
+def trained_in_bf16(output_dir: str) -> Reference:
+    """The same training with BF16 rollouts, in a process of its own."""
+    print("First with BF16 rollouts, to compare", flush=True)
+    folder = Path(output_dir, "bf16")
+    words = ["--output_dir", str(folder), *PRECISIONS["bf16"], "--compare", "false"]  # win over the same before them
+    subprocess.run([sys.executable, *sys.argv, *words], check=True, stdout=subprocess.DEVNULL)
+    summary = json.loads((folder / "summary.json").read_text())
+    return Reference(summary["reward_end"], summary["mismatch_mean"], "run before")
 
 
 if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, FP8GRPOConfig))
-    on_gpu = torch.cuda.is_available()
+    if not (on_gpu := torch.cuda.is_available()):
+        # vLLM would compile two functions of its sampler: 20 seconds at the first start, to save some milliseconds
+        torch.compiler.set_stance("force_eager")
     # Many CPUs have no BF16 units and emulate it 50 times slower than FP32; the engine's FP8 and BF16 are unaffected
     parser.set_defaults(use_cpu=not on_gpu, bf16=on_gpu)
     main(*parser.parse_args_and_config())

@@ -24,6 +24,7 @@ ALLOWED = {
     "upstream": set(),
     "quantization": set(),
     "correction": set(),
+    "console": set(),
     "recipe": {"quantization"},
     "planning": {"recipe"},
     "sync": {"quantization", "recipe"},
@@ -36,19 +37,20 @@ ALLOWED = {
     "report": {"correction", "planning", "run"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync", "upstream"},
     "trainer": {
-        *("config", "correction", "engine", "features", "planning", "policy", "recipe", "run", "sync", "upstream"),
+        *("config", "console", "correction", "engine", "features", "planning", "policy", "recipe", "run", "sync"),
+        "upstream",
     },
     "hub": {"export"},
     "numerics": {"correction", "quantization"},
     "commands": {
-        *("config", "export", "flags", "planning", "policy", "quantization", "recipe", "report", "run", "trainer"),
-        "upstream",
+        *("config", "console", "export", "flags", "planning", "policy", "quantization", "recipe", "report", "run"),
+        *("trainer", "upstream"),
     },
-    "cli": {"commands"},
-    "__init__": {"config", "correction", "recipe", "trainer"},
+    "cli": {"commands", "console"},
+    "__init__": {"config", "console", "correction", "recipe", "trainer"},
 }
 PUBLISHED = {  # import paths that do not change with the layout
-    "trl_fp8": ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8Recipe", "RolloutCorrection"),
+    "trl_fp8": ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "RolloutCorrection"),
     "trl_fp8.hub": ("export_fp8",),
     "trl_fp8.numerics.blockwise": ("quantize_weight", "dequantize_weight", "quantize_activation"),
     "trl_fp8.numerics.importance": ("RolloutCorrection", "correct_rollout"),
@@ -57,7 +59,7 @@ PUBLISHED = {  # import paths that do not change with the layout
 FOREIGN = {  # packages that only some folders may import
     "vllm": {"engine", "upstream"},
     "trl": {"commands", "config", "engine", "features", "flags", "run", "trainer"},
-    "transformers": {"commands", "engine", "export", "features", "policy", "run", "trainer"},
+    "transformers": {"commands", "console", "engine", "export", "features", "policy", "run", "trainer"},
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {

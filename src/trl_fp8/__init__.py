@@ -9,14 +9,16 @@ if TYPE_CHECKING:
     from trl_fp8.recipe.recipe import FP8Recipe
 
     from .config import FP8GRPOConfig
+    from .console.progress import FP8ProgressCallback
     from .trainer import FP8GRPOTrainer
 
-__all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8Recipe", "RolloutCorrection"]
+__all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "RolloutCorrection"]
 __version__ = "0.1.0.dev0"
 
 _HOME = {
     "FP8GRPOConfig": ".config",
     "FP8GRPOTrainer": ".trainer",
+    "FP8ProgressCallback": ".console.progress",
     "FP8Recipe": ".recipe.recipe",
     "RolloutCorrection": ".correction.importance",
 }

@@ -14,6 +14,7 @@ import os
 import sys
 
 from .commands import checkpoints, plan, report, train
+from .console.quiet import quiet
 
 
 # word -> (help, arguments, what it does)
@@ -40,6 +41,7 @@ COMMANDS = {
 
 def main(words: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
+    quiet()
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["train"]:  # its flags are TRL's, and its --help too
         return train.launch(words[1:])

@@ -14,12 +14,20 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import trl.trainer.grpo_trainer as trl_grpo
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+    ProgressCallback,
+    TrainerCallback,
+)
 from trl import GRPOTrainer
 from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .config import FP8GRPOConfig
+from .console.lines import on_terminal, slow_step
+from .console.progress import FP8ProgressCallback
 from .correction.importance import RolloutCorrection
 from .features.correction import Correction
 from .features.feature import Batch, Feature, Rollouts
@@ -70,7 +78,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
     Attributes:
         recipe: `FP8Recipe` of the run; None if every FP8 flag is off.
-        plan: `Plan` printed at the start; None likewise.
+        plan: `Plan` whose summary is printed at the start; None likewise.
         correction: `RolloutCorrection` in force; None if TRL does without one, or alone with everything FP8 off.
         features: What takes part in a step, in the order of `ORDER`.
 
@@ -138,6 +146,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 environment_factory=environment_factory,
             )
         save_in_high_precision(self.model)
+        self._choose_progress([one if isinstance(one, type) else type(one) for one in callbacks or ()])
         self.correction = args.correction
         if self.correction is not None:
             self._add(Correction(self))
@@ -158,6 +167,18 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     def _add(self, feature: AnyFeature) -> AnyFeature:
         self.features = tuple(sorted([*self.features, feature], key=lambda one: ORDER.index(type(one))))
         return feature
+
+    def _choose_progress(self, given: list[type[TrainerCallback]]) -> None:
+        """Put `FP8ProgressCallback` in the place of the bar that transformers added, on a terminal and wherever it was
+        asked for. Where a bar of another kind was given, or is transformers' default, nothing changes.
+        """
+        asked = any(issubclass(one, FP8ProgressCallback) for one in given)
+        if not asked and (not on_terminal() or any(issubclass(one, ProgressCallback) for one in given)):
+            return
+        for default in [one for one in self.callback_handler.callbacks if type(one) is ProgressCallback]:
+            self.remove_callback(default)
+            if not asked:
+                self.add_callback(FP8ProgressCallback())
 
     def _log(self, metrics: dict[str, float]) -> None:
         for name, value in metrics.items():
@@ -183,18 +204,20 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.own_engine:
             self.recipe, self.plan = recipe, plan_for_model(self.model, recipe)
             self._add(Syncs(self))
-            self.accelerator.print(self.plan.table())
+            self.accelerator.print(self.plan.summary(), flush=True)
         if args.routes_returned:
             self._add(Routes(self))
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
-        generation = FP8VLLMGeneration(
-            recipe=recipe,
-            calibrate=kv_cache and kv_cache.calibrate,
-            engine_kwargs=args.vllm_engine_kwargs,
-            return_routes=args.routes_returned,
-            share_kernels=args.fp8_forward == "full",
-            **kwargs,
-        )
+        text = "Starting the engine; at its first start on a machine vLLM compiles what it needs."
+        with slow_step(text, shown=self.accelerator.is_main_process):
+            generation = FP8VLLMGeneration(
+                recipe=recipe,
+                calibrate=kv_cache and kv_cache.calibrate,
+                engine_kwargs=args.vllm_engine_kwargs,
+                return_routes=args.routes_returned,
+                share_kernels=args.fp8_forward == "full",
+                **kwargs,
+            )
         for feature in self.features:
             feature.engine_started(generation.numerics, generation.engine.kernels)
         if args.own_engine:

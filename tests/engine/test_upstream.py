@@ -70,7 +70,7 @@ def has(owner, name):
 def test_private_names_exist(owner):
     names = (trl_names.PRIVATE_NAMES | vllm_names.PRIVATE_NAMES)[owner]
     assert [name for name in names if not has(resolved(owner), name)] == []
-    assert not has(resolved(owner), "_no_such_name")
+    assert owner == "torch.ops" or not has(resolved(owner), "_no_such_name")  # which has any namespace
 
 
 @pytest.mark.parametrize("ours", [FP8GRPOTrainer, FP8VLLMGeneration, RolloutLLM], ids=lambda cls: cls.__name__)

@@ -81,7 +81,7 @@ def folder(tmp_path_factory):
         yield tmp_path_factory.mktemp("any")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(NAMES),
     changed=st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=2),

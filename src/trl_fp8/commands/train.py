@@ -12,6 +12,7 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trl_fp8.console.quiet import quiet
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.servable import require_servable
 
@@ -51,6 +52,7 @@ def launch(words: list[str]) -> int:
 
 def main() -> None:
     """What each process runs."""
+    quiet()
     try:
         run = prepare(_checked(sys.argv[1:]))
         script, args = run.script, run.args

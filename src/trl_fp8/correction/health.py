@@ -30,8 +30,8 @@ def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_onl
     error = "mismatch/token_mult_prob_error"
     if metrics.get(error, 1.0) > MAX_TOKEN_MULT_PROB_ERROR:
         warnings[error] = (
-            f"{error} = {metrics[error]:.3f} > {MAX_TOKEN_MULT_PROB_ERROR}: engine and trainer disagree about the "
-            "sampled tokens. Single batches of a small or barely trained model reach this with FP8 rollouts; if it "
+            f"{error} = {metrics[error]:.3f} > {MAX_TOKEN_MULT_PROB_ERROR}: engine and trainer disagree. "
+            "Single batches of a small or barely trained model reach this with FP8 rollouts; if it "
             "stays or grows, look at mismatch/k3_kl by position, compare with kv_cache_dtype='auto', or keep outlier "
             "layers in high precision (fp8_ignored_modules)."
         )

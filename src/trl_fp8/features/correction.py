@@ -35,4 +35,6 @@ class Correction(Feature):
         for name, text in health_warnings(metrics, correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
+                if trainer.args.fp8_run_log:  # one batch says little, and the report averages
+                    text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)

@@ -77,6 +77,18 @@ class Plan:
     def fp8_share(self) -> float:
         return self.fp8_parameters / self.parameters
 
+    def summary(self) -> str:
+        """Three lines for the start of a run: what is FP8, and all that stays in BF16 for a reason."""
+        linears, experts = len(self.recipe.fp8_modules), len(self.recipe.fp8_experts)
+        what = f"{linears} linear layers" + (f", {experts} layers of experts" if experts else "")
+        size = f"{format_bytes(self.bytes_before)} -> {format_bytes(self.bytes_after)}"
+        kept = defaultdict(list)  # reason -> modules
+        for row in self.rows:
+            kept[row.reason] += [row.pattern.removeprefix("model.layers.*.")] if row.reason else []
+        lines = [f"FP8 plan: {what}, {self.fp8_share:.1%} of parameters, {size}", f"KV cache: {self._kv_cache()}"]
+        reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in kept.items() if names)
+        return "\n".join(lines + ([f"In BF16:  {reasons}"] if reasons else []))
+
     def table(self) -> str:
         """The plan as plain text, at most 119 columns for ordinary names."""
         lines = [("modules", "count", "shape", "parameters", "BF16", "engine", "precision")]
@@ -101,16 +113,17 @@ class Plan:
         recipe = self.recipe
         weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
         setup = f"tensor parallel size {recipe.tensor_parallel_size}, weights {weights}"
-        return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {self._kv_cache()}"
+        cache = self._kv_cache(", q/k/v scales recalibrated at every sync")
+        return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {cache}"
 
-    def _kv_cache(self) -> str:
+    def _kv_cache(self, scales: str = "") -> str:
         before, after = self.kv_bytes_per_token_before, self.kv_bytes_per_token_after
         if not self.recipe.fp8_kv_cache:
             return f"the model's dtype, {format_bytes(before)} per token"
         skipped = list(self.recipe.kv_cache_skip_layers)
         size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
         kept = f"; layers {skipped} stay in BF16" if skipped else ""
-        return f"e4m3, q/k/v scales recalibrated at every sync, {size}{kept}"
+        return f"e4m3{scales}, {size}{kept}"
 
 
 def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:

@@ -99,12 +99,10 @@ def _model(capacity: Capacity) -> str:
     weights, cache = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
     weights += f" -> {format_bytes(plan.bytes_after)}" if recipe.fp8_weights else ""
     cache += f" -> {format_bytes(plan.cache.token_bytes(True))}" if recipe.fp8_kv_cache else ""
+    size = f"{plan.parameters / 1e9:.2f} B" if plan.parameters >= 1e8 else f"{plan.parameters / 1e6:.1f} M"
     windows = "".join(f", {count} layers keep {size:,} tokens at most" for size, count in plan.cache.windows.items())
     share = f"{plan.fp8_share:.1%} of them FP8 in the engine" if recipe.fp8_weights else "in BF16 in the engine"
-    return (
-        f"{plan.model_name}: {plan.parameters / 1e9:.2f} B parameters, {share}.\n"
-        f"Weights {weights}; KV cache {cache} per token{windows}."
-    )
+    return f"{plan.model_name}: {size} parameters, {share}.\nWeights {weights}; KV cache {cache} per token{windows}."
 
 
 def _memory(capacity: Capacity) -> list[str]:
@@ -167,7 +165,9 @@ def _speed(capacity: Capacity) -> str:
     if max(capacity.speedups.values()) >= NOTHING_GAINED:
         useless = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
         cache_alone = " FP8 linears gain nothing here: --fp8_weights False leaves the KV cache." if useless else ""
-        return f"Rollouts {shown}, {source}; a whole step gains less.{cache_alone}"
+        is_room = max(capacity.speedups.values()) > MOST_GAINED
+        of_room = f" Over {MOST_GAINED:g}x is room: a BF16 KV cache would hold too little." if is_room else ""
+        return f"Rollouts {shown}, {source}; a whole step gains less.{of_room}{cache_alone}"
     return f"FP8 will not help you here. Rollouts {shown}, {source}: {_why_slow(capacity)}."
 
 

@@ -39,6 +39,7 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
         "torch.nn.functional.linear": ("policy/flow/experts.py", "Routers call it, or what ZeRO-3 puts in its place."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
+        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platforms.py", "It warns where nothing is bound."),
         f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
     },
     FOR_GOOD: {

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 _LAYERS = "vllm.model_executor.layers"
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
-    "vllm.model_executor.models.registry": {"_LazyRegisteredModel": "upstream"},
+    "vllm.model_executor.models.registry": dict.fromkeys(["_LazyRegisteredModel", "_RegisteredModel"], "upstream"),
     "vllm": {"_custom_ops": "engine"},
+    "torch.ops": {"_C": "engine"},
     "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
     "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {"input_batch": "upstream", "query_start_loc": "upstream"},
@@ -57,6 +58,17 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
     if (entry := next(known, None)) is None:
         return None
     return entry.class_name if isinstance(entry, _LazyRegisteredModel) else entry.model_cls.__name__
+
+
+def inspect_engine_class(architectures: tuple[str, ...]) -> None:
+    """Let the class of `engine_class` be looked at in this process. To keep CUDA out of it vLLM starts another one,
+    which imports torch and vLLM again: ten seconds of a first start, in a trainer that has both.
+    """
+    from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
+
+    name = next((name for name in architectures if name in ModelRegistry.models), None)
+    if isinstance(entry := ModelRegistry.models.get(name), _LazyRegisteredModel):
+        ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
 
 
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:

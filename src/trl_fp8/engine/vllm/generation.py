@@ -82,6 +82,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             asked = self.engine_kwargs, self._largest, self.share_kernels
             self.pinned = pinned_gemm(backends, self.recipe, self.model, device, *asked)
             ours |= self.pinned
+            upstream.inspect_engine_class(tuple(self.model.config.architectures or ()))
             super()._init_vllm()
         if self.share_kernels:
             platform.invariance.require(upstream.engine_config(self.llm))

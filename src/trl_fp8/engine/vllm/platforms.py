@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
@@ -129,7 +130,7 @@ class Cpu(Platform):
         forget_choices()
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
             register()
-        with reference_attention():
+        with reference_attention(), _memory_bound_quietly():
             yield
 
     def attention(self, layer: Attention) -> PackedAttention:
@@ -147,6 +148,14 @@ class Cpu(Platform):
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
+
+
+def _memory_bound_quietly() -> AbstractContextManager[None]:
+    """On a host with one NUMA node vLLM binds memory to where it is already, and warns of it in C++, past logging."""
+    if len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) > 1:
+        return nullcontext()
+    torch.ops._C.init_cpu_memory_env  # looked up once, so that it stands in the namespace  # noqa: B018
+    return substituted(torch.ops._C, "init_cpu_memory_env", lambda nodes: None)
 
 
 @dataclass(frozen=True)

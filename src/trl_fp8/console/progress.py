@@ -1,0 +1,90 @@
+"""`FP8ProgressCallback`: how a training goes in one line, in place of a dictionary of 70 metrics at each log.
+
+    step 12/40 |███████▌                | 00:13<00:28, reward 0.52  length 18  mismatch 0.0189
+
+On a terminal that is a bar. Elsewhere, in the log of a job, it is a line for the first step and the last, for each
+tenth of the run, and once a minute, as far as the run logs as often.
+"""
+
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+
+from tqdm.auto import tqdm
+from transformers import ProgressCallback
+
+from .lines import Warnings, on_terminal, say, slow_step
+
+
+SHOWN = {  # label -> the metric, and how it is written
+    "reward": ("reward", ".2f"),
+    "length": ("completions/mean_length", ".0f"),
+    "mismatch": ("sampling/sampling_logp_difference/mean", ".4f"),
+}
+LINES, SECONDS = 10, 60.0  # without a terminal: lines per run at least, seconds between two of them at most
+
+
+class FP8ProgressCallback(ProgressCallback):
+    """Progress with the latest reward, completion length in tokens and mismatch, and a line for each evaluation.
+
+    `FP8GRPOTrainer` has it in place of transformers' `ProgressCallback` where stderr is a terminal and `disable_tqdm`
+    is off; given as one of `callbacks`, everywhere. `report_to`, the run's log and `trainer.state.log_history` get all
+    metrics as ever.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._warnings, self._first_step = Warnings(), ExitStack()
+        self._due_step, self._due_time = 0, 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.current_step = state.global_step  # of the checkpoint that the run is resumed from
+        if not state.is_world_process_zero:
+            return
+        self._due_step, self._due_time = self.current_step, 0.0
+        self.training_bar = tqdm(
+            total=state.max_steps,
+            initial=self.current_step,
+            bar_format="step {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}",
+            dynamic_ncols=True,
+            delay=0,
+            disable=not on_terminal(),
+        )
+        self._warnings.begin()
+        text = "The first step takes longer than the next ones: what it runs is compiled once, and kept."
+        self._first_step.enter_context(slow_step(text))
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        self._first_step.close()
+        super().on_step_end(args, state, control, **kwargs)
+
+    def on_log(self, args, state, control, logs=None, **kwargs) -> None:
+        if self.training_bar is None:  # of another rank, or an evaluation before training
+            return
+        at = f"step {state.global_step}/{state.max_steps}"
+        if evaluated := latest(logs, "eval_"):
+            say(f"{at}  evaluation: {evaluated}")
+        if not (text := latest(logs)):
+            return
+        self.training_bar.set_postfix_str(text)
+        if self.training_bar.disable and self._due(state.global_step, state.max_steps):
+            say(f"{at}  {text}")
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self._first_step.close()
+        super().on_train_end(args, state, control, **kwargs)
+        self._warnings.end()
+
+    def _due(self, step: int, last: int) -> bool:
+        due = step >= min(self._due_step, last) or time.monotonic() >= self._due_time
+        if due:
+            self._due_step, self._due_time = step + max(1, last // LINES), time.monotonic() + SECONDS
+        return due
+
+
+def latest(logs: Mapping[str, float] | None, prefix: str = "") -> str:
+    """What of `SHOWN` is in the logs, whose keys begin with `prefix`; empty if they hold no reward."""
+    found = {label: (logs or {}).get(prefix + key) for label, (key, _) in SHOWN.items()}
+    if found["reward"] is None:
+        return ""
+    return "  ".join(f"{label} {value:{SHOWN[label][1]}}" for label, value in found.items() if value is not None)

@@ -1,0 +1,119 @@
+"""What `make demo` prints where there is no terminal, line by line: the first that a user sees of this project."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+from examples import addition_task
+from examples.demo_report import Reference, headline, stored_reference
+from testing.processes import alone
+
+
+ROOT = Path(__file__).parents[2]
+LINES = (
+    r"Importing torch, TRL and vLLM .*",
+    r"(Starting the engine; .*|The first step takes longer .*)",  # on a busy host
+    r"FP8 plan: 14 linear layers, 95\.8% of parameters, 801\.8 KiB -> 417\.8 KiB",
+    r"KV cache: e4m3, 1\.0 KiB -> 512 B per token \(2\.0x the tokens\)",
+    r"In BF16:  lm_head \(output head\)",
+    r"Engine: ReferenceFp8BlockKernel \(8\)\. Trainer: as TRL computes\.",
+    r"Accuracy on held-out problems before training: 0\.\d{3}",
+    r"step \d+/12  reward 0\.\d\d  length \d+  mismatch 0\.\d{4}",
+    r"warning: (mismatch|correction)/.* `trl-fp8 report` shows .*",
+    r"accuracy  0\.\d{3} -> 0\.\d{3}",
+    r"mismatch  0\.\d{4} nats between trainer and engine",
+    r"FP8       14 layers and the KV cache; weights 801\.8 KiB -> 417\.8 KiB \(95\.8% FP8\)",
+    r"audits    0 differences found in the engine after 12 syncs",
+    r"next      trl-fp8 report outputs/demo .*",
+    r"",
+)
+SMALL = "--max_steps 12 --per_device_train_batch_size 16 --eval_samples 1"
+
+
+def command() -> list[str]:
+    """As the Makefile has it, in this environment and with a smaller run."""
+    asked = subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo", f"ARGS={SMALL}"], cwd=ROOT, capture_output=True, text=True
+    )
+    (line,) = [line for line in asked.stdout.splitlines() if "examples/grpo_addition.py" in line]
+    words = shlex.split(line)
+    return [sys.executable, *words[next(at for at, word in enumerate(words) if word.endswith("/python")) + 1 :]]
+
+
+@pytest.mark.engine
+def test_the_demo_prints_what_it_has_to_say_and_nothing_else(tmp_path):
+    tokenizer = addition_task.build_tokenizer()
+    recipe = addition_task.PretrainRecipe()
+
+    def untrained(folder: Path) -> None:
+        addition_task.build_model(recipe, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    addition_task.publish(tmp_path / "trl-fp8" / addition_task.checkpoint_name(recipe), untrained)
+    environment = alone("VLLM_LOGGING_LEVEL", "TQDM_DELAY") | {"PYTHONPATH": pythonpath()}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path), "MPLCONFIGDIR": matplotlib.get_cachedir()}
+    words = [ROOT / word if word.startswith("examples/") else word for word in command()]
+    done = subprocess.run(
+        words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    printed = done.stdout.splitlines()
+    assert [line for line in printed if not any(re.fullmatch(known, line) for known in LINES)] == []
+    assert len(printed) < 40 and [line for line in printed if len(line) > 80 and not line.startswith("warning")] == []
+    assert [line.split()[0] for line in printed[-5:]] == ["accuracy", "mismatch", "FP8", "audits", "next"]
+    summary = json.loads((tmp_path / "outputs" / "demo" / "summary.json").read_text())
+    assert summary["steps"] == 12 and (tmp_path / "outputs" / "demo" / "report.png").exists()
+
+
+def pythonpath() -> str:
+    """Of this process: the demo is to run the package under test, also where another one is installed."""
+    return os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+SUMMARY = {
+    "reward_start": 0.25,
+    "reward_end": 0.8,
+    "mismatch_mean": 0.0062,
+    "weight_bytes_bf16": 2048,
+    "weight_bytes_engine": 1024,
+    "fp8_linears": 14,
+    "fp8_experts": 0,
+    "fp8_share": 0.9,
+    "kv_cache_dtype": "fp8",
+    "audit_failures": 0,
+    "steps": 40,
+}
+
+
+def test_five_lines_stand_beside_what_bf16_rollouts_reach():
+    lines = headline(SUMMARY, Reference(0.85, 0.0012, "stored: 5 seeds, AVX512"), "outputs/demo").splitlines()
+    assert lines == [
+        "accuracy  0.250 -> 0.800; with BF16 rollouts 0.850 (stored: 5 seeds, AVX512)",
+        "mismatch  0.0062 nats between trainer and engine; with BF16 rollouts 0.0012",
+        "FP8       14 layers and the KV cache; weights 2.0 KiB -> 1.0 KiB (90.0% FP8)",
+        "audits    0 differences found in the engine after 40 syncs",
+        "next      trl-fp8 report outputs/demo",
+    ]
+    assert all(len(line) <= 80 for line in lines)
+    in_bf16 = SUMMARY | {"weight_bytes_bf16": None, "mismatch_mean": None}
+    assert headline(in_bf16, None, "x").splitlines()[1:] == [
+        "mismatch  not measured between trainer and engine",
+        "FP8       nothing",
+        "audits    none, because nothing is FP8",
+        "next      trl-fp8 report x   (--compare: BF16 rollouts, too)",
+    ]
+
+
+def test_stored_runs_count_where_they_began_with_the_same_policy_and_took_as_many_steps():
+    stored = json.loads((ROOT / "benchmarks" / "results" / "demo_cpu.json").read_text())["results"]["bf16"]
+    start, end = (stored[key]["median"] for key in ("reward_start", "reward_end"))
+    found = stored_reference(start, 40)
+    assert found == (end, stored["mismatch_mean"]["median"], "stored: 5 seeds, AVX2")
+    assert stored_reference(start, 50) is None and stored_reference(start + 0.01, 40) is None

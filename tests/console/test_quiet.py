@@ -1,0 +1,77 @@
+"""What is left out of the console is what is named, and nothing of it by an import alone."""
+
+import re
+import subprocess
+import sys
+
+from testing.processes import alone
+from trl_fp8.cli import main
+from trl_fp8.console.quiet import LOGGED, WARNED
+
+
+# As these libraries print them: logger or category, text
+SEEN = (
+    ("torchao", "Failed to load /x/torchao/_C_cutlass_90a.abi3.so: Could not load this library: /x.so"),
+    (
+        "torch.utils._pytree",
+        "<enum 'KernelPreference'> is an Enum subclass and is now natively supported by torch.compile as an opaque "
+        "value type. Calling register_constant() on Enum subclasses is deprecated and will be an error.",
+    ),
+    (
+        "vllm.triton_utils.importing",
+        "Triton is installed, but `triton.backends` could not be imported. Disabling Triton.",
+    ),
+    ("matplotlib.font_manager", "Matplotlib is building the font cache; this may take a moment."),
+    ("DeepSpeed", "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it."),
+    (FutureWarning, "`torch.distributed.reduce_op` is deprecated, please use `torch.distributed.ReduceOp` instead"),
+)
+PROGRAM = """
+import logging, os, sys, warnings
+
+def state():
+    loggers = [one for one in (*logging.root.manager.loggerDict.values(), logging.root) if hasattr(one, "filters")]
+    changed = [one.name for one in loggers if one.filters or one.handlers or one.disabled]
+    return list(warnings.filters), changed, logging.root.level, dict(os.environ), sys.stdout, sys.stderr
+
+before = state()
+import trl_fp8.cli, trl_fp8.commands.train
+from trl_fp8.cli import main
+from trl_fp8.console.quiet import quiet
+assert state() == before
+quiet()
+for where, text in SEEN:
+    for sent in text, "other " + text:
+        if isinstance(where, str):
+            logging.getLogger(where).warning(sent)
+        else:
+            warnings.warn(sent, where)
+logging.getLogger("vllm.other").warning(SEEN[2][1])
+"""
+
+
+def test_what_is_named_is_left_out_and_all_else_comes_through():
+    seen = "(" + "".join(f"({where if isinstance(where, type) else where!r}, {text!r})," for where, text in SEEN) + ")"
+    program = f"SEEN = {seen.replace(repr(FutureWarning), 'FutureWarning')}\n{PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=alone())
+    assert done.returncode == 0 and done.stdout == "", done.stderr
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("  warnings.warn")]
+    for (_, text), line in zip(SEEN, lines, strict=False):
+        assert line.endswith(f"other {text}")
+    assert lines[len(SEEN) :] == [SEEN[2][1]]  # of another logger
+
+
+def test_every_entry_is_for_a_message_that_was_seen():
+    for noise in LOGGED + WARNED:
+        assert [text for where, text in SEEN if where == noise.where and re.match(noise.text, text)], noise
+
+
+def test_commands_print_what_they_have_to_say_and_nothing_else(checkpoint, tmp_path, capsys):
+    exported = tmp_path / "fp8"
+    assert main(["export", checkpoint("qwen3"), str(exported)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("FP8 plan for ") and out.endswith(f"\n\nwritten: {exported}\n")
+    for word, said in ("plan", r"FP8 plan for (.|\n)*"), ("verify", r".*: \d+ files are what was exported\n"):
+        command = [sys.executable, "-m", "trl_fp8.cli", word, str(exported)]
+        done = subprocess.run(command, capture_output=True, text=True, env=alone())
+        assert (done.returncode, done.stderr) == (0, "")
+        assert re.fullmatch(said, done.stdout), done.stdout
