@@ -107,11 +107,17 @@ def files_of(sdist: Path) -> set[str]:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """The console script of `wheel` in a new environment, where it is alone: what needs another package fails."""
+    """The console script of `wheel` in a new environment, where it is alone: what needs another package fails.
+
+    `RuntimeError` if it does not install, or says another version of itself.
+    """
     _output(sys.executable, "-m", "venv", "--without-pip", str(folder))
     pip = sys.executable, "-m", "pip", "--quiet", "--python", str(folder / "bin" / "python"), "install"
     _output(*pip, "--no-deps", "--no-index", str(wheel))
-    return folder / "bin" / "trl-fp8"
+    script = folder / "bin" / "trl-fp8"
+    if (said := _output(str(script), "--version").strip()) != f"trl-fp8 {__version__}":
+        raise RuntimeError(f"{wheel.name} says that it is {said}; expected trl-fp8 {__version__}")
+    return script
 
 
 def plan_by(script: Path, model: Path) -> str:

@@ -46,7 +46,7 @@ def test_every_cell_runs_and_shows_what_the_text_says(display, tmp_path, monkeyp
     assert problem.keys() == {"prompt", "answer"} and rewards == [1.0, 1.0, 0.0]
     assert picture.startswith(b"\x89PNG") and "<iframe srcdoc=" in page and "&lt;/html&gt;" in page
     out = capfd.readouterr().out
-    assert "of parameters fp8" in out
+    assert "95.8% of them FP8" in out
     told = {line.split()[0]: [float(word) for word in line.split()[1:]] for line in out.splitlines()[-5:-1]}
     mismatch, audited = (told[name] for name in names["SHOWN"][1:3])
     assert len(mismatch) == 3 and all(0 < value < 0.1 for value in mismatch)
