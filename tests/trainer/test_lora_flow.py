@@ -11,6 +11,7 @@ from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.features.flow import Flow
+from trl_fp8.features.syncs import merged_into_bf16
 from trl_fp8.policy.flow.adapter import require_sums
 from trl_fp8.policy.flow.linear import FollowedLinear
 
@@ -143,13 +144,13 @@ def test_a_tensor_parallel_engine_holds_no_sum(checkpoint):
 
 def test_merging_gives_a_base_back_in_fp32_and_wears_one_in_bf16():
     """Each sync merges and unmerges: docs/lora.md says which dtype stands that."""
-    drift = {}
+    drift, named = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         linear = nn.Sequential(nn.Linear(256, 256, bias=False)).to(dtype)
         model = get_peft_model(linear, LoraConfig(r=4, target_modules=["0"], init_lora_weights=False))
         base = model.base_model.model[0].base_layer.weight
-        before = base.detach().double()
+        before, named[dtype] = base.detach().double(), merged_into_bf16(model)
         for _ in range(50):
             model.merge_adapter()
             model.unmerge_adapter()
@@ -158,3 +159,4 @@ def test_merging_gives_a_base_back_in_fp32_and_wears_one_in_bf16():
                     adapter.data += 1e-3 * torch.randn_like(adapter)
         drift[dtype] = ((base.double() - before).norm() / before.norm()).item()
     assert drift[torch.float32] < 1e-6 and drift[torch.bfloat16] > 0.005, drift
+    assert named == {torch.float32: [], torch.bfloat16: ["0"]}

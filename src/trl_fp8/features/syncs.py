@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate.logging import get_logger
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
 from trl import GRPOTrainer
 
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.names import checkpoint_name, listed
 from trl_fp8.sync.delivery import SyncReport
 
 from .feature import Feature, Rollouts
@@ -25,6 +27,11 @@ class Syncs(Feature):
         super().__init__(trainer)
         self._logged: SyncReport | None = None
         self._dead: set[str] = set()
+        if worn := merged_into_bf16(trainer.model):
+            logger.warning(
+                f"{len(worn)} layers with adapters have a base in BF16: {listed(worn, 1)}. Each sync merges adapters "
+                "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."
+            )
 
     def before_generation(self, prompts: list) -> None:
         trainer = self.trainer
@@ -72,6 +79,13 @@ class Syncs(Feature):
                 "round elsewhere, so that the run does not continue exactly as it would have. With "
                 f"vllm_engine_kwargs={before} it does."
             )
+
+
+def merged_into_bf16(model: nn.Module) -> list[str]:
+    """Checkpoint names of layers that PEFT merges adapters into, and whose own weight is in 16 bits."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer))
+    weights = ((name, getattr(layer.get_base_layer(), "weight", None)) for name, layer in layers)
+    return [checkpoint_name(name) for name, weight in weights if weight is not None and weight.itemsize < 4]
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:

@@ -195,6 +195,9 @@ def _watch(capacity: Capacity, outline: Outline) -> list[str]:
     if held < capacity.sequences and held < 4 * LEAST_SEQUENCES:
         text = f"the KV cache holds {held} of {capacity.sequences} sequences at full length at once; others wait."
         found.append(f"watch: {text}")
+    training = capacity.setup.training
+    if training.lora_rank and training.dtype == "bfloat16":
+        found.append("watch: each sync merges adapters into the BF16 base and takes them out, which wears it.")
     return found
 
 
