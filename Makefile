@@ -69,7 +69,7 @@ site: $(TESTABLE)  ## build the documentation site to outputs/site
 bench: $(TESTABLE)  ## every GPU benchmark, and the table; on CPU a tiny trial run
 	$(BIN)/python -m benchmarks.run_all $(ARGS)
 
-bench-table: $(TESTABLE)  ## README's table from the GPU results that exist
+bench-table: $(TESTABLE)  ## the goals, and what the GPU results that exist say of them
 	$(BIN)/python -m benchmarks.table
 
 release: $(TESTABLE)  ## sdist and wheel of the last commit in dist/, checked as a user would meet them
