@@ -1,8 +1,11 @@
 """What the addition demo shows at its end: five lines, a table of all that was measured, its training as a picture."""
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 from trl_fp8.planning.plan import format_bytes
@@ -99,7 +102,9 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
         fp8 = f"{what}; weights {format_bytes(before)} -> {format_bytes(after)} ({share})"
         audits = f"{summary['audit_failures']} differences found in the engine after {summary['steps']} syncs"
     rows = {"accuracy": accuracy, "mismatch": mismatch, "FP8": fp8, "audits": audits}
-    rows["next"] = f"trl-fp8 report {folder}" + ("" if bf16 else "   (--compare: BF16 rollouts, too)")
+    # make's environment may not be active
+    command = "trl-fp8" if which("trl-fp8") else os.path.relpath(Path(sys.executable).with_name("trl-fp8"))
+    rows["next"] = f"{command} report {folder}" + ("" if bf16 else "   (make demo ARGS=--compare: BF16, too)")
     return "\n".join(f"{label:<10}{text}" for label, text in rows.items())
 
 

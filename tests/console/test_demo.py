@@ -32,7 +32,7 @@ LINES = (
     r"mismatch  0\.\d{4} nats between trainer and engine",
     r"FP8       14 layers and the KV cache; weights 801\.8 KiB -> 417\.8 KiB \(95\.8% FP8\)",
     r"audits    0 differences found in the engine after 12 syncs",
-    r"next      trl-fp8 report outputs/demo .*",
+    r"next      \S*trl-fp8 report outputs/demo .*",
     r"",
 )
 SMALL = "--max_steps 12 --per_device_train_batch_size 16 --eval_samples 1"
@@ -111,7 +111,7 @@ def test_five_lines_stand_beside_what_bf16_rollouts_reach():
         "mismatch  not measured between trainer and engine",
         "FP8       nothing",
         "audits    none, because nothing is FP8",
-        "next      trl-fp8 report x   (--compare: BF16 rollouts, too)",
+        "next      trl-fp8 report x   (make demo ARGS=--compare: BF16, too)",
     ]
 
 

@@ -5,7 +5,7 @@ from math import gcd
 
 from trl_fp8.recipe.outline import Outline
 
-from .capacity import FREE, LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
+from .capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
 from .plan import format_bytes
 from .risks import risks
 from .roofline import GIB, gpu_of
@@ -126,7 +126,8 @@ def _memory(capacity: Capacity) -> list[str]:
     shared = f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
     engine = f"weights {held:.1f}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache:.1f}: {room}{shared}"
     verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not})"
-    where = f"{capacity.limit_bytes / GIB:.0f} GiB ({FREE:.0%} stay free for what is not counted)"
+    free = 1 - capacity.limit_bytes / setup.gpu_bytes
+    where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
     sleeping = ", of which the engine's are free while it trains" if setup.sleeps else ""
     return [
         f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
