@@ -91,8 +91,10 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
     """Five lines of 80 columns for a reader who sees all of this for the first time."""
     accuracy = f"{summary['reward_start']:.3f} -> {summary['reward_end']:.3f}"
     accuracy += f"; with BF16 rollouts {bf16.reward_end:.3f} ({bf16.source})" if bf16 else ""
-    mismatch = "not measured" if (nats := summary["mismatch_mean"]) is None else f"{nats:.4f} nats"
-    mismatch += " between trainer and engine" + (f"; with BF16 rollouts {bf16.mismatch:.4f}" if bf16 else "")
+    mismatch = "not measured"
+    if (nats := summary["mismatch_mean"]) is not None:
+        mismatch = f"{nats:.4f} nats between trainer and engine over {summary['steps']} steps"
+        mismatch += f"; with BF16 {bf16.mismatch:.4f}" if bf16 else ""
     fp8, audits = "nothing", "none, because nothing is FP8"
     if before := summary["weight_bytes_bf16"]:
         layers = summary["fp8_linears"] + summary["fp8_experts"]
