@@ -10,9 +10,10 @@ from pathlib import Path
 from testing.published import CONFIGS
 from trl_fp8.planning.capacity import FREE, LORA_RANK, Capacity, Planner, Setup
 from trl_fp8.planning.plan import Plan, plan_for
+from trl_fp8.planning.risks import SMALL
 from trl_fp8.planning.roofline import GIB, gpu_of
 from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, MOST_PROMPT
-from trl_fp8.planning.summary import NOTHING_GAINED, factor
+from trl_fp8.planning.summary import NOTHING_GAINED, factor, is_not_worth_it
 from trl_fp8.planning.trainer_memory import Training
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
@@ -40,7 +41,7 @@ What fits, and with which flags, **computed and not measured**: no GPU has run i
 
 ```bash title="with a network"
 trl-fp8 plan Qwen/Qwen3-8B --gpus 8 --gpu-memory 80 --context 8192
-trl-fp8 plan --config examples/configs/qwen3_8b_base_8xh100.yaml --gpus 8
+trl-fp8 plan --config examples/configs/qwen3_8b_base_8xh100.yaml --gpus 8 --gpu-memory 80
 ```
 
 ## What fits
@@ -54,7 +55,8 @@ with FSDP2 where there are several GPUs; LoRA has rank {rank} on all linear laye
 - **only FP8**: a BF16 engine of that share would not hold one sequence beside its weights.
 - **-**: does not fit. `trl-fp8 plan` says what would.
 - **over 2x**: a BF16 engine of that share would have hardly any room for its KV cache.
-- *Slanted*: estimated below {nothing}x, FP8 will not help you there.
+- *Slanted*: FP8 is not worth it there: the estimate is below {nothing}x, or the model below {small:.0f} B parameters, where others lost more
+  with FP8 rollouts than they gained.
 """  # noqa: E501
 NEEDED = """
 ## The fewest GPUs
@@ -79,7 +81,7 @@ TAIL = """
 |---|---|
 | trainer | weights, gradients and Adam's two moments in FP32, over all GPUs; inputs of each layer (checkpointing), the output head's gradient; on one GPU autocast's BF16 copies. [trainer_memory.py](../src/trl_fp8/planning/trainer_memory.py), held to a [real training step](../tests/planning/test_trainer_memory.py) |
 | engine | weights as [recipe](../src/trl_fp8/recipe) decides, 3 GiB for vLLM, the rest KV cache: by kind of attention, [cache.py](../src/trl_fp8/planning/cache.py). NeMo-RL's measured tokens come out [within 10 %](../tests/test_cli.py) |
-| speed | a roofline from data sheets: bytes of weights and KV cache, operations, launches, with efficiencies stated in [roofline.py](../src/trl_fp8/planning/roofline.py). Not calibrated; what verl, NeMo-RL and FP8-RL measured comes out [within 15 %](../tests/planning/test_roofline.py). A whole step gains less than its rollouts |
+| speed | a roofline from data sheets: bytes of weights and KV cache, operations, launches, with efficiencies stated in [roofline.py](../src/trl_fp8/planning/roofline.py). They are fitted: with them four gains of others come out [within 15 %](../tests/planning/test_roofline.py), for 8 B on H100 1.16x with FP8 linears (verl, FP8-RL), 1.38x with FP8 KV cache (FP8-RL), 1.46x with both (FP8-RL, NeMo-RL), for 30B-A3B on H200 1.4x with FP8 linears (FP8-RL, verl). That is a fit, and no evidence; nothing was measured here. A whole step gains less than its rollouts |
 """  # noqa: E501
 
 
@@ -109,7 +111,7 @@ def cell(planner: Planner, gib: int, gpus: int, rank: int | None) -> str:
     gain = max(found.speedups.values(), default=None)
     words += [f"{found.utilization:g}", tokens(found.held_tokens), "only FP8" if gain is None else factor(gain)]
     text = ", ".join(words)
-    return f"*{text}*" if gain is not None and gain < NOTHING_GAINED else text
+    return f"*{text}*" if is_not_worth_it(found) else text
 
 
 def tokens(count: int) -> str:
@@ -133,6 +135,7 @@ def page() -> str:
         "rank": LORA_RANK,
         "free": FREE,
         "nothing": NOTHING_GAINED,
+        "small": SMALL / 1e9,
     }
     text = HEAD.format(**sizes)
     for gib, name in GPUS.items():

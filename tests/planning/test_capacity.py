@@ -11,11 +11,13 @@ import yaml
 
 from testing import published
 from trl_fp8.cli import main
+from trl_fp8.commands.plan import FLAGS
 
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
-GIB_OFFERED = {"h100": "79", "h200": "139"}  # of 80 GB and 141 GB, by the driver
+GIB = {"h100": "80", "h200": "141"}  # as documents say --gpu-memory
+GIB_OFFERED = {"h100": "79", "h200": "139"}  # of these, by the driver
 SERVED = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "google/gemma-2-9b")
 SETUPS = (
     [],
@@ -89,6 +91,26 @@ def test_routes_are_not_asked_of_several_ranks(plan):
     assert "router_replay" not in found["flags"] and any("neither" in risk for risk in found["risks"])
 
 
+@pytest.mark.parametrize(
+    "name, chosen, is_answered",
+    [
+        ("Qwen/Qwen3-30B-A3B", {"router_replay": "rollout"}, True),
+        ("Qwen/Qwen3-30B-A3B", {"router_replay": "off"}, False),
+        ("Qwen/Qwen2.5-7B", {"kv_cache_skip_layers": [0, 27]}, True),
+        ("Qwen/Qwen2.5-7B", {"kv_cache_skip_layers": []}, False),
+    ],
+)
+def test_a_risk_leaves_the_flags_that_a_recipe_has(name, chosen, is_answered, plan):
+    (key,) = chosen
+    words = ("--gpus", "8", "--gpu-memory", "141")
+    recipe = {"vllm_gpu_memory_utilization": 0.38}
+    alone, beside = plan(name, *words, recipe=recipe | {key: None}), plan(name, *words, recipe=recipe | chosen)
+    assert alone["fits"] and beside["fits"]
+    assert key in alone["flags"] and key not in beside["flags"]
+    assert any(key in risk for risk in alone["risks"])
+    assert any(key in risk for risk in beside["risks"]) is not is_answered
+
+
 def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
     recipe = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8, "per_device_train_batch_size": 4}
     awake, asleep = (
@@ -135,11 +157,64 @@ def test_what_the_trainer_refuses_of_a_recipe_is_refused(flags, said, tmp_path, 
     assert out == "" and err.startswith("trl-fp8: ") and said in err
 
 
-def test_where_fp8_does_not_help_it_says_so(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["google/gemma-3-1b-it"]))
-    assert main(["plan", str(tmp_path), "--gpus", "8"]) == 0
-    out = capsys.readouterr().out
-    assert "FP8 will not help you here" in out and "launches" in out and "not calibrated" in out
+@pytest.fixture
+def said(tmp_path, capsys):
+    """What `trl-fp8 plan` prints of a published model."""
+
+    def run(name, *words, **changes):
+        (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS[name] | changes))
+        assert main(["plan", str(tmp_path), *words]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_where_fp8_does_not_help_it_says_so(said):
+    nothing = said("google/gemma-3-1b-it", "--gpus", "8")
+    assert "\nFP8 is not worth it here: " in nothing and "launches" in nothing and "not measured here" in nothing
+    small = said("Qwen/Qwen3-0.6B")
+    assert "\nFP8 is not worth it here: --fp8_weights False --kv_cache_dtype auto leave it out. Rollouts 0" in small
+    assert small.count("--fp8_weights") == 1 and "1.43x" in small and "below about 1 B" in small
+    off = said("Qwen/Qwen3-0.6B", "--kv-cache-dtype", "auto", "--gpus", "8")
+    assert "FP8 is not worth it here" in off
+    linears = said("Qwen/Qwen3-1.7B", "--lora", "--gpu-memory", "141")
+    assert "FP8 linears gain nothing here: add --fp8_weights False to the flags, which leaves the FP8 KV" in linears
+    assert "not worth it" not in linears and "not worth it" not in said("Qwen/Qwen3-8B", "--gpus", "8")
+
+
+def test_what_is_smaller_than_its_unit_is_not_nothing(said):
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 256}
+    out = said("Qwen/Qwen3-0.6B", "--context", "64", **sizes)
+    assert "  trainer  < 0.1\n" in out and "weights < 0.1, vLLM 3" in out
+    assert not re.search(r" $", out, re.MULTILINE) and not re.search(r"\b0\.0\b", out)
+
+
+def test_a_recipe_that_does_not_fit_what_was_assumed_asks_for_the_machine(said):
+    recipe = ("--config", str(CONFIGS / "qwen3_4b_1xh200.yaml"))
+    asked = "give --gpus and --gpu-memory of your machine (assumed: 1 x 80 GiB)"
+    assert f"DOES NOT FIT (99 GiB are more than 68); {asked}\n" in said("Qwen/Qwen3-4B", *recipe)
+    half = said("Qwen/Qwen3-4B", *recipe, "--gpus", "1")
+    assert "); give --gpu-memory of your machine (assumed: 1 x 80 GiB)\n" in half
+    assert "of your machine" not in said("Qwen/Qwen3-4B", *recipe, "--gpus", "1", "--gpu-memory", "80")
+    fits = said("Qwen/Qwen3-4B", *recipe, "--gpus", "1", "--gpu-memory", "141")
+    assert fits.endswith("\nflags: none, the recipe has them\n") and ": fits\n" in fits
+
+
+def test_flags_have_trls_names_too_with_dashes_or_underscores(said):
+    """A value that none of them has where nothing is said, so each is heard."""
+    values = {"lora_r": "7", "dtype": "bfloat16", "fp8_weight_format": "tensor", "kv_cache_dtype": "auto"}
+    values |= {"num_processes": "2", "gpu_memory": "99", "vllm_gpu_memory_utilization": "0.45"}
+    values |= {"vllm_tensor_parallel_size": "2", "vllm_max_model_length": "1234", "generation_batch_size": "24"}
+    assert values.keys() == FLAGS.keys()
+    silent = said("Qwen/Qwen3-8B", "--gpus", "2")
+    for key, value in values.items():
+        heard = {
+            said("Qwen/Qwen3-8B", "--gpus", "2", f"--{name}", value)
+            for own in (key, FLAGS[key][2:])
+            for name in (own, own.replace("_", "-"), own.replace("-", "_"))
+        }
+        assert len(heard) == 1 and (heard != {silent} or key == "num_processes"), key
+    assert said("Qwen/Qwen3-8B", "--num_processes", "2") == silent != said("Qwen/Qwen3-8B")
 
 
 def test_the_page_of_models_is_what_a_plan_computes():
@@ -157,24 +232,27 @@ def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
         name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])
     ]
     found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], recipe=recipe)
-    assert found["fits"]
+    planned = plan(name, "--gpus", gpus, "--gpu-memory", GIB[kind], recipe=recipe)
+    assert found["fits"] and planned["fits"]
     # a quarter of the batch runs at full length at once
     steps = recipe.get("steps_per_generation", recipe["gradient_accumulation_steps"])
     sequences = recipe["per_device_train_batch_size"] * steps
     assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * recipe["vllm_max_model_length"]
-    trainer = found["gib_per_gpu"]["trainer"]
+    trainer = planned["gib_per_gpu"]["trainer"]
     states = trainer["weights"] + trainer["gradients"] + trainer["optimizer"]
     means = {
         "of weights, gradients and Adam": states,
         "of reference model": trainer["reference"],
         "of checkpointed activations": trainer["inputs"],
         "of BF16 copies": trainer["copies"],
-        "of engine": found["gib_per_gpu"]["engine"],
+        "of engine": planned["gib_per_gpu"]["engine"],
     }
     comment = " ".join(line[1:].strip() for line in path.read_text().splitlines() if line.startswith("#"))
     stated = {words: float(gib) for words in means for gib in re.findall(rf"(\d+) GiB {words}", comment)}
     assert "of engine" in stated
     assert {words: round(means[words]) for words in stated} == stated
+    for tokens in re.findall(r"(\d+)K tokens of KV cache", comment):
+        assert round(list(planned["kv_tokens"].values())[-1], -4) == int(tokens) * 1000
 
 
 def test_every_published_model_is_planned_in_half_a_second_without_torch(tmp_path):

@@ -116,7 +116,9 @@ def test_published_models_are_refused_for_what_they_are():
 
 def test_vision_towers_are_neither_served_nor_accused():
     made = outline(other_models.config("gemma3", text_config=other_models.config("gemma3_text").to_dict()))
-    assert "vision-language" in refusal(servable.require_servable, made)
+    said = refusal(servable.require_servable, made)
+    assert "vision-language" in said and "models of type 'gemma3' cannot" in said  # what its config.json calls it
+    assert made.model_type == "gemma3_text"
     assert any(name.endswith("k_proj.bias") for name in made.parameters)
     assert not any("biases" in risk.text for risk in risks(plan_for(made, recipe_for(made)), made))
     biased = outline(tiny_models.config("qwen2"))

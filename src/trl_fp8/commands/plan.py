@@ -2,7 +2,7 @@
 
 import json
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import fields
@@ -58,16 +58,26 @@ def add_arguments(parser: ArgumentParser) -> None:
         "generation_batch_size": ("N", int, f"completions of a generation, on all GPUs ({COMPLETIONS})"),
     }
     for key, (metavar, kind, text) in numbers.items():
-        parser.add_argument(FLAGS[key], dest=key, type=kind, metavar=metavar, help=text)
+        _add_flag(parser, key, type=kind, metavar=metavar, help=text)
     lora = {"nargs": "?", "const": LORA_RANK, "metavar": "RANK", "help": f"train adapters of a rank ({LORA_RANK})"}
-    parser.add_argument("--lora", dest="lora_r", type=int, **lora)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the policy's weights (float32, as TRL)")
-    parser.add_argument("--weight-format", dest="fp8_weight_format", choices=FORMATS, help="of FP8 weights (blocks)")
+    _add_flag(parser, "lora_r", type=int, **lora)
+    _add_flag(parser, "dtype", choices=("float32", "bfloat16"), help="of the policy's weights (float32, as TRL)")
+    _add_flag(parser, "fp8_weight_format", choices=FORMATS, help="of FP8 weights (blocks)")
     choices = (*KV_CACHE_DTYPES, "fp8_e4m3")
-    parser.add_argument("--kv-cache-dtype", dest="kv_cache_dtype", choices=choices, help="of the KV cache (fp8)")
+    _add_flag(parser, "kv_cache_dtype", choices=choices, help="of the KV cache (fp8)")
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--modules", action="store_true", help="which modules are FP8, and why others are not")
     parser.add_argument("--json", action="store_true", help="figures for scripts")
+
+
+def _add_flag(parser: ArgumentParser, key: str, **options: Any) -> None:
+    """A flag under its name here and, unlisted, under TRL's; with dashes or underscores."""
+    name = FLAGS[key]
+    parser.add_argument(name, dest=key, **options)
+    underscored = {f"--{key}", "--" + name[2:].replace("-", "_")}
+    others = underscored | {"--" + one[2:].replace("_", "-") for one in underscored}
+    if others := sorted(others - {name}):
+        parser.add_argument(*others, dest=key, **options | {"help": SUPPRESS, "default": SUPPRESS})
 
 
 def run(given: Namespace) -> str:
@@ -95,9 +105,9 @@ def run(given: Namespace) -> str:
     capacity = planner.capacity(setup)
     ways = [] if capacity.why_not is None else planner.ways(setup)
     if given.json:
-        return json.dumps(as_json(capacity, ways, outline), indent=2)
+        return json.dumps(as_json(capacity, ways, outline, recipe), indent=2)
     table = f"{capacity.plan.table()}\n\n" if given.modules else ""
-    return table + as_text(capacity, ways, outline, recipe)
+    return table + as_text(capacity, ways, outline, recipe, settings.assumed)
 
 
 def _recipe(path: str) -> dict[str, Any]:

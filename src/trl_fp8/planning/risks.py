@@ -1,5 +1,6 @@
 """What about a model deserves a look before a GPU is booked, and the flags that answer it."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from trl_fp8.recipe.names import listed
@@ -22,8 +23,20 @@ class Risk(NamedTuple):
     flags: dict[str, str | int]
 
 
-def risks(plan: Plan, outline: Outline) -> list[Risk]:
-    """Risks of running a model under a plan; empty if there is nothing to say."""
+def risks(plan: Plan, outline: Outline, recipe: Mapping[str, object] | None = None) -> list[Risk]:
+    """Risks of running a model under a plan, but those that the flags of a recipe answer already; a flag that it has,
+    be it off, is its own, and none of a risk's.
+    """
+    chosen = {name: value for name, value in (recipe or {}).items() if value is not None}
+    answered = {name for name, value in chosen.items() if value and value != "off"}
+    return [
+        Risk(risk.text, {name: value for name, value in risk.flags.items() if name not in chosen})
+        for risk in _risks(plan, outline)
+        if answered.isdisjoint(risk.flags)
+    ]
+
+
+def _risks(plan: Plan, outline: Outline) -> list[Risk]:
     recipe, found = plan.recipe, []
     if outline.model_type not in TRAINED:
         extent = (

@@ -10,8 +10,8 @@ token with each weight. What takes longest of the two, reading or multiplying, i
 A rollout is followed from its first token to the last: sequences end at lengths spread evenly up to the longest, and
 no more run at a time than the KV cache holds. Prefills and the trainer are left out: a whole step gains less.
 
-No GPU result of this project exists, so nothing is calibrated. The efficiencies are round numbers with which the
-gains come out that others measured (tests/planning/test_roofline.py lists them).
+No GPU result of this project exists: nothing was measured here. The efficiencies are round numbers, fitted so that the
+gains come out that others measured (tests/planning/test_roofline.py lists them): that they do is no evidence.
 """
 
 from dataclasses import dataclass

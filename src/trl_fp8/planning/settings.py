@@ -32,6 +32,11 @@ class Settings:
         found = self.words.get(key, (self.recipe or {}).get(key))
         return defaults.get(key, default) if found is None else found
 
+    @property
+    def assumed(self) -> list[str]:
+        """Flags of the machine that neither command line nor recipe give."""
+        return [self.flags[key] for key in ("num_processes", "gpu_memory") if self.value(key) is None]
+
     def shown(self, key: str) -> str:
         """Flag and value, for messages."""
         value = self.value(key)

@@ -1,23 +1,25 @@
 """A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, what fits, what it gains."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 
 from trl_fp8.recipe.outline import Outline
 
 from .capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
 from .plan import format_bytes
-from .risks import risks
+from .risks import SMALL, risks
 from .roofline import GIB, gpu_of
 
 
 NOTHING_GAINED = 1.05  # below it FP8 is not worth its mismatch
 LINEARS_GAIN = 1.02  # below it, nor are FP8 linears beside an FP8 KV cache
+LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
 MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
 Flags = dict[str, str | int | float | bool]
+Given = Mapping[str, object] | None  # keys of a recipe, if there is one
 
 
-def recommended_flags(capacity: Capacity, outline: Outline) -> Flags:
+def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None) -> Flags:
     """Flags of `trl-fp8 train` for a plan that fits, and those of its risks; empty for one that does not."""
     setup, recipe = capacity.setup, capacity.plan.recipe
     training = setup.training
@@ -37,12 +39,12 @@ def recommended_flags(capacity: Capacity, outline: Outline) -> Flags:
     flags |= {} if recipe.fp8_weights else {"fp8_weights": False}
     flags |= {} if recipe.fp8_kv_cache else {"kv_cache_dtype": recipe.kv_cache_dtype}
     flags |= {"fp8_weight_format": recipe.format.name} if recipe.format.name != "blocks" else {}
-    for risk in risks(capacity.plan, outline):
+    for risk in risks(capacity.plan, outline, given):
         flags |= risk.flags
     return flags
 
 
-def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline) -> dict:
+def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline, given: Given) -> dict:
     """The plan's figures under fixed names, for scripts."""
     plan, recipe = capacity.plan, capacity.plan.recipe
     kept = [name for name, reason in recipe.kept_modules.items() if reason != "router"]
@@ -54,13 +56,13 @@ def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline) -> dict:
         "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
         "weight_format": recipe.format.name,
         "fp8_share_of_parameters": plan.fp8_share,
-        "risks": [risk.text for risk in risks(plan, outline)],
-        **_figures(capacity, outline),
-        "fits_instead": [_figures(way, outline) for way in ways],
+        "risks": [risk.text for risk in risks(plan, outline, given)],
+        **_figures(capacity, outline, given),
+        "fits_instead": [_figures(way, outline, given) for way in ways],
     }
 
 
-def _figures(capacity: Capacity, outline: Outline) -> dict:
+def _figures(capacity: Capacity, outline: Outline, given: Given) -> dict:
     trainer, training = capacity.trainer, capacity.setup.training
     return {
         "gpus": training.gpus,
@@ -75,19 +77,24 @@ def _figures(capacity: Capacity, outline: Outline) -> dict:
         "fits": capacity.why_not is None,
         "kv_tokens": capacity.kv_tokens,
         "estimated_rollout_speed_over_bf16": capacity.speedups,
-        "flags": recommended_flags(capacity, outline),
+        "flags": recommended_flags(capacity, outline, given),
     }
 
 
-def as_text(capacity: Capacity, ways: list[Capacity], outline: Outline, recipe: Mapping[str, object] | None) -> str:
-    """The summary. `ways`: what fits instead; `recipe`: flags that need not be repeated, with their values."""
-    lines = [_model(capacity), "", *_memory(capacity), ""]
+def as_text(
+    capacity: Capacity, ways: list[Capacity], outline: Outline, given: Given, assumed: Sequence[str] = ()
+) -> str:
+    """The summary. `ways`: what fits instead; `given`: flags that need not be repeated, with their values; `assumed`:
+    flags of the machine, of which nothing was said beside a recipe.
+    """
+    lines = [_model(capacity), "", *_memory(capacity, assumed if given is not None else ()), ""]
     if capacity.why_not is None:
-        lines += [_speed(capacity), *_watch(capacity, outline), f"flags: {_words(capacity, outline, recipe)}"]
+        words = _words(capacity, outline, given) or "none, the recipe has them"
+        lines += [_speed(capacity), *_watch(capacity, outline, given), f"flags: {words}"]
     elif ways:
         lines += ["What fits instead:"]
-        lines += [f"  {_way(way)}\n    flags: {_words(way, outline, recipe)}" for way in ways]
-        lines += [_speed(ways[0]), *_watch(ways[0], outline)]
+        lines += [f"  {_way(way)}\n    flags: {_words(way, outline, given)}" for way in ways]
+        lines += [_speed(ways[0]), *_watch(ways[0], outline, given)]
     else:
         tried = f"LoRA, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
         lines += [f"Nothing fits ({tried}). Take GPUs with more memory, a shorter context, or a smaller model."]
@@ -105,7 +112,7 @@ def _model(capacity: Capacity) -> str:
     return f"{plan.model_name}: {size} parameters, {share}.\nWeights {weights}; KV cache {cache} per token{windows}."
 
 
-def _memory(capacity: Capacity) -> list[str]:
+def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     setup, trainer, plan = capacity.setup, capacity.trainer, capacity.plan
     training = setup.training
     states = {
@@ -117,25 +124,31 @@ def _memory(capacity: Capacity) -> list[str]:
         "layer inputs": trainer.inputs,
         "output head": trainer.head,
     }
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in states.items() if size >= GIB / 20)
-    held = (plan.bytes_after if plan.recipe.fp8_weights else plan.bytes_before) / capacity.ranks / GIB
-    cache = max(0.0, capacity.kv_bytes(plan.recipe.fp8_weights)) / GIB
+    parts = ", ".join(f"{name} {_gib(size)}" for name, size in states.items() if size >= LEAST_SHOWN)
+    held = _gib((plan.bytes_after if plan.recipe.fp8_weights else plan.bytes_before) / capacity.ranks)
+    cache = _gib(max(0.0, capacity.kv_bytes(plan.recipe.fp8_weights)))
     tokens = capacity.kv_tokens
     room = f"{capacity.held_tokens:,} tokens"
     room += f" (BF16 engine: {tokens['bf16']:,})" if len(tokens) > 1 else ""
     shared = f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
-    engine = f"weights {held:.1f}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache:.1f}: {room}{shared}"
-    verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not})"
+    engine = f"weights {held}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache}: {room}{shared}"
+    machine = f"{training.gpus} x {setup.gpu_bytes / GIB:g} GiB"
+    missing = f"; give {' and '.join(assumed)} of your machine (assumed: {machine})" if assumed else ""
+    verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not}){missing}"
     free = 1 - capacity.limit_bytes / setup.gpu_bytes
     where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
     sleeping = ", of which the engine's are free while it trains" if setup.sleeps else ""
     return [
         f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
-        f"  trainer {trainer.total / GIB:6.1f}  {parts}",
-        f"  engine  {capacity.engine_bytes / GIB:6.1f}  share {capacity.utilization:g}: {engine}",
-        f"  total   {capacity.total_bytes / GIB:6.1f}  of {where}{sleeping}: {verdict}",
+        f"  trainer {_gib(trainer.total):>6}  {parts}".rstrip(),
+        f"  engine  {_gib(capacity.engine_bytes):>6}  share {capacity.utilization:g}: {engine}",
+        f"  total   {_gib(capacity.total_bytes):>6}  of {where}{sleeping}: {verdict}",
     ]
+
+
+def _gib(size: float) -> str:
+    return "< 0.1" if 0 < size < LEAST_SHOWN else f"{size / GIB:.1f}"
 
 
 def _how(capacity: Capacity) -> str:
@@ -162,14 +175,29 @@ def _speed(capacity: Capacity) -> str:
         return "Rollouts: a BF16 engine of this share would not hold the model; FP8 is what makes it fit."
     named = {"fp8_linears": "FP8 linears", "fp8_linears_kv": "FP8 KV cache too", "fp8_kv": "FP8 KV cache"}
     shown = ", ".join(f"{factor(gain)} with {named[name]}" for name, gain in capacity.speedups.items())
-    source = f"estimated from the data sheet of an {gpu.name}, not calibrated by any measurement"
-    if max(capacity.speedups.values()) >= NOTHING_GAINED:
-        useless = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
-        cache_alone = " FP8 linears gain nothing here: --fp8_weights False leaves the KV cache." if useless else ""
-        is_room = max(capacity.speedups.values()) > MOST_GAINED
-        of_room = f" Over {MOST_GAINED:g}x is room: a BF16 KV cache would hold too little." if is_room else ""
-        return f"Rollouts {shown}, {source}; a whole step gains less.{of_room}{cache_alone}"
-    return f"FP8 will not help you here. Rollouts {shown}, {source}: {_why_slow(capacity)}."
+    article = "an" if gpu.name[0] in "HLR" else "a"
+    source = (
+        f"(estimated: data sheet of {article} {gpu.name}, efficiencies fitted to what others measured; "
+        "not measured here)"
+    )
+    most, is_useless = max(capacity.speedups.values()), is_not_worth_it(capacity)
+    lead = "FP8 is not worth it here: --fp8_weights False --kv_cache_dtype auto leave it out. " if is_useless else ""
+    if most < NOTHING_GAINED:
+        return f"{lead}Rollouts {shown} {source}: {_why_slow(capacity)}."
+    no_linears = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
+    cache_alone = (
+        " FP8 linears gain nothing here: add --fp8_weights False to the flags, which leaves the FP8 KV cache."
+        if no_linears and not is_useless
+        else ""
+    )
+    of_room = f" Over {MOST_GAINED:g}x is room: a BF16 KV cache would hold too little." if most > MOST_GAINED else ""
+    return f"{lead}Rollouts {shown} {source}; a whole step gains less.{of_room}{cache_alone}"
+
+
+def is_not_worth_it(capacity: Capacity) -> bool:
+    """True if FP8 hardly gains, or the model is so small that others lost more than that."""
+    most = max(capacity.speedups.values(), default=MOST_GAINED)
+    return most < NOTHING_GAINED or capacity.plan.parameters < SMALL
 
 
 def factor(gain: float) -> str:
@@ -190,8 +218,8 @@ def _why_slow(capacity: Capacity) -> str:
     return reasons[max(took, key=took.__getitem__)]
 
 
-def _watch(capacity: Capacity, outline: Outline) -> list[str]:
-    found = [f"watch: {risk.text}" for risk in risks(capacity.plan, outline)]
+def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
+    found = [f"watch: {risk.text}" for risk in risks(capacity.plan, outline, given)]
     held = capacity.held_tokens // capacity.setup.training.tokens
     if held < capacity.sequences and held < 4 * LEAST_SEQUENCES:
         text = f"the KV cache holds {held} of {capacity.sequences} sequences at full length at once; others wait."
@@ -202,11 +230,11 @@ def _watch(capacity: Capacity, outline: Outline) -> list[str]:
     return found
 
 
-def _words(capacity: Capacity, outline: Outline, recipe: Mapping[str, object] | None) -> str:
+def _words(capacity: Capacity, outline: Outline, given: Given) -> str:
     """Flags as words, without those that a recipe has already."""
-    flags = recommended_flags(capacity, outline)
-    if recipe is not None:
-        named = "steps_per_generation" if "steps_per_generation" in recipe else "gradient_accumulation_steps"
+    flags = recommended_flags(capacity, outline, given)
+    if given is not None:
+        named = "steps_per_generation" if "steps_per_generation" in given else "gradient_accumulation_steps"
         flags[named] = flags.pop("gradient_accumulation_steps")
-        flags = {name: value for name, value in flags.items() if recipe.get(name) != value}
+        flags = {name: value for name, value in flags.items() if given.get(name) != value}
     return " ".join(f"--{name} {value}" for name, value in flags.items())

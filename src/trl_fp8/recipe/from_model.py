@@ -25,6 +25,7 @@ def outline_of(model: nn.Module) -> Outline:
         name=model.config.name_or_path or class_name,
         class_name=class_name,
         architectures=tuple(model.config.architectures or (class_name,)),
+        config_type=model.config.model_type,
         model_type=text.model_type,
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,

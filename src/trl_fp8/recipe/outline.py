@@ -27,6 +27,7 @@ class Outline:
     name: str  # of the checkpoint, or of the class where there is none
     class_name: str
     architectures: tuple[str, ...]  # what vLLM looks up: the config's, or the class where it has none
+    config_type: str  # model_type of the config as a whole
     model_type: str  # of the language model, as are layers and heads
     layers: int
     kv_heads: int  # 0 where layers differ in their heads or have none
@@ -68,6 +69,7 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
         name=name,
         class_name=class_name,
         architectures=texts(config, "architectures", (class_name,)),
+        config_type=text(config, "model_type", ""),
         model_type=kind,
         layers=layers,
         kv_heads=kv_heads,

@@ -65,9 +65,9 @@ Resolve = Callable[[tuple[str, ...]], str | None]
 
 
 def require_servable(outline: Outline, resolve: Resolve | None = None) -> None:
-    """Raise `ValueError` for a model that no engine can serve; the message names its model type, reason and remedy."""
+    """Raise `ValueError` for a model that no engine can serve, with its config's type, reason and remedy."""
     if (reason := why_not_servable(outline, resolve)) is not None:
-        raise ValueError(unservable(outline.model_type, reason))
+        raise ValueError(unservable(outline.config_type, reason))
 
 
 def unservable(model_type: str, reason: str) -> str:
