@@ -6,11 +6,13 @@ BIN := $(VENV)/bin
 ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(ENGINE)
 TESTABLE := $(VENV)/.testable-$(ENGINE)
+MADE := $(VENV)/.made-by-make
 # Modules are compiled at their first import, which most of them never see. Warnings of pip are about where it looks
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # vLLM's CPU wheel pulls in torchvision, torchaudio and torchcodec built for CUDA, whose import fails on a CPU torch and
 # takes transformers down with it. Nothing here needs them.
 UNUSED := torchvision torchaudio torchcodec
+CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH := $(if $(filter cpu,$(ENGINE)),$(shell sed -n 's/^cpu = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml))
 
 # Each worker of the tests starts engines of its own; on a GPU they would share one memory
@@ -76,12 +78,16 @@ release: $(TESTABLE)  ## sdist and wheel of the last commit in dist/, checked as
 	$(BIN)/python -m testing.release
 
 # The pip that Python brings takes twice as long as today's. torch stands first: pip would download another one before it
-# meets the engine's own
+# meets the engine's own. Where pip is told of no index at all, the one that has torch for CPUs is named
 $(READY): pyproject.toml
+	@test ! -e $(VENV) -o -e $(MADE) -o -e $@ || { echo "$(VENV) is an environment that make did not build, and would \
+clear. Move it away, or let make build another one: make VENV=.venv-make $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "building $(VENV): two minutes, once"
 	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $(MADE)
 	@$(PIP) --upgrade pip
-	@$(PIP) $(TORCH) --editable ".[$(ENGINE),report]"
+	@$(if $(TORCH),$(BIN)/python -m pip config list | grep -Eq "index|find-links" || export PIP_EXTRA_INDEX_URL=$(CPU_INDEX);) \
+		$(PIP) $(TORCH) --editable ".[$(ENGINE),report]"
 	@$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip -qq uninstall --yes $(UNUSED))
 	@touch $@
 
@@ -91,4 +97,4 @@ $(TESTABLE): $(READY)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) outputs dist

@@ -1,8 +1,11 @@
 """What the addition demo shows at its end: five lines, a table of all that was measured, its training as a picture."""
 
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from shutil import which
 from typing import Any, NamedTuple
 
 from trl_fp8.planning.plan import format_bytes
@@ -88,8 +91,10 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
     """Five lines of 80 columns for a reader who sees all of this for the first time."""
     accuracy = f"{summary['reward_start']:.3f} -> {summary['reward_end']:.3f}"
     accuracy += f"; with BF16 rollouts {bf16.reward_end:.3f} ({bf16.source})" if bf16 else ""
-    mismatch = "not measured" if (nats := summary["mismatch_mean"]) is None else f"{nats:.4f} nats"
-    mismatch += " between trainer and engine" + (f"; with BF16 rollouts {bf16.mismatch:.4f}" if bf16 else "")
+    mismatch = "not measured"
+    if (nats := summary["mismatch_mean"]) is not None:
+        mismatch = f"{nats:.4f} nats between trainer and engine over {summary['steps']} steps"
+        mismatch += f"; with BF16 {bf16.mismatch:.4f}" if bf16 else ""
     fp8, audits = "nothing", "none, because nothing is FP8"
     if before := summary["weight_bytes_bf16"]:
         layers = summary["fp8_linears"] + summary["fp8_experts"]
@@ -99,7 +104,9 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
         fp8 = f"{what}; weights {format_bytes(before)} -> {format_bytes(after)} ({share})"
         audits = f"{summary['audit_failures']} differences found in the engine after {summary['steps']} syncs"
     rows = {"accuracy": accuracy, "mismatch": mismatch, "FP8": fp8, "audits": audits}
-    rows["next"] = f"trl-fp8 report {folder}" + ("" if bf16 else "   (--compare: BF16 rollouts, too)")
+    # make's environment may not be active
+    command = "trl-fp8" if which("trl-fp8") else os.path.relpath(Path(sys.executable).with_name("trl-fp8"))
+    rows["next"] = f"{command} report {folder}" + ("" if bf16 else "   (make demo ARGS=--compare: BF16, too)")
     return "\n".join(f"{label:<10}{text}" for label, text in rows.items())
 
 

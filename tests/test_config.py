@@ -4,6 +4,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_fp8 import FP8GRPOConfig
+from trl_fp8.run.facts import _changed_flags
 
 
 def config(**flags):
@@ -25,6 +26,15 @@ def test_routes_need_this_projects_engine_also_without_fp8():
     made = config(router_replay="rollout", fp8_weights=False, kv_cache_dtype="auto", use_vllm=True)
     assert made.own_engine and made.routes_returned and not made.any_fp8
     assert not config(fp8_weights=False, kv_cache_dtype="auto").own_engine
+
+
+def test_a_run_names_the_flags_that_were_set_and_not_what_defaults_came_to():
+    assert _changed_flags(config(bf16=False)) == {"output_dir": "out", "use_cpu": True, "bf16": False}
+    made = config(bf16=False, steps_per_generation=4, vllm_importance_sampling_clip_max=3.0)
+    made.learning_rate = 1e-5  # after it was made
+    assert _changed_flags(made).keys() - {"output_dir", "use_cpu", "bf16"} == {
+        *("steps_per_generation", "vllm_importance_sampling_clip_max", "learning_rate")
+    }
 
 
 def test_what_the_user_sets_wins():

@@ -115,6 +115,14 @@ def test_the_demo_waits_for_nothing_that_only_tests_need(tmp_path):
     assert [" ".join(line.split()) for line in on_gpu] == ["--upgrade pip", '--editable ".[cuda,report]"']
 
 
+def test_an_environment_that_make_did_not_build_is_not_cleared(tmp_path):
+    (tmp_path / "own").mkdir()
+    words = ["make", "--silent", "demo", f"VENV={tmp_path / 'own'}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0 and "is an environment that make did not build" in done.stderr
+    assert (tmp_path / "own").is_dir() and done.stdout == ""
+
+
 def test_the_sdist_holds_what_a_build_needs(dist):
     """The wheel was built from it."""
     (sdist,) = dist.glob("*.tar.gz")

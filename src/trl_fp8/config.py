@@ -5,7 +5,8 @@ defaults of TRL's own depend on whether anything is FP8, so they are declared as
 with every FP8 flag off the config is TRL's, field for field.
 """
 
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
+from typing import Any
 
 from torch import nn
 from trl import GRPOConfig
@@ -40,6 +41,7 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
     )
 
     def __post_init__(self):
+        given = {item.name for item in fields(self) if getattr(self, item.name) != _default(item)}
         self.check_weights()
         others = {name: getattr(self, name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
         self.check_forward(self.fp8_weights, self.fp16, self.simulate_kv_cache, others)
@@ -51,6 +53,8 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
         fp8 = f"fp8_weights={self.fp8_weights}, kv_cache_dtype={self.kv_cache_dtype!r}" if self.any_fp8 else None
         self.check_engine(fp8, self.own_engine)
         self.check_correction(self.any_fp8)
+        # A second config would tell what its defaults come to, but its making resets accelerate's state
+        self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in given}
 
     @property
     def any_fp8(self) -> bool:
@@ -82,3 +86,7 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
             ignored_modules=tuple(self.fp8_ignored_modules or ()),
             expert_kernels=self.device.type != "cpu",
         )
+
+
+def _default(item: Field) -> Any:
+    return item.default if item.default_factory is MISSING else item.default_factory()

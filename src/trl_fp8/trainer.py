@@ -208,7 +208,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.routes_returned:
             self._add(Routes(self))
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
-        text = "Starting the engine; at its first start on a machine vLLM compiles what it needs."
+        text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             generation = FP8VLLMGeneration(
                 recipe=recipe,

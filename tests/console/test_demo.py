@@ -29,10 +29,10 @@ LINES = (
     r"warning: (mismatch|correction)/.* `trl-fp8 report` shows .*",
     r"warning: KV cache scales were too small for the rollouts: .*",  # if a sample is an outlier
     r"accuracy  0\.\d{3} -> 0\.\d{3}",
-    r"mismatch  0\.\d{4} nats between trainer and engine",
+    r"mismatch  0\.\d{4} nats between trainer and engine over 12 steps",
     r"FP8       14 layers and the KV cache; weights 801\.8 KiB -> 417\.8 KiB \(95\.8% FP8\)",
     r"audits    0 differences found in the engine after 12 syncs",
-    r"next      trl-fp8 report outputs/demo .*",
+    r"next      \S*trl-fp8 report outputs/demo .*",
     r"",
 )
 SMALL = "--max_steps 12 --per_device_train_batch_size 16 --eval_samples 1"
@@ -100,7 +100,7 @@ def test_five_lines_stand_beside_what_bf16_rollouts_reach():
     lines = headline(SUMMARY, Reference(0.85, 0.0012, "stored: 5 seeds, AVX512"), "outputs/demo").splitlines()
     assert lines == [
         "accuracy  0.250 -> 0.800; with BF16 rollouts 0.850 (stored: 5 seeds, AVX512)",
-        "mismatch  0.0062 nats between trainer and engine; with BF16 rollouts 0.0012",
+        "mismatch  0.0062 nats between trainer and engine over 40 steps; with BF16 0.0012",
         "FP8       14 layers and the KV cache; weights 2.0 KiB -> 1.0 KiB (90.0% FP8)",
         "audits    0 differences found in the engine after 40 syncs",
         "next      trl-fp8 report outputs/demo",
@@ -108,10 +108,10 @@ def test_five_lines_stand_beside_what_bf16_rollouts_reach():
     assert all(len(line) <= 80 for line in lines)
     in_bf16 = SUMMARY | {"weight_bytes_bf16": None, "mismatch_mean": None}
     assert headline(in_bf16, None, "x").splitlines()[1:] == [
-        "mismatch  not measured between trainer and engine",
+        "mismatch  not measured",
         "FP8       nothing",
         "audits    none, because nothing is FP8",
-        "next      trl-fp8 report x   (--compare: BF16 rollouts, too)",
+        "next      trl-fp8 report x   (make demo ARGS=--compare: BF16, too)",
     ]
 
 

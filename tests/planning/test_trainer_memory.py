@@ -81,3 +81,16 @@ def test_what_a_forward_needs_beside():
     assert one.copies == 2 * (memory("Qwen/Qwen3-4B").weights / 4 - 151936 * 2560 - norms)  # embeddings are not cast
     lora = memory("Qwen/Qwen3-8B", lora_rank=32, has_reference=True)
     assert lora.head == lora.copies == lora.reference == 0  # without adapters it is its own reference
+
+
+def test_what_is_trained_in_shards_is_fp32_whatever_it_was_loaded_as():
+    """accelerate 1.15, utils/fsdp_utils.py: trainable parameters are cast up under mixed precision."""
+    assert memory("Qwen/Qwen3-8B", gpus=8, dtype="bfloat16").states == memory("Qwen/Qwen3-8B", gpus=8).states
+    frozen = memory("Qwen/Qwen3-8B", gpus=8, dtype="bfloat16", lora_rank=32).weights
+    assert frozen < 0.6 * memory("Qwen/Qwen3-8B", gpus=8, lora_rank=32).weights
+
+
+def test_a_large_micro_batch_leaves_less_of_a_gpu():
+    """Of each token a layer saves some 64 bytes an element while its backward runs."""
+    small, large = (memory("Qwen/Qwen3-8B", lora_rank=32, sequences=n, tokens=8704).uncounted for n in (1, 16))
+    assert large - small == 15 * 8704 * 4096 * 64 and large > 0.15 * 80 * GIB > small

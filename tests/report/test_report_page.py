@@ -91,6 +91,12 @@ def test_a_healthy_run_is_answered_with_yes(tmp_path):
     assert questions(folder, fine=False) == set() and len(questions(folder, fine=True)) == 6
 
 
+@pytest.mark.parametrize("steps, words", [(1, "In the one"), (2, "Over the last 2"), (40, "Over the last 10")])
+def test_a_check_says_of_how_many_steps_it_is(steps, words, tmp_path):
+    answers = [check.answer for check in checks(read_run(made_up_run(tmp_path, steps)))]
+    assert any(answer.startswith(f"{words} logged step") for answer in answers)
+
+
 @pytest.mark.parametrize(
     "changed, question",
     [

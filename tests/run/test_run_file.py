@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fp8.run.file import FILE, append, begin, read_run
+from trl_fp8.run.file import FILE, append, begin, read_run, read_runs
 
 
 def step(folder, number, reward):
@@ -16,6 +16,7 @@ def test_a_file_is_read_back(tmp_path):
     for number in (1, 2):
         step(folder, number, number / 10)
     run = read_run(folder)
+    assert read_run(folder / FILE) == run and [run] == read_runs([folder / FILE])
     assert run.name == "run" and run.facts == {"model": "m"}
     assert run.logs == [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2}]
     assert [row["step"] for row in run.rollouts] == [0, 1]

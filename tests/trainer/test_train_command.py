@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -16,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from testing.launches import launched, without_hub
 from testing.processes import NOT_INHERITED
+from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.cli import main
 from trl_fp8.commands import rewards, train
 from trl_fp8.commands.arguments import COMMON, make_parser
@@ -271,6 +273,17 @@ def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monke
         assert capsys.readouterr().err.endswith(said) == (rank == "0")
 
 
+def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_models, monkeypatch, capsys):
+    refusal = "router_replay='rollout' with a model of type 'qwen3': it has no routers."
+    monkeypatch.setattr(FP8GRPOTrainer, "__init__", Mock(side_effect=ValueError(refusal)))
+    monkeypatch.setattr(sys, "argv", ["train", "--config", settings()])
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            train.main()
+        assert capsys.readouterr().err.endswith(f"trl-fp8: {refusal}\n") == (rank == "0")
+
+
 def test_what_a_rewards_module_raises_is_seen(here):
     Path("broken_rewards.py").write_text("int('many')")
     with pytest.raises(RuntimeError, match="broken_rewards cannot be imported") as raised:
@@ -296,9 +309,11 @@ def test_rewards_are_those_asked_for():
     assert as_trl(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0]
 
 
-def test_rows_stay_as_they_are_unless_a_flag_says_otherwise():
+def test_rows_stay_as_they_are_unless_a_flag_or_a_reward_says_otherwise():
     script, user = make_parser().parse_args_and_config([])[0], {"role": "user", "content": "1+1="}
     assert as_problem({"prompt": "1+1=", "solution": "2"}, script) == {}
+    judged = dataclasses.replace(script, reward_funcs=["think_format_reward"])  # reads a completion's message
+    assert as_problem({"prompt": "1+1="}, judged) == {"prompt": [user]}
     columns = dataclasses.replace(script, prompt_column="problem", solution_column="answer")
     assert as_problem({"problem": "1+1=", "answer": "2"}, columns) == {"prompt": [user], "solution": "2"}
     told = as_problem({"prompt": [user], "solution": "2"}, dataclasses.replace(script, system_prompt="Add."))

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args, get_origin
 
 from trl_fp8.flags.forward import ForwardFlags
 from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES, KVCacheFlags
@@ -153,7 +153,9 @@ def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:
     found = {}
     for field in fields(kind):
         if settings.value(field.name) is not None:
-            declared = next((one for one in read if one in (field.type, *get_args(field.type))), None)
+            # A parser of TRL's in this process has made `list[str]` of `list[str] | None`
+            kinds = () if get_origin(field.type) is list else (field.type, *get_args(field.type))
+            declared = next((one for one in read if one in kinds), None)
             found[field.name] = read.get(declared, settings.names)(field.name)
     return kind(**found)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .rewards import VERIFIED
+from .rewards import OF_MESSAGES, VERIFIED
 
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def load_problems(script: "TaskArguments", mixture: "DatasetMixtureConfig", eval
 def as_problem(row: dict, script: "TaskArguments") -> dict:
     """What TRL's rewards expect of a row: messages, and the solution; an answer behind a marker is boxed."""
     made = {}
-    if script.prompt_column or script.system_prompt:
+    if script.prompt_column or script.system_prompt or _reads_messages(script):
         prompt = row[script.prompt_column or "prompt"]
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         system = [{"role": "system", "content": script.system_prompt}] if script.system_prompt else []
@@ -79,7 +79,12 @@ def _as_problems(split: "Split", script: "TaskArguments") -> "Split":
         if column not in columns:
             raise ValueError(f"{flag}={column!r}: {_name(script)} has {_listed(columns)}. Set {flag} to one of them.")
     reshaped = (script.prompt_column, script.system_prompt, script.solution_column, script.solution_marker)
-    return split.map(as_problem, fn_kwargs={"script": script}) if any(reshaped) else split
+    is_changed = any(reshaped) or _reads_messages(script)
+    return split.map(as_problem, fn_kwargs={"script": script}) if is_changed else split
+
+
+def _reads_messages(script: "TaskArguments") -> bool:
+    return not set(OF_MESSAGES).isdisjoint(script.reward_funcs or ())
 
 
 def _name(script: "TaskArguments") -> str:

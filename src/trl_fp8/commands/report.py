@@ -1,7 +1,6 @@
 """`trl-fp8 report`: what runs came to, also while they go on."""
 
 from argparse import ArgumentParser, Namespace
-from pathlib import Path
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -15,7 +14,7 @@ def run(given: Namespace) -> str:
     except ModuleNotFoundError as error:  # matplotlib, an extra
         raise ValueError(error) from error
     from trl_fp8.report.page import write_report
-    from trl_fp8.run.file import read_runs
+    from trl_fp8.run.file import read_runs, run_folder
 
-    page = write_report(read_runs(given.runs), given.output or Path(given.runs[0], "report"))
+    page = write_report(read_runs(given.runs), given.output or run_folder(given.runs[0]) / "report")
     return f"written: {page} (open it in a browser), and its pictures beside it as PNG"

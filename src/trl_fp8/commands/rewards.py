@@ -10,8 +10,9 @@ from .settings import did_you_mean
 
 
 VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # they compare answers with math-verify
+OF_MESSAGES = (*VERIFIED, "think_format_reward")  # they read the content of a completion's message
 OVERLONG = "soft_overlong_punishment"
-NAMES = (*VERIFIED, "think_format_reward", "get_soft_overlong_punishment", OVERLONG)
+NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
 
 
 def check_rewards(asked: list[str], reward_models: list[str]) -> None:

@@ -40,8 +40,11 @@ def launch(words: list[str]) -> int:
 
         sys.stdout.write(make_parser().format_help() if "--help-all" in asked else common_help())
         return 0
+    from trl_fp8.console.lines import slow_step
+
     try:
-        launched = _launched(_checked(words))
+        with slow_step("Checking the arguments, the model's config and the dataset."):
+            launched = _launched(_checked(words))
     except (ValueError, OSError) as error:
         return _refuse(error)
     from accelerate.commands.launch import launch_command
@@ -58,18 +61,28 @@ def main() -> None:
         script, args = run.script, run.args
         rewards = reward_functions(script.reward_funcs or [], args.max_completion_length, script.overlong_buffer)
     except (ValueError, OSError) as error:
-        same_on_all = not isinstance(error, OSError)  # the user's mistake, not a disk or a network of one machine
-        sys.exit(2 if same_on_all and os.environ.get("RANK", "0") != "0" else _refuse(error))
+        sys.exit(_refused(error))
+    from trl_fp8.console.progress import FP8ProgressCallback
     from trl_fp8.trainer import FP8GRPOTrainer
 
     if script.reward_model_name_or_path:
         rewards.insert(0, script.reward_model_name_or_path)
-    trainer = FP8GRPOTrainer(reward_funcs=rewards, args=args, **run.trained)
+    callbacks = None if args.disable_tqdm else [FP8ProgressCallback()]
+    try:
+        trainer = FP8GRPOTrainer(reward_funcs=rewards, args=args, callbacks=callbacks, **run.trained)
+    except (ValueError, OSError) as error:  # what the model, or the two together, do not allow
+        sys.exit(_refused(error))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.accelerator.print(f"Model saved to {args.output_dir}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
+
+
+def _refused(error: Exception) -> int:
+    """`_refuse` by one of the processes: the user's mistake is told once, what is wrong with a machine by itself."""
+    same_on_all = not isinstance(error, OSError)
+    return 2 if same_on_all and os.environ.get("RANK", "0") != "0" else _refuse(error)
 
 
 def prepare(given: Settings, processes: int | None = None) -> Run:

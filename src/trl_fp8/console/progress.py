@@ -70,6 +70,10 @@ class FP8ProgressCallback(ProgressCallback):
         if self.training_bar.disable and self._due(state.global_step, state.max_steps):
             say(f"{at}  {text}")
 
+    def on_prediction_step(self, args, state, control, **kwargs) -> None:
+        if on_terminal():
+            super().on_prediction_step(args, state, control, **kwargs)
+
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self._first_step.close()
         super().on_train_end(args, state, control, **kwargs)

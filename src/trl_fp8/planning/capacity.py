@@ -66,7 +66,7 @@ class Capacity:
 
     @property
     def limit_bytes(self) -> float:
-        return (1 - FREE) * self.setup.gpu_bytes
+        return self.setup.gpu_bytes - max(FREE * self.setup.gpu_bytes, self.trainer.uncounted)
 
     @property
     def sequences(self) -> int:

@@ -5,7 +5,7 @@ from math import gcd
 
 from trl_fp8.recipe.outline import Outline
 
-from .capacity import FREE, LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
+from .capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
 from .plan import format_bytes
 from .risks import SMALL, risks
 from .roofline import GIB, gpu_of
@@ -149,7 +149,8 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     machine = f"{training.gpus} x {setup.gpu_bytes / GIB:g} GiB"
     missing = f"; give {' and '.join(assumed)} of your machine (assumed: {machine})" if assumed else ""
     verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not}){missing}"
-    where = f"{capacity.limit_bytes / GIB:.0f} GiB ({FREE:.0%} stay free for what is not counted)"
+    free = 1 - capacity.limit_bytes / setup.gpu_bytes
+    where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
     sleeping = ", of which the engine's are free while it trains" if setup.sleeps else ""
     return [
         f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",

@@ -1,6 +1,7 @@
 """Bytes that TRL's trainer takes of each GPU, as TRL 1.16 and transformers 5.17 train unless told otherwise.
 
-    weights     FP32 (TRL loads models so; `dtype` says otherwise), over all GPUs under FSDP2 or ZeRO-3
+    weights     FP32 (TRL loads models so; `dtype` says otherwise), over all GPUs under FSDP2 or ZeRO-3. What is
+                trained is FP32 there whatever it was loaded as: accelerate casts it up under mixed precision
     gradients   as the weights; Adam's two moments, too. With LoRA only of the adapters, which are FP32
     copies      autocast casts each weight of a linear layer to BF16 and keeps it through a forward, on one GPU and in
                 FP32 alone: FSDP2 gathers a layer at a time, and frozen weights are not kept
@@ -8,8 +9,9 @@
     head        the gradient of the output head, which TRL's chunked log-probs add up in FP32 on every rank. Logits are
                 never there as a whole
 
-What is left out is small or passes: a layer's other activations, gathered weights, the CUDA context, fragmentation.
-Plans leave a share of each GPU free for it (`capacity.FREE`).
+What passes is not in the total: what a layer saves of each token while its backward runs, weights that are gathered,
+gradients of activations, the CUDA context, fragmentation. Plans leave a share of each GPU free for it
+(`capacity.FREE`), and more where `uncounted` is more.
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,10 @@ from trl_fp8.recipe.outline import Outline
 
 
 BYTES = {"float32": 4, "bfloat16": 2}
+CONTEXT_BYTES = 2 * 2**30
+# Bytes a layer saves for its backward, per token and hidden element: counted in Qwen3's with an MLP of three times
+# the hidden size, 53 in BF16 and 64 under autocast from FP32
+SAVED = 64
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class TrainerMemory:
     copies: float
     inputs: float
     head: float
+    uncounted: float
 
     @property
     def total(self) -> float:
@@ -63,6 +70,8 @@ class TrainerMemory:
 def trainer_memory(outline: Outline, training: Training) -> TrainerMemory:
     """The memory of a trainer of a model."""
     sharded, size = training.gpus > 1, BYTES[training.dtype]
+    if sharded and not training.lora_rank:
+        size = BYTES["float32"]
     parameters = sum(map(prod, outline.parameters.values()))
     adapters = training.lora_rank * adapter_width(outline) if training.lora_rank else 0
     trained = 4 * adapters if training.lora_rank else size * parameters
@@ -76,7 +85,15 @@ def trainer_memory(outline: Outline, training: Training) -> TrainerMemory:
         copies=0 if sharded or adapters or size == 2 else 2 * _in_layers(outline),
         inputs=kept * (2 if sharded else size),
         head=0 if adapters else 4 * vocabulary * hidden,
+        uncounted=CONTEXT_BYTES + _layer_bytes(outline, training, hidden),
     )
+
+
+def _layer_bytes(outline: Outline, training: Training, hidden: int) -> float:
+    """What a layer's backward needs: what its forward saves, and gathered weights of it, embedding and head."""
+    vocabulary, _ = head_shape(outline)
+    gathered = 2 * (2 * vocabulary * hidden + 2 * _in_layers(outline) / outline.layers) if training.gpus > 1 else 0
+    return SAVED * hidden * training.sequences * training.tokens + gathered
 
 
 def adapter_width(outline: Outline) -> int:

@@ -52,7 +52,9 @@ def _healthy(run: Run) -> Iterator[Check]:
     if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
         correction = run.facts["correction"] or {}
         warnings = health_warnings(found, correction.get("level"), correction.get("monitor_only", False))
-        fine = f"Over the last {LAST} logged steps all its metrics are in the range in which others trained stably."
+        steps = min(LAST, max(len(_logged(run, key)) for key in found))
+        over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
+        fine = f"{over} all its metrics are in the range in which others trained stably."
         yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
 
 

@@ -75,7 +75,7 @@ def _own_flags(args: "GRPOConfig") -> dict:
 
 
 def _changed_flags(args: "GRPOConfig") -> dict:
-    """Flags that differ from their defaults. No token is among them."""
-    defaults = {item.name: item.default for item in fields(args)}
-    given = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
-    return {name: value for name, value in given.items() if value != defaults.get(name, value)}
+    """Flags that differ from what their defaults came to in this config. No token is among them."""
+    unset = object()
+    flags = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}
+    return {name: value for name, value in flags.items() if value != args.resolved_defaults.get(name, unset)}

@@ -50,13 +50,19 @@ def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
     append(folder, "run", {"step": step, "facts": facts})
 
 
+def run_folder(path: str | Path) -> Path:
+    """The folder of a run that is named by it, or by the file in it."""
+    return Path(path).parent if Path(path).name == FILE else Path(path)
+
+
 def read_run(folder: str | Path) -> Run:
-    """Read a run's file.
+    """Read a run's file, which may be named instead of its folder.
 
     Raises:
         ValueError: There is none, or it does not begin with a run's facts.
     """
-    path = Path(folder, FILE)
+    folder = run_folder(folder)
+    path = folder / FILE
     if not path.exists():
         raise ValueError(
             f"RUN={str(folder)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with fp8_run_log=True."
@@ -72,7 +78,7 @@ def read_run(folder: str | Path) -> Run:
             rows[kind].append(row)
     if facts is None:
         raise ValueError(f"{path} does not begin with a run's facts: it was cut or is another file.")
-    return Run(Path(folder).resolve().name, facts, rows["log"], rows["rollouts"])
+    return Run(folder.resolve().name, facts, rows["log"], rows["rollouts"])
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -81,7 +87,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     Raises:
         ValueError: As `read_run`, or a folder is named twice.
     """
-    paths = [Path(folder).resolve() for folder in folders]
+    paths = [run_folder(folder).resolve() for folder in folders]
     if twice := [str(folder) for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"RUN={twice[0]!r} is named twice. Name each run once.")
     depths = range(1, max(len(path.parts) for path in paths) + 1)
