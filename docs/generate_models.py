@@ -49,7 +49,8 @@ trl-fp8 plan --config examples/configs/qwen3_8b_base_8xh100.yaml --gpus 8 --gpu-
 A cell has the engine's share of each GPU (`vllm_gpu_memory_utilization`), the tokens that its KV cache then holds, and how much faster rollouts are
 estimated to be than those of a BF16 engine with the same share. FP8 linears and FP8 KV cache are on, sequences have {context:,} tokens, a
 generation has {completions} completions; `per_device_train_batch_size` is 1. Policies are in FP32, as TRL loads them, and sharded
-with FSDP2 where there are several GPUs; LoRA has rank {rank} on all linear layers; {free:.0%} of each GPU stay free.
+with FSDP2 where there are several GPUs; LoRA has rank {rank} on all linear layers; {free:.0%} of each GPU stay free, more
+where a layer's backward needs more.
 
 - **TP n**: with `vllm_tensor_parallel_size=n`. **BF16**: with the frozen policy in BF16 (`dtype: bfloat16`).
 - **only FP8**: a BF16 engine of that share would not hold one sequence beside its weights.

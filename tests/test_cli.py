@@ -64,8 +64,8 @@ def test_documents_quote_what_a_plan_says(capsys, monkeypatch):
     found = plan_of(capsys, "Qwen/Qwen3-8B", "--gpus", "8")
     weights, tokens = found["weights_gib"], found["kv_tokens"]
     assert (
-        f"take {found['gib_per_gpu']['total']:.0f} of 80 GiB; {weights['fp8']:.1f} GiB of engine weights for "
-        f"{weights['bf16']:.1f} in BF16 leave room for {tokens['fp8_linears_kv']:,} tokens of KV cache for "
+        f"take {found['gib_per_gpu']['total']:.0f} of 80 GiB; engine weights of {weights['fp8']:.1f} GiB instead of "
+        f"BF16's {weights['bf16']:.1f} leave room for {tokens['fp8_linears_kv']:,} tokens of KV cache instead of "
         f"{tokens['bf16']:,}."
     ) in " ".join((ROOT / "README.md").read_text().split())
     lora = (ROOT / "docs" / "lora.md").read_text()

@@ -134,6 +134,11 @@ def test_a_command_line_wins_over_a_recipe(plan):
     assert found["gib_per_gpu"]["engine"] == 40 and found["flags"]["vllm_max_model_length"] == 21504
     again = plan("Qwen/Qwen3-8B", "--gpus", "8", "--gpu-memory-utilization", "0.4", "--lora", "16", recipe=recipe)
     assert again["gib_per_gpu"]["engine"] == 32 and again["lora_rank"] == 16
+    other = {"kv_cache_dtype": "auto", "fp8_weight_format": "tensor", "dtype": "bfloat16"}
+    won = {"kv_cache_dtype": "fp8", "fp8_weight_format": "blocks", "dtype": "float32"}
+    words = [word for key, value in won.items() for word in (f"--{key}", value)]
+    assert won.items() <= plan("Qwen/Qwen3-8B", "--gpus", "8", *words, recipe=recipe | other)["flags"].items()
+    assert won.keys().isdisjoint(plan("Qwen/Qwen3-8B", "--gpus", "8", *words, recipe=recipe)["flags"])
 
 
 @pytest.mark.parametrize(

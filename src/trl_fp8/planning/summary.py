@@ -15,12 +15,21 @@ NOTHING_GAINED = 1.05  # below it FP8 is not worth its mismatch
 LINEARS_GAIN = 1.02  # below it, nor are FP8 linears beside an FP8 KV cache
 LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
 MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
+USUAL = {
+    "dtype": "float32",
+    "vllm_tensor_parallel_size": 1,
+    "fp8_weights": True,
+    "kv_cache_dtype": "fp8",
+    "fp8_weight_format": "blocks",
+}
 Flags = dict[str, str | int | float | bool]
 Given = Mapping[str, object] | None  # keys of a recipe, if there is one
 
 
 def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None) -> Flags:
-    """Flags of `trl-fp8 train` for a plan that fits, and those of its risks; empty for one that does not."""
+    """Flags of `trl-fp8 train` for a plan that fits, and those of its risks; empty for one that does not. Defaults are
+    left out unless `given` has other values.
+    """
     setup, recipe = capacity.setup, capacity.plan.recipe
     training = setup.training
     if capacity.why_not is not None:
@@ -28,17 +37,22 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
     flags: Flags = {"accelerate_config": "fsdp2", "num_processes": training.gpus} if training.gpus > 1 else {}
     if training.lora_rank:
         flags |= {"use_peft": True, "lora_r": training.lora_rank, "lora_target_modules": "all-linear"}
-    flags |= {"dtype": training.dtype} if training.dtype != "float32" else {}
     flags["vllm_gpu_memory_utilization"] = capacity.utilization
-    flags |= {"vllm_tensor_parallel_size": capacity.ranks} if capacity.ranks > 1 else {}
     micro_batch = training.gpus * training.sequences
     whole = setup.group // gcd(setup.group, micro_batch)  # steps after which all groups are whole
     steps = -(-setup.completions // (micro_batch * whole)) * whole
     flags |= {"per_device_train_batch_size": training.sequences, "gradient_accumulation_steps": steps}
     flags |= {"max_completion_length": training.tokens - setup.prompt, "vllm_max_model_length": training.tokens}
-    flags |= {} if recipe.fp8_weights else {"fp8_weights": False}
-    flags |= {} if recipe.fp8_kv_cache else {"kv_cache_dtype": recipe.kv_cache_dtype}
-    flags |= {"fp8_weight_format": recipe.format.name} if recipe.format.name != "blocks" else {}
+    chosen = {
+        "dtype": training.dtype,
+        "vllm_tensor_parallel_size": capacity.ranks,
+        "fp8_weights": recipe.fp8_weights,
+        "kv_cache_dtype": "fp8" if recipe.fp8_kv_cache else recipe.kv_cache_dtype,
+        "fp8_weight_format": recipe.format.name,
+    }
+    for name, value in chosen.items():
+        if value != USUAL[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
+            flags[name] = value
     for risk in risks(capacity.plan, outline, given):
         flags |= risk.flags
     return flags
