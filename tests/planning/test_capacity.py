@@ -156,7 +156,7 @@ def test_a_command_line_wins_over_a_recipe(plan):
 )
 def test_what_the_trainer_refuses_of_a_recipe_is_refused(flags, said, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-8B"]))
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"some_other_key": 1} | flags))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"reward_funcs": ["of.no_plan"]} | flags))
     assert main(["plan", str(tmp_path), "--config", str(tmp_path / "recipe.yaml")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("trl-fp8: ") and said in err
@@ -281,3 +281,38 @@ print(imports + slowest)
     )
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) < 0.5
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"num_generatoins": 9}, "unknown key 'num_generatoins': did you mean num_generations?"),
+        ({"vllm_mode": "server"}, "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer."),
+    ],
+)
+def test_a_recipe_that_is_of_another_run_gets_no_plan(change, said, tmp_path, capsys):
+    published.write("Qwen/Qwen3-8B", tmp_path / "model")
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "model")} | change))
+    assert main(["plan", "--config", str(tmp_path / "r.yaml")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_what_changes_the_memory_and_is_not_counted_is_named(tmp_path, capsys):
+    published.write("Qwen/Qwen3-8B", tmp_path / "model")
+    changes = {"gradient_checkpointing": False, "optim": "paged_adamw_8bit"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "model")} | changes))
+    assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8"]) == 0
+    out = capsys.readouterr().out
+    assert "watch: not counted: gradient_checkpointing=False, optim='paged_adamw_8bit'." in out
+
+
+def test_engines_are_not_split_where_their_routes_are_read(tmp_path, capsys):
+    published.write("Qwen/Qwen3-30B-A3B", tmp_path / "model")
+    recipe = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "lora_r": 16}
+    sizes = {}
+    for replay in ("off", "rollout"):
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe | {"router_replay": replay}))
+        assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        sizes[replay] = {one["tensor_parallel_size"] for one in (found, *found["fits_instead"])}
+    assert sizes["rollout"] == {1}

@@ -49,3 +49,15 @@ def test_a_folder_that_is_no_run_is_named(tmp_path):
     append(tmp_path, "log", {"step": 1})
     with pytest.raises(ValueError, match="does not begin with a run's facts"):
         read_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"kind": "run"}', b'{"kind": "log", "reward": 1}', b'{"kind": "run", "facts": 1}', b"\xff"]
+)
+def test_a_line_that_says_nothing_is_left_out(line, tmp_path):
+    begin(tmp_path, 0, {"model": "m"})
+    append(tmp_path, "log", {"step": 1, "reward": 0.5})
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(line + b"\n")
+    run = read_run(tmp_path)
+    assert run.facts == {"model": "m"} and run.logs == [{"step": 1, "reward": 0.5}]

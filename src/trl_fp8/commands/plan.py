@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args, get_origin
 from trl_fp8.flags.forward import ForwardFlags
 from trl_fp8.flags.kv_cache import KV_CACHE_DTYPES, KVCacheFlags
 from trl_fp8.flags.router import RouterFlags
-from trl_fp8.planning.capacity import LORA_RANK, Planner
+from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
 from trl_fp8.planning.plan import Plan, format_bytes, plan_for
 from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, Settings
 from trl_fp8.planning.summary import as_json, as_text
@@ -26,9 +26,17 @@ from trl_fp8.recipe.servable import Resolve, require_servable
 from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
+from .settings import did_you_mean, known_names
 
 
 FlagGroup = TypeVar("FlagGroup", KVCacheFlags, ForwardFlags, RouterFlags)
+# Key of a recipe that changes the trainer's memory -> the values that are counted, the first by default
+COUNTED = {
+    "gradient_checkpointing": (True,),
+    "optim": ("adamw_torch_fused", "adamw_torch"),
+    "load_in_4bit": (False,),
+    "load_in_8bit": (False,),
+}
 # TRL's name -> the flag here
 FLAGS = {
     "num_processes": "--gpus",
@@ -96,7 +104,8 @@ def run(given: Namespace) -> str:
         kernels = given.engine == "cuda"
         return plan_for(outline, recipe_for(outline, **options, tensor_parallel_size=ranks, expert_kernels=kernels))
 
-    planner = Planner(outline, plan_at)
+    in_one_piece = router.routes_returned or (forward.fp8_flow_on and (outline.experts or setup.training.lora_rank))
+    planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES)
     if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
         raise ValueError(
             f"{settings.shown('vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of {model} by it. "
@@ -107,11 +116,14 @@ def run(given: Namespace) -> str:
     if given.json:
         return json.dumps(as_json(capacity, ways, outline, recipe), indent=2)
     table = f"{capacity.plan.table()}\n\n" if given.modules else ""
-    return table + as_text(capacity, ways, outline, recipe, settings.assumed)
+    text = as_text(capacity, ways, outline, recipe, settings.assumed)
+    given_otherwise = {key: settings.value(key, counted[0]) for key, counted in COUNTED.items()}
+    uncounted = [f"{key}={value!r}" for key, value in given_otherwise.items() if value not in COUNTED[key]]
+    return f"{table}{text}" + (f"\nwatch: not counted: {', '.join(uncounted)}." if uncounted else "")
 
 
 def _recipe(path: str) -> dict[str, Any]:
-    """The keys of a recipe, whatever they are; those that no plan knows are none of its business."""
+    """The keys of a recipe, all of which `trl-fp8 train` knows, whether they are a plan's business or not."""
     import yaml
 
     try:
@@ -121,6 +133,8 @@ def _recipe(path: str) -> dict[str, Any]:
         raise ValueError(f"--config {path}: it cannot be read as YAML ({said}). Give a recipe's file.") from error
     if not isinstance(found, Mapping):
         raise ValueError(f"--config {path}: it holds no keys. Give a recipe's file, as in examples/configs.")
+    if find_spec("trl") and (unknown := [str(key) for key in found if key not in (known := known_names())]):
+        raise ValueError(f"--config {path}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], known)}")
     return {str(key): value for key, value in found.items()}
 
 
@@ -136,6 +150,9 @@ def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, Ro
     others = {name: settings.truth(name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
     forward.check_forward(fp8_weights, settings.truth("fp16"), cache.simulate_kv_cache, others)
     cache.resolve_kv_cache(blind, alone=forward.fp8_flow_on or not fp8_weights)
+    if settings.value("vllm_mode", "colocate") != "colocate" or not settings.truth("use_vllm", True):
+        named = "vllm_mode" if settings.truth("use_vllm", True) else "use_vllm"
+        raise ValueError(f"{settings.shown(named)}: a plan is of an engine that shares its GPUs with the trainer.")
     router.check_router(settings.truth("use_vllm", True), settings.value("vllm_mode", "colocate"), blind)
     options = {
         "fp8_weights": fp8_weights,

@@ -5,7 +5,11 @@ from argparse import ArgumentParser, Namespace
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; several are compared")
-    parser.add_argument("--output", metavar="FOLDER", help="where report.html goes (default: FIRST_RUN/report)")
+    parser.add_argument(
+        "--output",
+        metavar="FOLDER",
+        help="where report.html goes (default: RUN/report, of several RUN report beside the first)",
+    )
 
 
 def run(given: Namespace) -> str:
@@ -16,5 +20,7 @@ def run(given: Namespace) -> str:
     from trl_fp8.report.page import write_report
     from trl_fp8.run.file import read_runs, run_folder
 
-    page = write_report(read_runs(given.runs), given.output or run_folder(given.runs[0]) / "report")
+    first = run_folder(given.runs[0])
+    beside = first / "report" if len(given.runs) == 1 else first.resolve().parent / "report"
+    page = write_report(read_runs(given.runs), given.output or beside)
     return f"written: {page} (open it in a browser), and its pictures beside it as PNG"

@@ -138,6 +138,7 @@ class Planner:
 
     outline: Outline
     plan_at: Callable[[int], Plan]  # tensor parallel size -> plan
+    sizes: tuple[int, ...] = SIZES  # that may be chosen
 
     def capacity(self, setup: Setup) -> Capacity:
         """Of a setup, with the smallest tensor parallel size at which it fits where none is given."""
@@ -173,7 +174,7 @@ class Planner:
     def _sizes(self, gpus: int) -> list[int]:
         """Tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
         found, whole = [1], self.plan_at(1).fp8_parameters
-        for size in SIZES[1:]:
+        for size in self.sizes[1:]:
             if gpus % size == 0 and self.splits(size) and 1.1 * self.plan_at(size).fp8_parameters >= whole:
                 found.append(size)
         return found

@@ -68,13 +68,13 @@ def read_run(folder: str | Path) -> Run:
             f"RUN={str(folder)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with fp8_run_log=True."
         )
     facts, rows = None, {"log": [], "rollouts": []}
-    for row in map(_parsed, path.read_text().splitlines()):
+    for row in map(_parsed, path.read_bytes().splitlines()):
         kind = row.pop("kind", None)
-        if kind == "run":
+        if kind == "run" and isinstance(row.get("facts"), dict) and isinstance(row.get("step"), int):
             facts, resumed = row["facts"], row["step"]
             rows["log"] = [earlier for earlier in rows["log"] if earlier["step"] <= resumed]
             rows["rollouts"] = [earlier for earlier in rows["rollouts"] if earlier["step"] < resumed]
-        elif kind in rows:
+        elif kind in rows and isinstance(row.get("step"), int | float):
             rows[kind].append(row)
     if facts is None:
         raise ValueError(f"{path} does not begin with a run's facts: it was cut or is another file.")
@@ -96,9 +96,9 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     return [replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)]
 
 
-def _parsed(line: str) -> dict:
+def _parsed(line: bytes) -> dict:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:  # the process was killed while it wrote this line
+    except (json.JSONDecodeError, UnicodeDecodeError):  # the process was killed while it wrote this line
         return {}
     return row if isinstance(row, dict) else {}
