@@ -106,7 +106,7 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
     rows = {"accuracy": accuracy, "mismatch": mismatch, "FP8": fp8, "audits": audits}
     # make's environment may not be active
     command = "trl-fp8" if which("trl-fp8") else os.path.relpath(Path(sys.executable).with_name("trl-fp8"))
-    rows["next"] = f"{command} report {folder}" + ("" if bf16 else "   (make demo ARGS=--compare: BF16, too)")
+    rows["next"] = f"{command} report {folder}" + ("" if bf16 else "   (ARGS=--compare: BF16, too)")
     return "\n".join(f"{label:<10}{text}" for label, text in rows.items())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from examples import addition_task
+from examples import addition_task, demo_report
 from examples.demo_report import Reference, headline, stored_reference
 from testing.processes import alone
 
@@ -60,6 +60,7 @@ def test_the_demo_prints_what_it_has_to_say_and_nothing_else(tmp_path):
     addition_task.publish(tmp_path / "trl-fp8" / addition_task.checkpoint_name(recipe), untrained)
     environment = alone("VLLM_LOGGING_LEVEL", "TQDM_DELAY") | {"PYTHONPATH": pythonpath()}
     environment |= {"XDG_CACHE_HOME": str(tmp_path), "MPLCONFIGDIR": matplotlib.get_cachedir()}
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"  # trl-fp8 is on it
     words = [ROOT / word if word.startswith("examples/") else word for word in command()]
     done = subprocess.run(
         words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280
@@ -96,7 +97,8 @@ SUMMARY = {
 REACHED = ("reward_end", "mismatch_mean")
 
 
-def test_five_lines_stand_beside_what_bf16_rollouts_reach():
+def test_five_lines_stand_beside_what_bf16_rollouts_reach(monkeypatch):
+    monkeypatch.setattr(demo_report, "which", lambda name: name)
     lines = headline(SUMMARY, Reference(0.85, 0.0012, "stored: 5 seeds, AVX512"), "outputs/demo").splitlines()
     assert lines == [
         "accuracy  0.250 -> 0.800; with BF16 rollouts 0.850 (stored: 5 seeds, AVX512)",
@@ -111,7 +113,7 @@ def test_five_lines_stand_beside_what_bf16_rollouts_reach():
         "mismatch  not measured",
         "FP8       nothing",
         "audits    none, because nothing is FP8",
-        "next      trl-fp8 report x   (make demo ARGS=--compare: BF16, too)",
+        "next      trl-fp8 report x   (ARGS=--compare: BF16, too)",
     ]
 
 

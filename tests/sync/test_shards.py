@@ -12,7 +12,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.multiprocessing import start_processes
+from torch.multiprocessing import ProcessRaisedException, start_processes
 from transformers import AutoModelForCausalLM
 
 from testing import published
@@ -110,8 +110,13 @@ def assert_holds(layout: Layout, writer: Writer, parameters: dict[str, torch.Ten
 
 
 def on_ranks(function, ranks: int, folder) -> None:
-    """Run `function(mesh)` on so many ranks, forks of this process."""
-    start_processes(_rank, (function, ranks, f"{folder}/store"), ranks, start_method="fork")
+    """Run `function(mesh)` on so many ranks, forks of this process; again where gloo's sockets did not meet."""
+    for attempt in range(3):
+        try:
+            return start_processes(_rank, (function, ranks, f"{folder}/store{attempt}"), ranks, start_method="fork")
+        except ProcessRaisedException as error:
+            if "connectFullMesh" not in str(error) or attempt == 2:
+                raise
 
 
 def _rank(rank: int, function, ranks: int, store: str) -> None:
