@@ -93,7 +93,7 @@ $(READY): pyproject.toml
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $(MADE)
 	@$(PIP) --upgrade pip
-	@$(if $(TORCH),$(BIN)/python -m pip config list | grep -Eq "index|find-links" || export PIP_EXTRA_INDEX_URL=$(CPU_INDEX);) \
+	@$(if $(TORCH),$(BIN)/python -m pip config list | grep -E "index|find-links" >/dev/null || export PIP_EXTRA_INDEX_URL=$(CPU_INDEX);) \
 		$(PIP) $(TORCH) --editable ".[$(ENGINE),report]"
 	@$(if $(filter cpu,$(ENGINE)),$(BIN)/python -m pip -qq uninstall --yes $(UNUSED))
 	@touch $@
