@@ -152,7 +152,7 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
         (["--gpus", "-1"], "--gpus -1: give a number of GPUs, 1 or more"),
         (["--lora", "0"], "--lora 0: give"),
         (["--context", "50000"], "--context 50000: the model's config promises 40,960 tokens"),
-        (["--config", "missing.yaml"], "--config missing.yaml: it cannot be read"),
+        (["--config", "missing.yaml"], "--config missing.yaml: there is no such file"),
     ],
 )
 def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_path, capsys):

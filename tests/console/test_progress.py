@@ -9,7 +9,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 
 from testing.runs import arguments, training
 from trl_fp8 import FP8ProgressCallback
-from trl_fp8.console import lines
+from trl_fp8.console import lines, progress
 
 
 BF16 = dict(fp8_weights=False, kv_cache_dtype="auto", use_vllm=False)
@@ -143,3 +143,13 @@ def test_the_bar_is_ours_on_a_terminal_unless_the_user_chose(
         found = [type(one) for one in trainer.callback_handler.callbacks]
     assert [one for one in found if issubclass(one, ProgressCallback)] == expected
     assert (PrinterCallback in found) == silent
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_evaluation_draws_a_bar_on_a_terminal_alone(seen, monkeypatch):
+    monkeypatch.setattr(progress, "on_terminal", lambda: seen)
+    callback, state = FP8ProgressCallback(), TrainerState(is_world_process_zero=True)
+    callback.on_prediction_step(None, state, None, eval_dataloader=[1, 2])
+    assert (callback.prediction_bar is not None) == seen
+    if seen:
+        callback.prediction_bar.close()

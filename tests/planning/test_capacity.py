@@ -312,7 +312,7 @@ def test_engines_are_not_split_where_their_routes_are_read(tmp_path, capsys):
     sizes = {}
     for replay in ("off", "rollout"):
         (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe | {"router_replay": replay}))
-        assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8", "--json"]) == 0
+        assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8", "--gpu-memory", "48", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         sizes[replay] = {one["tensor_parallel_size"] for one in (found, *found["fits_instead"])}
-    assert sizes["rollout"] == {1}
+    assert sizes == {"off": {1, 2}, "rollout": {1}}

@@ -8,7 +8,6 @@ from contextlib import redirect_stdout
 from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from trl_fp8.flags.forward import ForwardFlags
@@ -26,7 +25,7 @@ from trl_fp8.recipe.servable import Resolve, require_servable
 from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
-from .settings import did_you_mean, known_names
+from .settings import did_you_mean, known_names, read
 
 
 FlagGroup = TypeVar("FlagGroup", KVCacheFlags, ForwardFlags, RouterFlags)
@@ -124,18 +123,10 @@ def run(given: Namespace) -> str:
 
 def _recipe(path: str) -> dict[str, Any]:
     """The keys of a recipe, all of which `trl-fp8 train` knows, whether they are a plan's business or not."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        said = " ".join(str(error).split())
-        raise ValueError(f"--config {path}: it cannot be read as YAML ({said}). Give a recipe's file.") from error
-    if not isinstance(found, Mapping):
-        raise ValueError(f"--config {path}: it holds no keys. Give a recipe's file, as in examples/configs.")
-    if find_spec("trl") and (unknown := [str(key) for key in found if key not in (known := known_names())]):
+    found = read(["--config", path]).in_file
+    if find_spec("trl") and (unknown := [key for key in found if key not in (known := known_names())]):
         raise ValueError(f"--config {path}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-    return {str(key): value for key, value in found.items()}
+    return found
 
 
 def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, RouterFlags]:
