@@ -26,6 +26,11 @@ class WeightFlags:
         "Format of the weight scales: 'pow2' (powers of two: exact in BF16, and lossless where vLLM's "
         "DeepGEMM path requantizes) or 'fp32' (amax / 448).",
     )
+    fp8_base: bool = flag(
+        False,
+        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, in "
+        "the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
+    )
     fp8_ignored_modules: list[str] | None = flag(
         None,
         "Linear layers and experts to keep in high precision, by exact name, e.g. "
@@ -39,6 +44,11 @@ class WeightFlags:
             raise ValueError(
                 f"fp8_weight_format={self.fp8_weight_format!r} with fp8_weights=False: there are no FP8 weights that "
                 "it would concern. Set fp8_weights=True, or remove it."
+            )
+        if self.fp8_base and not self.fp8_weights:
+            raise ValueError(
+                "fp8_base=True with fp8_weights=False: the base that trainer and engine share is the engine's FP8 "
+                "weights. Set fp8_weights=True, or fp8_base=False."
             )
         try:
             check_scale_format(self.fp8_scale_format)
