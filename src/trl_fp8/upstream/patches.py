@@ -37,6 +37,10 @@ _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
+        "transformers.modeling_utils.get_hf_quantizer": (
+            "policy/base/stored.py",
+            "A quantizer may empty modules; its config must be of the kind that the checkpoint has.",
+        ),
         "torch.nn.functional.linear": ("policy/flow/experts.py", "Routers call it, or what ZeRO-3 puts in its place."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
         "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platforms.py", "It warns where nothing is bound."),
@@ -82,6 +86,10 @@ _PATCHES = {  # how -> target -> (by, why)
     },
     ON_INSTANCES: {
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
+        "transformers.initialization._is_hf_initialized": (
+            "policy/base/stored.py",
+            "Init would write to placeholders.",
+        ),
         "trl.GRPOTrainer._last_loaded_step": ("features/flow.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
