@@ -57,6 +57,18 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             f"fp8_base=True with adapters that the engine has no room for: "
             f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers, {OFF}"
         )
+    others = {
+        name
+        for module in model.modules()
+        if isinstance(module, ModulesToSaveWrapper)
+        for name in module.active_adapters
+        if name != "default"
+    }
+    if others:
+        raise ValueError(
+            f"fp8_base=True with modules_to_save of an adapter called {listed(sorted(others))}: whole modules are sent of "
+            f"the one that is called 'default' alone. Give it that name, remove modules_to_save, {OFF}"
+        )
     saved = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     if fp8 := [name for name in saved if name in recipe.fp8_modules or name in recipe.fp8_experts]:
         raise ValueError(
@@ -75,4 +87,6 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
         return "not a layer of a decoder"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
+    if layer.merged:
+        return "merged: call unmerge_adapter() of the model that was loaded anew"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)
