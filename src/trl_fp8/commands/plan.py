@@ -43,6 +43,7 @@ FLAGS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization",
     "vllm_tensor_parallel_size": "--tensor-parallel-size",
     "lora_r": "--lora",
+    "fp8_base": "--fp8-base",
     "dtype": "--dtype",
     "vllm_max_model_length": "--context",
     "generation_batch_size": "--completions",
@@ -68,6 +69,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         _add_flag(parser, key, type=kind, metavar=metavar, help=text)
     lora = {"nargs": "?", "const": LORA_RANK, "metavar": "RANK", "help": f"train adapters of a rank ({LORA_RANK})"}
     _add_flag(parser, "lora_r", type=int, **lora)
+    base = {"nargs": "?", "const": "true", "type": str.lower, "choices": ("true", "false"), "metavar": "true"}
+    _add_flag(parser, "fp8_base", **base, help="train adapters on FP8 weights that are the engine's, too")
     _add_flag(parser, "dtype", choices=("float32", "bfloat16"), help="of the policy's weights (float32, as TRL)")
     _add_flag(parser, "fp8_weight_format", choices=FORMATS, help="of FP8 weights (blocks)")
     choices = (*KV_CACHE_DTYPES, "fp8_e4m3")
@@ -136,7 +139,11 @@ def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, Ro
         blind = "mask_truncated_completions=True"
     if not settings.truth("vllm_importance_sampling_correction", True):
         blind = "vllm_importance_sampling_correction=False"
-    fp8_weights = settings.truth("fp8_weights", True)
+    if not (fp8_weights := settings.truth("fp8_weights", True)) and settings.truth("fp8_base"):
+        raise ValueError(
+            f"{settings.shown('fp8_base')} with fp8_weights=False: the base that trainer and engine share is the "
+            "engine's FP8 weights. Set fp8_weights=True, or leave the FP8 base out."
+        )
     cache, forward, router = (_made(kind, settings) for kind in (KVCacheFlags, ForwardFlags, RouterFlags))
     others = {name: settings.truth(name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
     forward.check_forward(fp8_weights, settings.truth("fp16"), cache.simulate_kv_cache, others)
