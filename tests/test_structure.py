@@ -75,6 +75,7 @@ WRITTEN_FROM_OUTSIDE = {
     ): "TRL syncs by the number of the step",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
     ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
+    ("policy/base/shared.py", "ctx.codes"): "autograd's own record of a call",
     ("policy/flow/*", "module.*"): "modules follow an engine in place, so that names, hooks and optimizers keep them",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/router.py", "router.*"): "routers become replayed ones in place",

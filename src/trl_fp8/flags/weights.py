@@ -28,8 +28,8 @@ class WeightFlags:
     )
     fp8_base: bool = flag(
         False,
-        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, in "
-        "the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
+        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, "
+        "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
     )
     fp8_ignored_modules: list[str] | None = flag(
         None,
