@@ -16,8 +16,8 @@ from trl_fp8.commands.plan import FLAGS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
-GIB = {"h100": "80", "h200": "141"}  # as documents say --gpu-memory
-GIB_OFFERED = {"h100": "79", "h200": "139"}  # of these, by the driver
+GIB = {"24gb": "24", "h100": "80", "h200": "141"}  # as documents say --gpu-memory
+GIB_OFFERED = {"24gb": "23.5", "h100": "79", "h200": "139"}  # of these, by the driver
 SERVED = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "google/gemma-2-9b")
 SETUPS = (
     [],
@@ -224,7 +224,7 @@ def test_a_shared_base_is_said_to_be_one_and_does_not_wear(said):
     shared = said("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")
     assert "(on an FP8 base, rest in BF16) on 1 GPU of 24 GiB" in shared
     assert "\nThe FP8 base (6.5) is held once, by the engine; the trainer reads it there.\n" in shared
-    assert "wears" not in shared and "--fp8_base True" in shared and "--dtype" not in shared
+    assert "wears" not in shared and "--fp8_base True --dtype bfloat16" in shared
     assert "wears" in said("Qwen/Qwen3-4B", "--lora", "--dtype", "bfloat16", "--gpu-memory", "24")
     words = ("--fp8-base", "--gpus", "2", "--tensor-parallel-size", "2")
     assert "The trainer holds the FP8 base (6.5) whole on each GPU" in said("Qwen/Qwen3-8B", *words)
@@ -281,7 +281,7 @@ def test_the_page_of_models_is_what_a_plan_computes():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
-    gpus, kind = re.search(r"_(\d)x(h100|h200)$", path.stem).groups()
+    gpus, kind = re.search(r"_(\d)x(24gb|h100|h200)$", path.stem).groups()
     recipe = yaml.safe_load(path.read_text())
     (name,) = [
         name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])

@@ -17,6 +17,7 @@ LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
 MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
 USUAL = {
     "fp8_base": False,
+    "dtype": "float32",
     "vllm_tensor_parallel_size": 1,
     "fp8_weights": True,
     "kv_cache_dtype": "fp8",
@@ -51,9 +52,8 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
         "kv_cache_dtype": "fp8" if recipe.fp8_kv_cache else recipe.kv_cache_dtype,
         "fp8_weight_format": recipe.format.name,
     }
-    usual = USUAL | {"dtype": "bfloat16" if training.fp8_base else "float32"}
     for name, value in chosen.items():
-        if value != usual[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
+        if value != USUAL[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
             flags[name] = value
     for risk in _risks(capacity, outline, given):
         flags |= risk.flags
