@@ -78,8 +78,13 @@ class Capacity:
 
     def kv_bytes(self, fp8_weights: bool) -> float:
         """What the engine's share leaves for a KV cache on each rank; negative where it does not hold the weights."""
-        held = self.plan.bytes_after if fp8_weights else self.plan.bytes_before
-        return self.engine_bytes - RESERVED_BYTES - held / self.ranks - self.adapter_bytes * fp8_weights
+        return self.engine_bytes - RESERVED_BYTES - self.held_bytes(fp8_weights)
+
+    def held_bytes(self, fp8_weights: bool) -> float:
+        """Weights on each rank of an engine, and the adapters that are beside FP8 ones."""
+        if not fp8_weights:
+            return self.plan.bytes_before / self.ranks
+        return self.plan.bytes_after / self.ranks + self.adapter_bytes
 
     @property
     def precisions(self) -> dict[str, tuple[bool, bool]]:

@@ -83,7 +83,7 @@ def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline, given: G
 
 
 def _figures(capacity: Capacity, outline: Outline, given: Given) -> dict:
-    trainer, training = capacity.trainer, capacity.setup.training
+    trainer, training, recipe = capacity.trainer, capacity.setup.training, capacity.plan.recipe
     return {
         "gpus": training.gpus,
         "lora_rank": training.lora_rank,
@@ -92,6 +92,7 @@ def _figures(capacity: Capacity, outline: Outline, given: Given) -> dict:
         "gib_per_gpu": {
             "trainer": {name: size / GIB for name, size in vars(trainer).items()} | {"total": trainer.total / GIB},
             "engine": capacity.engine_bytes / GIB,
+            "engine_weights": capacity.held_bytes(recipe.fp8_weights) / GIB,
             "total": capacity.total_bytes / GIB,
             "limit": capacity.limit_bytes / GIB,
         },
@@ -146,13 +147,14 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
         "output head": trainer.head,
     }
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in states.items() if size >= LEAST_SHOWN)
-    held = _gib((plan.bytes_after if plan.recipe.fp8_weights else plan.bytes_before) / capacity.ranks)
     cache = _gib(max(0.0, capacity.kv_bytes(plan.recipe.fp8_weights)))
     tokens = capacity.kv_tokens
     room = f"{capacity.held_tokens:,} tokens"
     room += f" (BF16 engine: {tokens['bf16']:,})" if len(tokens) > 1 else ""
     shared = f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
-    weights = f"weights {held}, adapters {_gib(capacity.adapter_bytes)}" if training.fp8_base else f"weights {held}"
+    held = capacity.held_bytes(plan.recipe.fp8_weights)
+    adapters = f", adapters {_gib(capacity.adapter_bytes)}" if training.fp8_base else ""
+    weights = f"weights {_gib(held - capacity.adapter_bytes)}{adapters}"
     engine = f"{weights}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache}: {room}{shared}"
     machine = f"{training.gpus} x {setup.gpu_bytes / GIB:g} GiB"
     missing = f"; give {' and '.join(assumed)} of your machine (assumed: {machine})" if assumed else ""
