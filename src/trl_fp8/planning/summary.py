@@ -52,8 +52,9 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
         "kv_cache_dtype": "fp8" if recipe.fp8_kv_cache else recipe.kv_cache_dtype,
         "fp8_weight_format": recipe.format.name,
     }
+    usual = USUAL | ({"dtype": "bfloat16"} if training.fp8_base else {})
     for name, value in chosen.items():
-        if value != USUAL[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
+        if value != usual[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
             flags[name] = value
     for risk in _risks(capacity, outline, given):
         flags |= risk.flags
@@ -264,7 +265,9 @@ def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
         found.append(f"watch: {text}")
     training = capacity.setup.training
     if training.lora_rank and training.dtype == "bfloat16" and not training.fp8_base:
-        found.append("watch: each sync merges adapters into the BF16 base and takes them out, which wears it.")
+        remedy = "; --fp8_base True merges nothing" if capacity.plan.recipe.fp8_weights else ""
+        text = f"each sync merges adapters into the BF16 base and takes them out, which wears it{remedy}."
+        found.append(f"watch: {text}")
     return found
 
 
