@@ -79,6 +79,11 @@ def test_adapters_on_an_fp8_base_are_offered_where_others_do_not_fit(plan):
     assert plan("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")["lora_rank"] == 32
     ways = plan("Qwen/Qwen3-14B", "--lora", recipe={"fp8_weights": False})["fits_instead"]
     assert ways[0]["flags"]["dtype"] == "bfloat16" and not any(way["fp8_base"] for way in ways)
+    for against in ({"use_dora": True}, {"kv_cache_skip_layers": "auto"}):
+        ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", recipe={"use_peft": True} | against)["fits_instead"]
+        assert ways and not any(way["fp8_base"] for way in ways)
+    biased = plan("Qwen/Qwen2.5-7B", "--fp8-base")
+    assert "kv_cache_skip_layers" not in biased["flags"] and "finds with 'auto'" in biased["risks"][0]
     recipe = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
     assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", recipe=recipe)["gib_per_gpu"]["trainer"]["weights"] > 30
 
@@ -178,6 +183,11 @@ def test_a_command_line_wins_over_a_recipe(plan):
         ({"router_replay": "rollout"}, "it has no routers, so there is nothing to replay"),
         ({"fp8_base": True}, "fp8_base=True without adapters: an FP8 base is frozen, so nothing would be trained"),
         ({"fp8_base": True, "fp8_weights": False}, "fp8_base=True with fp8_weights=False: the base that trainer and"),
+        ({"fp8_base": True, "use_peft": True, "use_dora": True}, "fp8_base=True with use_dora=True: the engine"),
+        (
+            {"fp8_base": True, "use_peft": True, "kv_cache_skip_layers": "auto"},
+            "with kv_cache_skip_layers='auto': the",
+        ),
         ({"fp8_forward": "full", "fp8_weights": False}, "Set fp8_weights=True or fp8_forward='off'"),
         ({"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype='fp8_per_token_head' is not supported"),
         ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),

@@ -148,6 +148,7 @@ class Planner:
     outline: Outline
     plan_at: Callable[[int], Plan]  # tensor parallel size -> plan
     sizes: tuple[int, ...] = SIZES  # that may be chosen
+    may_share_base: bool = True  # nothing that is said goes against adapters on an FP8 base
 
     def capacity(self, setup: Setup) -> Capacity:
         """Of a setup, with the smallest tensor parallel size at which it fits where none is given."""
@@ -170,7 +171,7 @@ class Planner:
         free, training = replace(setup, utilization=None, tensor_parallel_size=None), setup.training
         rank = training.lora_rank or LORA_RANK
         lora = [replace(training, lora_rank=rank)]
-        if self.plan_at(1).recipe.fp8_weights:
+        if self.may_share_base and self.plan_at(1).recipe.fp8_weights:
             lora.append(replace(training, lora_rank=rank, dtype="bfloat16", fp8_base=True))
         lora.append(replace(training, lora_rank=rank, dtype="bfloat16", fp8_base=False))
         more = [training.gpus * 2**power for power in range(1, 7) if training.gpus * 2**power <= MOST_GPUS]

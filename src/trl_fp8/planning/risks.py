@@ -52,11 +52,12 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
         found.append(Risk(f"{stored}: {text if outline.stored_as == 'fp8' else refused}", {}))
     key_biases = (name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name))
     if recipe.fp8_kv_cache and any(key_biases):
-        text = (
-            f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. "
-            "kv_cache_skip_layers='auto' looks for them before the first rollout."
-        )
-        found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
+        text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."
+        if fp8_base:
+            remedy = "kv_cache_skip_layers takes their numbers, which a run without fp8_base finds with 'auto'."
+        else:
+            remedy = "kv_cache_skip_layers='auto' looks for them before the first rollout."
+        found.append(Risk(f"{text} {remedy}", {} if fp8_base else {"kv_cache_skip_layers": "auto"}))
     if recipe.has_experts and outline.model_type in REPLAYED and recipe.tensor_parallel_size == 1:
         text = (
             "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
