@@ -39,6 +39,11 @@ class Setup:
     tensor_parallel_size: int | None = None
     utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share of a GPU
     sleeps: bool = False  # vllm_enable_sleep_mode: the engine's memory is the trainer's while it trains
+    shares_kernels: bool = False  # fp8_forward="full": the trainer computes with the engine's weights
+
+    @property
+    def weights_sleep(self) -> bool:
+        return self.sleeps and not (self.shares_kernels or self.training.fp8_base)
 
 
 @dataclass(frozen=True)
@@ -63,8 +68,8 @@ class Capacity:
     def total_bytes(self) -> float:
         if not self.setup.sleeps:
             return self.trainer.total + self.engine_bytes
-        shares_base = self.setup.training.fp8_base  # weights that the trainer reads do not sleep
-        freed = max(0.0, self.kv_bytes(True)) if shares_base else self.engine_bytes
+        room = max(0.0, self.kv_bytes(self.plan.recipe.fp8_weights))
+        freed = self.engine_bytes if self.setup.weights_sleep else room
         return self.trainer.states + self.engine_bytes - freed + max(self.trainer.passing, freed)
 
     @property

@@ -125,7 +125,8 @@ class Settings:
                 f"{completions} completions a generation (GPUs * per_device_train_batch_size * steps) with "
                 f"num_generations={group}: TRL wants whole groups. Change gradient_accumulation_steps or --gpus."
             )
-        return Setup(training, memory * GIB, prompt, completions, group, ranks, share, sleeps)
+        shares_kernels = self.value("fp8_forward", "off") == "full"
+        return Setup(training, memory * GIB, prompt, completions, group, ranks, share, sleeps, shares_kernels)
 
     def _tokens(self, completion: int | None, model_context: int) -> int:
         """Of the longest sequence."""

@@ -162,7 +162,7 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not}){missing}"
     free = 1 - capacity.limit_bytes / setup.gpu_bytes
     where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
-    asleep = "its KV cache is" if training.fp8_base else "the engine's are"
+    asleep = "the engine's are" if setup.weights_sleep else "its KV cache is"
     sleeping = f", of which {asleep} free while it trains" if setup.sleeps else ""
     return [
         f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
