@@ -73,7 +73,7 @@ class Saving:
         self._export("merge_and_export", partial(export_merged, folder=folder))
 
     def _export(self, what: str, export: Callable) -> None:
-        """Let the main process write the policy with `export`, which takes model, tokenizer, parameters, card, merge."""
+        """Let the main process write the policy with `export`, of model, tokenizer, parameters, card and merge."""
         generation, failure = self.vllm_generation, None
         replicas = generation.replicas
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none

@@ -66,7 +66,15 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
 
 
 def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
-    """Raise `ValueError` if FP8 layers are trained as a whole: before the weights are taken out of a policy."""
+    """Raise `ValueError` if FP8 layers are trained as a whole, or hold adapters: before the weights are taken out of a
+    policy.
+    """
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if merged := [checkpoint_name(name) for name, module in adapted if module.merged]:
+        raise ValueError(
+            f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
+            f"model.unmerge_adapter() first, {OFF}"
+        )
     shared = *recipe.fp8_modules, *recipe.fp8_experts
     wrapped = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])
@@ -87,6 +95,4 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
         return "not a layer of a decoder"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
-    if layer.merged:
-        return "merged: call unmerge_adapter() of the model that was loaded anew"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)
