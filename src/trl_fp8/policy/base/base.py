@@ -127,8 +127,8 @@ class SharedBase:
             for (name, weight), found in zip(group.items(), self._quantized(list(group.values())), strict=True):
                 if not _same(found, codes[name]):
                     raise ValueError(
-                        f"the weights in model={self._model.config.name_or_path!r} are not those that were trained on: "
-                        f"{name} quantizes to other codes than the engine has. The model was changed after it was "
+                        f"the weights in model={self._model.config.name_or_path!r} are not those that were trained "
+                        f"on: {name} quantizes to other codes than the engine has. The model was changed after it was "
                         "loaded, or its folder since then. Write the adapters with trainer.save_model(), and merge "
                         "them into the model that they were trained on with PEFT's merge_and_unload()."
                     )
