@@ -90,6 +90,7 @@ def test_without_the_engines_forward_the_base_is_no_mismatch_either(checkpoint, 
 def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(checkpoint, tmp_path):
     args = arguments(tmp_path, max_steps=1, bf16=False, **(SHARED | FULL))
     with training(policy(checkpoint), args, peft_config=lora(init_lora_weights=False)) as trainer:
+        trainer.train()
         trainer.vllm_generation.sync_weights()
         flow = trainer.feature(Flow).forward
         for name, layer in trainer.model.named_modules():
