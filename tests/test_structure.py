@@ -70,11 +70,8 @@ WRITTEN_FROM_OUTSIDE = {
     ("engine/vllm/kv_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("features/*", "rollouts.metrics"): "the same",
-    (
-        "features/flow.py",
-        "self.trainer._last_loaded_step",
-    ): "TRL syncs by the number of the step",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
+    ("features/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
     ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
     ("policy/base/*", "module.codes"): "modules are shared in place, so that names, hooks and adapters keep them",
     ("policy/base/stored.py", "model.hf_quantizer"): "transformers would take the model for a quantized one",

@@ -67,6 +67,10 @@ def test_the_best_checkpoint_is_loaded_at_the_end(run):
     best, last = (load_file(out / f"checkpoint-{step}" / "adapter_model.safetensors") for step in (1, 3))
     assert found.keys() == best.keys() and all(torch.equal(found[name], best[name]) for name in found)
     assert not any(torch.equal(found[name], last[name]) for name in found)
+    trainer.evaluate()
+    held = trainer.vllm_generation.engine.layout.held["model.layers.1.mlp.up_proj.lora_B.weight"]
+    [loaded] = [best[name] for name in best if "layers.1.mlp.up_proj.lora_B" in name]
+    assert torch.equal(held[:, 4:], (loaded * 5 / 2).bfloat16())  # up comes after gate; scaled by alpha / sqrt(r)
 
 
 def test_saved_are_adapters_of_the_original_model(run, tmp_path):

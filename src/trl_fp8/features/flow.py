@@ -106,15 +106,10 @@ class Flow(Feature):
         self._outdated = False
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._forget_sync()  # of another `train`, whose steps were counted from 0, too
+        self._outdated = True
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        self._forget_sync()  # load_best_model_at_end has brought other weights
-
-    def _forget_sync(self) -> None:
-        """Let the next generation sync: TRL takes weights of the same step for the same."""
-        self.trainer._last_loaded_step = -1
-        self._outdated = True
+        self._outdated = True  # load_best_model_at_end
 
     @contextmanager
     def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> Iterator[None]:

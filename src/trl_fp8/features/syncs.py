@@ -33,6 +33,16 @@ class Syncs(Feature):
                 "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."
             )
 
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._forget()  # of another `train`, whose steps were counted from 0, too
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self._forget()  # load_best_model_at_end has brought other weights
+
+    def _forget(self) -> None:
+        """Let the next generation sync: TRL takes weights of the same step for the same."""
+        self.trainer._last_loaded_step = -1
+
     def before_generation(self, prompts: list) -> None:
         trainer = self.trainer
         several_turns = trainer.tools or trainer.environments or trainer.rollout_func

@@ -95,7 +95,7 @@ _PATCHES = {  # how -> target -> (by, why)
             "policy/base/stored.py",
             "Init would write to placeholders.",
         ),
-        "trl.GRPOTrainer._last_loaded_step": ("features/flow.py", "TRL takes weights of one step for the same."),
+        "trl.GRPOTrainer._last_loaded_step": ("features/syncs.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
