@@ -73,12 +73,22 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
         if which is None:
             yield checkpoint_name(name).replace(f".modules_to_save.{active}.", "."), tensor
         elif adapter == active:
+            _require_room(slots.get(layer), layer, layers[layer].r[adapter])
             due.discard((layer, which))
             scaled = tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
             yield f"{layer}.{which}.weight", slots[layer].placed(which, scaled)
     device = next(model.parameters()).device
     for layer, which in sorted(due):
         yield f"{layer}.{which}.weight", slots[layer].empty(which, device)
+
+
+def _require_room(slot: Slot | None, layer: str, rank: int) -> None:
+    if slot is None or rank > slot.rank:
+        room = "none" if slot is None else f"room for rank {slot.rank}"
+        raise ValueError(
+            f"fp8_base=True: the active adapter has rank {rank} at {layer}, where the engine has {room}: it was made "
+            "for the adapters that the policy had then. Add adapters before the trainer is made."
+        )
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:
