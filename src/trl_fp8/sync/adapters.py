@@ -71,6 +71,7 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
         if which is None:
             yield name, tensor
         else:
+            _require_room(slots.get(name), name, len(tensor) if which == A else tensor.shape[1])
             due.discard((name, which))
             yield f"{name}.{which}.weight", slots[name].placed(which, tensor)
     device = next(model.parameters()).device
@@ -104,6 +105,15 @@ def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[s
             yield layer, None, tensor
         elif adapter == active:
             yield layer, which, tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
+
+
+def _require_room(slot: Slot | None, layer: str, rank: int) -> None:
+    if slot is None or rank > slot.rank:
+        room = "none" if slot is None else f"room for rank {slot.rank}"
+        raise ValueError(
+            f"fp8_base=True: the active adapter has rank {rank} at {layer}, where the engine has {room}: it was made "
+            "for the adapters that the policy had then. Add adapters before the trainer is made."
+        )
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:

@@ -21,7 +21,7 @@ from trl_fp8.recipe.from_model import linear_layers
 from trl_fp8.recipe.names import TRANSFORMERS, expert_modules
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .shared import share_experts, share_linear
+from .shared import SharedExperts, SharedLinear, share_experts, share_linear
 from .stored import StoredBase, load_without_base
 
 
@@ -38,14 +38,17 @@ class Source(Protocol):
 
 
 class HeldBase:
-    """`Source` of a policy that was given with its weights; they are where it had them until they are asked for."""
+    """`Source` of a policy that was given with its weights; they are where it had them until they are asked for. One
+    that shared its base with an engine before has the codes of that.
+    """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe):
         self.recipe = recipe
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor | Float8Tensor] = {}
         for name, module in _layers(model, recipe):
-            for weight in [name for name, _ in module.named_parameters(recurse=False) if name != "bias"]:
-                self._weights[f"{name}.{weight}"] = module._parameters[weight].detach()
+            own = module.codes if isinstance(module, SharedLinear | SharedExperts) else _weights(module)
+            own = own if isinstance(own, dict) else {"weight": own}
+            self._weights |= {f"{name}.{weight}": tensor for weight, tensor in own.items()}
         share(model, recipe)
 
     def tensors(self) -> Iterator[Named]:
@@ -146,6 +149,10 @@ def _same(one: Float8Tensor, other: Float8Tensor) -> bool:
     return torch.equal(one.qdata.view(torch.uint8), other.qdata.view(torch.uint8)) and torch.equal(
         one.scale.view_as(other.scale), other.scale
     )
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False) if name != "bias"}
 
 
 def share(model: nn.Module, recipe: FP8Recipe) -> None:
