@@ -23,8 +23,7 @@ from trl_fp8.recipe.names import TRANSFORMERS
 class AbsentWeight(Tensor):
     """Shape, dtype and device of a weight; its values are NaN."""
 
-    @property
-    def data(self) -> Tensor:  # what PEFT's merges begin and end with
+    def __iadd__(self, other: Tensor) -> Tensor:  # a merge of PEFT's
         raise ValueError(
             "fp8_base=True: the base's FP8 weights live in the engine, so that PEFT cannot merge adapters into them. "
             "Use trainer.merge_and_export(folder), which reads the original weights again, or trainer.save_model() "
