@@ -51,8 +51,11 @@ class HeldBase:
                 "They came with the model that the trainer was given and are gone; start again from the last "
                 "checkpoint, and pass the model by its name, so that they can be read again."
             )
-        for name in list(self._weights):
-            yield name, self._weights.pop(name)
+        yield from self._weights.items()
+
+    def release(self) -> None:
+        """Let go of the weights, which somebody holds in FP8."""
+        self._weights.clear()
 
 
 class SharedBase:
@@ -66,13 +69,11 @@ class SharedBase:
         recipe, due = self._source.recipe, {}
         for name, tensor in self._source.tensors():
             tensor = tensor.to(self._device)
-            if recipe.tensor_parallel_size == 1:
-                yield name, tensor
-                continue
-            due[name], group = tensor, recipe.sharing_scale(name)
-            if all(peer in due for peer in group):
-                self._own |= zip(group, self._quantized([due.pop(peer) for peer in group]), strict=True)
-                yield from ((peer, self._own[peer]) for peer in group)
+            yield name, tensor
+            if recipe.tensor_parallel_size > 1:
+                due[name], group = tensor, recipe.sharing_scale(name)
+                if all(peer in due for peer in group):
+                    self._own |= zip(group, self._quantized([due.pop(peer) for peer in group]), strict=True)
 
     def _quantized(self, weights: list[Tensor | Float8Tensor]) -> list[Float8Tensor]:
         if isinstance(weights[0], Float8Tensor):
@@ -81,7 +82,9 @@ class SharedBase:
         return recipe.format.quantize_weights([weight.to(torch.bfloat16) for weight in weights], recipe.scale_format)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
-        """Let the policy's layers compute with `codes` of each weight, or their own."""
+        """Let the policy's layers compute with `codes` of each weight, or their own. Weights that came with the policy
+        are gone then.
+        """
 
         def of(weight: str) -> Float8Tensor:
             return self._own[weight] if self._own else codes(weight)
@@ -91,6 +94,8 @@ class SharedBase:
                 module.codes = of(f"{name}.weight")
             else:
                 module.codes = {weight: of(f"{name}.{weight}") for weight in TRANSFORMERS.fused}
+        if isinstance(self._source, HeldBase):
+            self._source.release()
 
 
 def share(model: nn.Module, recipe: FP8Recipe) -> None:
