@@ -67,14 +67,20 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
     """
     layers, active = _adapted(model), active_adapter(model)
     due = {(layer, which) for layer in slots for which in (A, B)}
-    for name, tensor in trained:
-        layer, which, adapter = _parsed(checkpoint_name(name))
-        if which is None:
-            yield checkpoint_name(name).replace(f".modules_to_save.{active}.", "."), tensor
-        elif adapter == active:
-            due.discard((layer, which))
-            scaled = tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
-            yield f"{layer}.{which}.weight", slots[layer].placed(which, scaled)
+    trained = iter(trained)
+    try:
+        for name, tensor in trained:
+            layer, which, adapter = _parsed(checkpoint_name(name))
+            if which is None:
+                yield checkpoint_name(name).replace(f".modules_to_save.{active}.", "."), tensor
+            elif adapter == active:
+                due.discard((layer, which))
+                scaled = tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
+                yield f"{layer}.{which}.weight", slots[layer].placed(which, scaled)
+    except Exception:
+        for _ in trained:  # gathered together: other ranks wait for this one
+            pass
+        raise
     device = next(model.parameters()).device
     for layer, which in sorted(due):
         yield f"{layer}.{which}.weight", slots[layer].empty(which, device)
