@@ -67,13 +67,19 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
     and whole tensors under their checkpoint names.
     """
     due = {(layer, which) for layer in slots for which in (A, B)}
-    for name, which, tensor in _in_force(model, trained):
-        if which is None:
-            yield name, tensor
-        else:
-            _require_room(slots.get(name), name, len(tensor) if which == A else tensor.shape[1])
-            due.discard((name, which))
-            yield f"{name}.{which}.weight", slots[name].placed(which, tensor)
+    trained = iter(trained)
+    try:
+        for name, which, tensor in _in_force(model, trained):
+            if which is None:
+                yield name, tensor
+            else:
+                _require_room(slots.get(name), name, tensor.shape[0 if which == A else 1])
+                due.discard((name, which))
+                yield f"{name}.{which}.weight", slots[name].placed(which, tensor)
+    except Exception:
+        for _ in trained:  # gathered together: other ranks wait for this one
+            pass
+        raise
     device = next(model.parameters()).device
     for layer, which in sorted(due):
         yield f"{layer}.{which}.weight", slots[layer].empty(which, device)

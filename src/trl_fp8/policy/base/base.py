@@ -58,8 +58,11 @@ class HeldBase:
                 "They came with the model that the trainer was given and are gone; start again from the last "
                 "checkpoint, and pass the model by its name, so that they can be read again."
             )
-        for name in list(self._weights):
-            yield name, self._weights.pop(name)
+        yield from self._weights.items()
+
+    def release(self) -> None:
+        """Let go of the weights, which somebody holds in FP8."""
+        self._weights.clear()
 
 
 class SharedBase:
@@ -92,7 +95,9 @@ class SharedBase:
         return recipe.format.quantize_weights([weight.to(torch.bfloat16) for weight in weights], recipe.scale_format)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
-        """Let the policy's layers compute with `codes` of each weight, or their own."""
+        """Let the policy's layers compute with `codes` of each weight, or their own. Weights that came with the policy
+        are gone then.
+        """
 
         def of(weight: str) -> Float8Tensor:
             return self._own[weight] if self._own else codes(weight)
@@ -102,6 +107,8 @@ class SharedBase:
                 module.codes = of(f"{name}.weight")
             else:
                 module.codes = {weight: of(f"{name}.{weight}") for weight in TRANSFORMERS.fused}
+        if isinstance(self._source, HeldBase):
+            self._source.release()
 
     @cached_property
     def original(self) -> "StoredBase | str":
