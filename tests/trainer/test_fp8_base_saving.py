@@ -9,7 +9,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from testing.runs import arguments, column, dataset, training
+from testing.runs import arguments, column, dataset, reward_digits, training
+from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.export.checksums import verify_export
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 
@@ -192,3 +193,16 @@ def test_trls_copy_of_an_adapter_is_the_reference(checkpoint, tmp_path):
         trainer.model.set_adapter("ref")
         reference = logits(trainer.model)
     assert (reference - before).norm() < 0.15 * before.norm() < (trained - before).norm()
+
+
+def test_adapters_that_are_merged_or_whole_modules_of_another_name_are_refused(checkpoint, tmp_path):
+    args = arguments(tmp_path, fp8_base=True)
+    model = get_peft_model(policy(checkpoint("qwen3")), LoraConfig(**LORA))
+    model.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged into the base: .*q_proj.* Call model\.unmerge_adapter\(\) first"):
+        FP8GRPOTrainer(model, reward_digits, args, dataset())
+    model.unmerge_adapter()  # the model is whole
+    config = LoraConfig(**LORA, modules_to_save=["norm"])
+    model = get_peft_model(policy(checkpoint("qwen3")), config, adapter_name="mine")
+    with pytest.raises(ValueError, match=r"modules_to_save of an adapter called mine.* Give it that name"):
+        FP8GRPOTrainer(model, reward_digits, args, dataset())
