@@ -65,6 +65,7 @@ FOREIGN = {  # packages that only some folders may import
 WRITTEN_FROM_OUTSIDE = {
     ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
+    ("engine/vllm/adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
     ("engine/vllm/kernels.py", "processor.logits_as_input"): "a copy of vLLM's, told that the logits are made already",
     ("engine/vllm/kv_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
@@ -75,10 +76,12 @@ WRITTEN_FROM_OUTSIDE = {
     ): "TRL syncs by the number of the step",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
     ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
-    ("policy/base/shared.py", "ctx.codes"): "autograd's own record of a call",
+    ("policy/base/*", "module.codes"): "modules are shared in place, so that names, hooks and adapters keep them",
     ("policy/flow/*", "module.*"): "modules follow an engine in place, so that names, hooks and optimizers keep them",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/router.py", "router.*"): "routers become replayed ones in place",
+    ("sync/delivery.py", "part.*"): "a record of its own",
+    ("sync/delivery.py", "self._trained.seal"): "the same",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes

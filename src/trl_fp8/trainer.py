@@ -8,7 +8,9 @@ A step, and who takes part in it. Everything optional is a feature: an object wi
     loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -37,6 +39,9 @@ from .features.routes import Routes
 from .features.run_log import RunLog
 from .features.syncs import Syncs
 from .planning.plan import Plan, plan_for_model
+from .policy.base.adaptable import require_adaptable, require_trainable_base
+from .policy.base.base import HeldBase, SharedBase, Source
+from .policy.base.stored import load_without_base
 from .policy.model import dequantizing_config, is_reference, save_in_high_precision
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_rows
@@ -95,6 +100,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     plan: Plan | None = None
     correction: RolloutCorrection | None = None
     features: tuple[Feature, ...] = ()
+    _base: Source | None = None  # FP8 weights that the policy was made without
 
     def __init__(
         self,
@@ -123,12 +129,22 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             )
         if args.own_engine:
             require_rows(train_dataset)
+        loader = trl_grpo.create_model_from_path
+        if args.fp8_base:
+            require_trainable_base(args, peft_config, quantization_config)
+            loader = partial(self._load_without_base, args, loader)
         if not isinstance(model, str):
             save_in_high_precision(model)
-        elif quantization_config is None and "quantization_config" not in (loading := args.model_init_kwargs or {}):
+            self._base = HeldBase(model, args.recipe_for(model)) if args.fp8_base else None
+        elif (
+            not args.fp8_base
+            and quantization_config is None
+            and "quantization_config" not in (loading := args.model_init_kwargs or {})
+        ):
             trusted = loading.get("trust_remote_code", args.trust_remote_code)
             quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
-        with substituted(trl_grpo, "VLLMGeneration", self._make_generation):
+        engine = substituted(trl_grpo, "VLLMGeneration", self._make_generation)
+        with engine, substituted(trl_grpo, "create_model_from_path", loader):
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -184,6 +200,11 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         for name, value in metrics.items():
             self.logged[name].append(value)
 
+    def _load_without_base(self, args: FP8GRPOConfig, create: Callable, name: str, **loading) -> PreTrainedModel:
+        """Called by TRL in place of its `create_model_from_path`."""
+        model, self._base = load_without_base(create, name, args.recipe_for, **loading)
+        return model
+
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: the plan, the engine, and the
         features that follow it.
@@ -197,7 +218,9 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
         require_servable(self.model, engine_class)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
-        recipe = args.recipe_for(self.model)
+        recipe = self._base.recipe if self._base else args.recipe_for(self.model)
+        if self._base:
+            require_adaptable(self.model, recipe)
         kv_cache = self._add(KVCache(self, recipe)) if recipe.fp8_kv_cache else None
         if kv_cache:
             recipe = kv_cache.recipe  # with kv_cache_skip_layers="auto" resolved
@@ -216,6 +239,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 engine_kwargs=args.vllm_engine_kwargs,
                 return_routes=args.routes_returned,
                 share_kernels=args.fp8_forward == "full",
+                base=self._base and SharedBase(self.model, self._base, self.accelerator.device),
                 **kwargs,
             )
         for feature in self.features:

@@ -216,7 +216,7 @@ class OtherRank:
 @pytest.mark.parametrize("ours", [None, RuntimeError("hiccup")], ids=["theirs", "both"])
 def test_what_failed_on_one_rank_is_repeated_on_all(made, ours):
     _, engine, policy = made
-    delivery = Delivery(engine, policy, RECIPE, made[0]._tensors, replicas=OtherRank(attempt1=1))
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(attempt1=1))
     engine.broken = {1: ours} if ours else {}
     delivery.deliver()
     assert engine.calls == ["wake", "write", "closed", "write", "closed", "reset"]
@@ -226,7 +226,7 @@ def test_what_failed_on_one_rank_is_repeated_on_all(made, ours):
 @pytest.mark.parametrize("fails", [{"attempt1": 2}, {"attempt1": 1, "attempt2": 1}], ids=["for good", "twice"])
 def test_what_failed_on_one_rank_fails_on_all(made, fails):
     _, engine, policy = made
-    delivery = Delivery(engine, policy, RECIPE, made[0]._tensors, replicas=OtherRank(**fails))
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(**fails))
     with pytest.raises(RuntimeError, match="failed on another rank"):
         delivery.deliver()
     assert refuses(delivery)
@@ -251,7 +251,7 @@ def test_what_a_failed_attempt_held_is_gone_before_the_next(made):
 
 def test_an_engine_that_changed_on_one_rank_is_refused_on_all(made):
     _, engine, policy = made
-    delivery = Delivery(engine, policy, RECIPE, made[0]._tensors, replicas=OtherRank(attempt2=1))
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(attempt2=1))
     delivery.deliver()
     with pytest.raises(RuntimeError, match="the engine of another rank has changed"):
         delivery.verify()

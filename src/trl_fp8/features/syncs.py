@@ -27,7 +27,7 @@ class Syncs(Feature):
         super().__init__(trainer)
         self._logged: SyncReport | None = None
         self._dead: set[str] = set()
-        if worn := merged_into_bf16(trainer.model):
+        if not trainer.args.fp8_base and (worn := merged_into_bf16(trainer.model)):
             logger.warning(
                 f"{len(worn)} layers with adapters have a base in BF16: {listed(worn, 1)}. Each sync merges adapters "
                 "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."
@@ -60,6 +60,7 @@ class Syncs(Feature):
             "fp8/sync_seconds": sync.seconds,
             "fp8/quantize_seconds": sync.quantize_seconds,
             "fp8/audited_tensors": float(sync.audited_tensors),
+            "fp8/sync_bytes": float(sync.bytes_sent),
         }
         if self.trainer.recipe.fp8_weights:
             rollouts.metrics["fp8/weight_relative_error"] = sync.weight_relative_error

@@ -1,6 +1,7 @@
 """The outline of a transformers or PEFT model; meta and sharded parameters are fine."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from .caches import layer_caches
-from .names import TRANSFORMERS, checkpoint_name, expert_modules, full_shape
+from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape
 from .outline import Outline
 
 
@@ -19,6 +20,7 @@ def outline_of(model: nn.Module) -> Outline:
     kv_heads, head_dim = _heads(text)
     named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     named |= persistent_buffers(model)
+    named |= _shared_weights(model)
     fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # Jamba, for one, derives it
     experts = {name: _has_usual_layout(module) for name, module in expert_modules(model)}
     return Outline(
@@ -69,6 +71,15 @@ def of_adapter(name: str, model: nn.Module) -> bool:
     return copied or f".{prefix}" in f".{name}"
 
 
+def _shared_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that linears and experts of a shared base have the shapes of, and do not hold."""
+    linears = ((name, linear, ["weight"]) for name, linear in linear_layers(model))
+    experts = ((name, module, expert_weights(module)) for name, module in expert_modules(model))
+    for name, module, weights in chain(linears, experts):
+        held = dict(module.named_parameters(recurse=False))
+        yield from ((f"{name}.{one}", getattr(module, one)) for one in weights if one not in held)
+
+
 def _heads(text: Any) -> tuple[int, int]:
     """(KV heads, head size); (0, 0) where layers differ in them or have none."""
     try:
@@ -88,6 +99,6 @@ def _stored_as(config: Any) -> str:
 
 def _has_usual_layout(experts: nn.Module) -> bool:
     """transformers marks experts that are stored transposed, or with gate and up interleaved."""
-    named = sorted(name for name, _ in experts.named_parameters(recurse=False))
+    named = sorted(expert_weights(experts))
     odd = getattr(experts, "is_transposed", False) or not getattr(experts, "is_concatenated", True)
     return named == sorted(TRANSFORMERS.fused) and not odd

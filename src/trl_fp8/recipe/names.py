@@ -82,9 +82,15 @@ def expert_modules(model: "nn.Module") -> Iterator[tuple[str, "nn.Module"]]:
     """Modules that hold all experts of a layer in 3-D parameters, by checkpoint name."""
     for name, module in model.named_modules():
         name = checkpoint_name(name)
-        fused = any(len(full_shape(parameter)) == 3 for parameter in module.parameters(recurse=False))
-        if fused and name.rpartition(".")[2] == "experts":
-            yield name, module
+        if name.rpartition(".")[2] == "experts":
+            if any(len(full_shape(parameter)) == 3 for parameter in expert_weights(module).values()):
+                yield name, module
+
+
+def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
+    """The parameters of all experts of a layer, also where they are shared and the module holds none."""
+    shared = {name: getattr(experts, name) for name in TRANSFORMERS.fused if hasattr(experts, name)}
+    return dict(experts.named_parameters(recurse=False)) or shared
 
 
 def router_name(experts: str) -> str:

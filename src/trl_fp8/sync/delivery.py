@@ -2,6 +2,7 @@
 
     deliver:   wake -> calibrate KV scales -> [write weights and scales -> finite? -> verify KV scales -> audit]
                -> reset prefix cache
+    frozen:    parts of a policy that nobody trains are written once, by the first delivery or before it
     failure:   in brackets the engine is neither the old policy nor known to be the new one: require_whole raises until
                a delivery succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
     generate:  require_whole, and verify: nobody wrote to weights or scales since
@@ -11,9 +12,9 @@ Nothing here knows what an engine is made of: `Engine` is all that is asked of o
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -43,6 +44,27 @@ class Engine(Protocol):
     def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
 
 
+Tensors = Callable[[], AbstractContextManager[Iterator[Sent]]]  # opens parameters of a policy, a collective
+
+
+@dataclass
+class Part:
+    """What of an engine is written together."""
+
+    layout: Layout
+    tensors: Tensors  # of the policy, all that `layout` has but buffers
+    at_once: bool = False  # as for `Writer`
+    seal: Seal | None = None  # of what the engine holds; None unless that is the policy's
+    fp8_weights: int = 0
+    weight_relative_error: float = 0.0  # as in `SyncReport`; of the last write
+    dead_blocks: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """As the engine holds it on this rank, scales included."""
+        return sum(tensor.nbytes for tensor in self.layout.held.values())
+
+
 @dataclass(frozen=True)
 class SyncReport:
     """One finished sync."""
@@ -51,7 +73,7 @@ class SyncReport:
     quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may go on
     calibration_seconds: float
     audited_tensors: int  # read back and compared
-    bytes_sent: int  # of all weights as the engine holds them on this rank, scales included
+    bytes_sent: int  # of what was written, as the engine holds it on this rank, scales included
     fp8_weights: int
     weight_relative_error: float  # root of the squared quantization error over the squared weight, of sampled own rows
     dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
@@ -66,14 +88,16 @@ class Delivery:
         engine: Engine,
         model: nn.Module,
         recipe: FP8Recipe,
-        tensors: Callable[[], AbstractContextManager[Iterator[Sent]]],  # opens its parameters, a collective
+        tensors: Tensors,
         *,
+        frozen: Sequence[Part] = (),  # what is written once; `tensors` are all others
         at_once: bool = False,  # as for `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
     ):
-        self._engine, self._model, self._recipe, self._tensors = engine, model, recipe, tensors
-        self._at_once, self._replicas = at_once, replicas
-        self._seal: Seal | None = None  # of the policy that the engine holds; None unless it holds a whole one
+        self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
+        names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
+        layout = engine.layout.part(names) if frozen else engine.layout
+        self._frozen, self._trained = frozen, Part(layout, tensors, at_once)
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
@@ -91,34 +115,55 @@ class Delivery:
         """
         start = time.perf_counter()
         if self._engine.wake():
-            self._seal = None
+            for part in self._parts:
+                part.seal = None
         awake = time.perf_counter()
         kv_scales = self._calibrated(calibrate) if calibrate else None
         calibrated = time.perf_counter()
-        self._seal = None
-        writer = self._written(kv_scales)
-        written = time.perf_counter()
-        error, dead_blocks = writer.inspect(self._replicas and self._replicas.reduce_max)
-        with self._counted():
-            seal = self._proven(writer, kv_scales)
-        self._engine.reset_prefix_cache()
+        due = [part for part in self._frozen if part.seal is None]
+        for part in due:
+            self.send(part)
+        frozen_sent = time.perf_counter()
+        writing = self.send(self._trained, kv_scales)
+        try:
+            self._engine.reset_prefix_cache()
+        except RuntimeError:
+            self._trained.seal = None
+            raise
+        parts, sent = self._parts, [*due, self._trained]
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
-            quantize_seconds=written - calibrated,
+            quantize_seconds=frozen_sent - calibrated + writing,
             calibration_seconds=calibrated - awake,
-            audited_tensors=len(seal.values),
-            bytes_sent=sum(tensor.nbytes for tensor in self._engine.layout.held.values()),
-            fp8_weights=writer.fp8_weights,
-            weight_relative_error=error,
-            dead_blocks=dead_blocks,
+            audited_tensors=sum(len(part.seal.values) for part in sent),
+            bytes_sent=sum(part.bytes for part in sent),
+            fp8_weights=sum(part.fp8_weights for part in parts),
+            weight_relative_error=max(part.weight_relative_error for part in parts),
+            dead_blocks={name: count for part in parts for name, count in part.dead_blocks.items()},
             kv_scales=kv_scales,
         )
-        self._seal = seal
         return self.last
+
+    def send(self, part: Part, kv_scales: KVScales | None = None) -> float:
+        """Write a part, and what is written with it, and prove it. Returns the seconds that the writing took, as the
+        host sees it; on a GPU the device may go on. Raises as `deliver`.
+        """
+        start, part.seal = time.perf_counter(), None
+        writer = self._written(part, kv_scales)
+        seconds = time.perf_counter() - start
+        part.weight_relative_error, part.dead_blocks = writer.inspect(self._replicas and self._replicas.reduce_max)
+        with self._counted(part):
+            seal = self._proven(part, writer, kv_scales)
+        part.fp8_weights, part.seal = writer.fp8_weights, seal
+        return seconds
+
+    @property
+    def _parts(self) -> list[Part]:
+        return [*self._frozen, self._trained]
 
     def require_whole(self) -> None:
         """Raise `RuntimeError` unless the latest delivery succeeded."""
-        if self._seal is None:
+        if any(part.seal is None for part in self._parts):
             raise RuntimeError(
                 "the engine holds no complete policy: weights were never synced, or the last sync failed. Call "
                 "sync_weights() first."
@@ -127,10 +172,11 @@ class Delivery:
     def verify(self) -> None:
         """Before each generation: raise `RuntimeError` unless engines still hold what was delivered. A collective."""
         self.require_whole()
-        with self._counted():
+        with self._counted(*self._parts):
             changed = None
             try:
-                self._seal.require_unbroken()
+                for part in self._parts:
+                    part.seal.require_unbroken()
                 if self.last.kv_scales is not None:
                     self._engine.verify_kv_scales(self.last.kv_scales)
             except RuntimeError as error:
@@ -147,14 +193,14 @@ class Delivery:
             require_finite(self._model, self._replicas and self._replicas.reduce_max)  # the usual reason, by name
             raise
 
-    def _written(self, kv_scales: KVScales | None) -> Writer:
+    def _written(self, part: Part, kv_scales: KVScales | None) -> Writer:
         """Weights and scales written, on all ranks; what was raised in the last attempt is, if one of them failed."""
         attempts = 0
         while True:
             # What a failed attempt holds is let go of first: memory may be what it lacked
             attempts, writer, error = attempts + 1, None, None
-            writer = Writer(self._engine.layout, self._recipe, at_once=self._at_once)
-            error = self._write(writer, kv_scales)
+            writer = Writer(part.layout, self._recipe, at_once=part.at_once)
+            error = self._write(part, writer, kv_scales)
             failed = self._worst(0 if error is None else 1 if isinstance(error, RuntimeError) else 2)
             if not failed:
                 return writer
@@ -171,12 +217,13 @@ class Delivery:
         self._replicas.reduce_max(found)
         return int(found)
 
-    def _write(self, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
+    def _write(self, part: Part, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
         """What was raised, if anything was."""
+        buffers = persistent_buffers(self._model) if part is self._trained else ()
         try:
-            with self._tensors() as parameters:
+            with part.tensors() as parameters:
                 try:
-                    writer.write(parameters, persistent_buffers(self._model))
+                    writer.write(parameters, buffers)
                 except Exception:
                     for _ in parameters if self._replicas else ():  # gathered together: other ranks wait for this one
                         pass
@@ -186,7 +233,7 @@ class Delivery:
         except Exception as error:
             return error
 
-    def _proven(self, writer: Writer, kv_scales: KVScales | None) -> Seal:
+    def _proven(self, part: Part, writer: Writer, kv_scales: KVScales | None) -> Seal:
         """The seal of what was written. `RuntimeError` if weights or KV scales did not arrive, here or on a rank."""
         lost = None
         if kv_scales is not None:
@@ -195,7 +242,7 @@ class Delivery:
             except RuntimeError as error:
                 lost = error
         try:
-            seal = audit(self._engine.layout, writer, kv_scales, self._replicas, kv_scales_arrived=lost is None)
+            seal = audit(part.layout, writer, kv_scales, self._replicas, kv_scales_arrived=lost is None)
         except RuntimeError as differs:
             raise lost or differs from None
         if lost is not None:
@@ -203,10 +250,12 @@ class Delivery:
         return seal
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A difference that is found in the block is counted, and breaks the seal."""
+    def _counted(self, *parts: Part) -> Iterator[None]:
+        """A difference that is found in the block is counted, and breaks the seals of `parts`."""
         try:
             yield
         except RuntimeError:
-            self.failures, self._seal = self.failures + 1, None
+            self.failures += 1
+            for part in parts:
+                part.seal = None
             raise

@@ -3,7 +3,7 @@
 An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -80,6 +80,10 @@ class Layout:
         self.names = tuple(self.pieces)
         self._places: list[tuple] | None = None
         self._held: dict[str, torch.Tensor] = {}
+
+    def part(self, names: Collection[str]) -> "Layout":
+        """Those of the pieces that are among `names`."""
+        return Layout(piece for name, piece in self.pieces.items() if name in names)
 
     @property
     def held(self) -> dict[str, torch.Tensor]:

@@ -24,7 +24,7 @@ def weight_stream(
     What is BF16 already is the policy's own: the consumer copies it before it asks for the next. Besides what it holds
     the copies of one parameter are alive, or of the two or three that share a scale.
     """
-    for weights in by_scale(parameters, recipe, copy=True):
+    for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
         rounded = [weight.detach().to(torch.bfloat16) for weight in weights.values()]
         if recipe.fp8_tensors.issuperset(weights):
             quantized = recipe.format.quantize_weights(rounded, recipe.scale_format)

@@ -9,7 +9,7 @@ way, and writing waits for no device. vLLM's own loader, which would gather the 
 process the layer again, has no part in it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import torch
 from torchao.quantization import Float8Tensor
@@ -30,14 +30,14 @@ SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is mea
 
 
 def by_scale(
-    parameters: Iterable[Sent], recipe: FP8Recipe, copy: bool
+    parameters: Iterable[Sent], recipe: FP8Recipe, expected: Collection[str], copy: bool
 ) -> Iterator[dict[str, torch.Tensor | WrittenCodes]]:
     """Parameters one by one, FP8 weights that share a scale together, the first ones of them copied if `copy`.
 
-    `RuntimeError` in the end if a weight that is FP8 in the recipe was not among them.
+    `RuntimeError` in the end if one of the `expected` FP8 weights was not among them.
     """
     due: dict[str, torch.Tensor] = {}
-    missing = set(recipe.fp8_tensors)
+    missing = set(expected)
     for name, parameter in parameters:
         missing.discard(name)
         group = recipe.sharing_scale(name)
@@ -52,7 +52,7 @@ def by_scale(
 
 
 class Writer:
-    """One write of a whole policy."""
+    """One write of a policy, or of the part of it that is in `layout`."""
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
         """`at_once`: A tensor is written before the next one is asked for, which may change it (merged, gathered)."""
@@ -73,7 +73,8 @@ class Writer:
 
         Of what is written already it notes the checksums, which are whole once `parameters` is exhausted.
         """
-        for weights in by_scale(parameters, self._recipe, copy=self._at_once):
+        expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
+        for weights in by_scale(parameters, self._recipe, expected, copy=self._at_once):
             name, parameter = next(iter(weights.items()))
             if isinstance(parameter, WrittenCodes):
                 self._note(name, parameter.own, parameter.sums)

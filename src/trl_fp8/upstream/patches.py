@@ -36,9 +36,14 @@ FAMILIES += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
+        "trl.trainer.grpo_trainer.create_model_from_path": ("trainer.py", "TRL loads a whole model by this name."),
         "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
         "torch.nn.functional.linear": ("policy/flow/experts.py", "Routers call it, or what ZeRO-3 puts in its place."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
+        "vllm.model_executor.model_loader.base_loader.initialize_model": (
+            "engine/vllm/adapters.py",
+            "Compilers and graphs must see the layers of adapters.",
+        ),
         "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platforms.py", "It warns where nothing is bound."),
         f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
     },

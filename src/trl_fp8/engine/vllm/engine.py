@@ -8,9 +8,11 @@ from vllm import LLM
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.adapters import A, B
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream import vllm as upstream
 
+from .adapters import slots_of
 from .auditable import require_auditable
 from .kernels import VLLMKernels
 from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
@@ -32,7 +34,11 @@ class ColocatedEngine:
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, buffers)
-        require_same_tensors(policy, recipe, self.layout)
+        found = slots_of(self.model)
+        modules = {recipe.engine_name(name): name for name in (*recipe.fp8_modules, *recipe.kept_modules)}
+        self.slots = {modules[name]: slot for name, slot in found.items()}  # by the policy's names
+        adapters = {f"{name}.{which}.weight" for name in found for which in (A, B)}
+        require_same_tensors(policy, recipe, self.layout.part(set(self.layout.names) - adapters))
         self._attention = {}
         if recipe.fp8_kv_cache:
             self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)

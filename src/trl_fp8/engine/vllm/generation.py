@@ -8,25 +8,30 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
+from torchao.quantization import Float8Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.adapters import adapter_tensors, ranks_of
 from trl_fp8.sync.audit import Replicas, all_reduce_max
-from trl_fp8.sync.delivery import Delivery, SyncReport
+from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.shards import Sharded, gathered
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
+from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
 from .invariance import require_invariant_routers
@@ -35,6 +40,16 @@ from .rollout_llm import RolloutLLM
 
 
 logger = get_logger(__name__)
+
+
+class Base(Protocol):
+    """The frozen FP8 weights of a policy that does without them as soon as the engine has them."""
+
+    def tensors(self) -> Iterator[Sent]:
+        """All of the recipe's FP8 weights, by checkpoint name; `RuntimeError` if they are there no more."""
+
+    def share(self, codes: Callable[[str], Float8Tensor]) -> None:
+        """Let the policy compute with the engine's `codes` of each of these weights."""
 
 
 class FP8VLLMGeneration(VLLMGeneration):
@@ -46,6 +61,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         share_kernels: The trainer calls the engine's kernels, so run kernels that it can share, and those alone.
+        base: What of the policy, whose LoRA adapters are trained, lives in the engine alone. None: nothing.
         **kwargs: As for TRL's `VLLMGeneration`.
     """
 
@@ -60,10 +76,11 @@ class FP8VLLMGeneration(VLLMGeneration):
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
         share_kernels: bool = False,
+        base: Base | None = None,
         **kwargs,
     ):
         self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
-        self.return_routes, self.share_kernels = return_routes, share_kernels
+        self.return_routes, self.share_kernels, self.base = return_routes, share_kernels, base
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -76,7 +93,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours["routes_from"] = platform.routes_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
-        with platform.ready(self.recipe), invariant, as_rollout_llm:
+        room = adapters_installed(self.recipe, ranks_of(self.model)) if self.base else nullcontext()
+        with platform.ready(self.recipe), invariant, room, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
             asked = self.engine_kwargs, self._largest, self.share_kernels
@@ -87,16 +105,40 @@ class FP8VLLMGeneration(VLLMGeneration):
         if self.share_kernels:
             platform.invariance.require(upstream.engine_config(self.llm))
             require_invariant_routers(upstream.engine_model(self.llm))
+        if self.share_kernels or self.base:
             self.llm.share_weights()
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
             self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
-        # What is merged or gathered lasts until the next tensor is asked for
-        at_once = is_peft_model(self.model) or self._dist.is_zero3 or self._dist.is_fsdp
-        options = {"at_once": at_once, "replicas": self.replicas}
-        self.delivery = Delivery(self.engine, self.model, self.recipe, self._sent_tensors, **options)
+        # What is gathered, or merged, lasts until the next tensor is asked for
+        dealt = self._dist.is_zero3 or self._dist.is_fsdp
+        options = {"at_once": dealt or (is_peft_model(self.model) and not self.base), "replicas": self.replicas}
+        frozen, tensors = self._frozen(dealt) if self.base else (), self._sent_tensors
+        self.delivery = Delivery(self.engine, self.model, self.recipe, tensors, frozen=frozen, **options)
+        if self.base:
+            self._wake_weights()
+            self.delivery.send(frozen[0])
+            self.base.share(self.engine.kernels.codes)
         logger.info(f"engine: {self.numerics}")
+
+    def _frozen(self, dealt: bool) -> tuple[Part, Part]:
+        """The FP8 base, and what else of the policy nobody trains."""
+        recipe, layout = self.recipe, self.engine.layout
+        base = {name for w in recipe.fp8_tensors for name in (recipe.engine_name(w), recipe.scale_name(w))}
+        kept = {recipe.engine_name(name) for name, parameter in self._parameters() if not parameter.requires_grad}
+
+        def kept_tensors() -> AbstractContextManager[Iterator[Sent]]:
+            return closing(self._whole([one for one in self._parameters() if recipe.engine_name(one[0]) in kept]))
+
+        base_part = Part(layout.part(base), lambda: closing(self.base.tensors()), at_once=True)
+        return base_part, Part(layout.part(kept), kept_tensors, at_once=dealt)
+
+    def _parameters(self) -> Iterator[Named]:
+        """The policy's parameters by checkpoint name, without adapters and copies of modules that are not active."""
+        for name, parameter in self.model.named_parameters():
+            if not of_adapter(name, self.model):
+                yield checkpoint_name(name), parameter
 
     def _largest(self, values: list[float]) -> list[float]:
         """Of each over all ranks of the job."""
@@ -129,7 +171,12 @@ class FP8VLLMGeneration(VLLMGeneration):
                 self.model.unmerge_adapter()
 
     def _sent_tensors(self) -> AbstractContextManager[Iterator[Sent]]:
-        """`policy_tensors`, but what FSDP2 and ZeRO-3 deal over ranks is gathered as the engine holds it."""
+        """`policy_tensors`, but what FSDP2 and ZeRO-3 deal over ranks is gathered as the engine holds it. Beside a
+        frozen base: adapters, and what else is trained.
+        """
+        if self.base:
+            sent = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad or ".lora_" in name]
+            return closing(adapter_tensors(self.model, self.engine.slots, self._whole(sent)))
         self._reshard()
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
         dealt = [Sharded.of(parameter) for _, parameter in parameters]
@@ -137,6 +184,12 @@ class FP8VLLMGeneration(VLLMGeneration):
         if is_peft_model(self.model) or not (self._dist.is_fsdp or of_zero3):
             return self.policy_tensors()
         return closing(gathered(parameters, self.recipe, self.engine.layout, self.accelerator.device))
+
+    def _whole(self, parameters: list[Named]) -> Iterator[Named]:
+        """Parameters, those that FSDP2 deals over ranks gathered, a collective, until the next one is asked for."""
+        self._reshard()
+        dealt = (self.recipe, self.engine.layout, self.accelerator.device)
+        yield from gathered(parameters, *dealt) if self._dist.is_fsdp else parameters
 
     def _reshard(self) -> None:
         """After a forward without backward FSDP2 leaves some parameters unsharded."""

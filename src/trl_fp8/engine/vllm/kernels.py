@@ -70,12 +70,19 @@ class EngineLinear:
         return self._module.quant_method.apply(holding(self._module, tensors), x, bias)
 
     def codes(self, layer: str) -> Float8Tensor | None:
-        held, name = self._layout.held, f"{self._names[layer]}.weight"
-        if (scale := held.get(name + self._format.scale_suffix)) is None:
-            return None
-        scale = scale if scale.dim() > 1 else scale.view(1, 1)
-        block = self._format.weight_block or held[name].shape
-        return Float8Tensor(held[name], scale, block_size=list(block), dtype=torch.bfloat16)
+        return held_codes(self._layout, f"{self._names[layer]}.weight", self._format)
+
+
+def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
+    """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
+    codes, scale = layout.held[name], layout.held.get(name + spec.scale_suffix)
+    if scale is None:
+        return None
+    if codes.dim() == 4:  # gate and up projection of all experts
+        codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
+    scale = scale if scale.dim() > 1 else scale.view(1, 1)
+    block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
+    return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
 
 
 class EngineRotary:
@@ -121,6 +128,11 @@ class VLLMKernels:
             layers = {ours[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
             self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
         return self._linears[module]
+
+    def codes(self, weight: str) -> Float8Tensor:
+        """Of an FP8 weight of the policy, by its name there; views of what the engine holds."""
+        recipe = self._recipe
+        return held_codes(self._layout, recipe.engine_name(weight), recipe.format)
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
         held = self._holding(module)

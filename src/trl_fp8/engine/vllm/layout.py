@@ -14,9 +14,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
+from trl_fp8.sync.adapters import A, B
 from trl_fp8.sync.pieces import Layout, Piece, Span
 
 from .cpu.experts import ReferenceUnquantizedExperts
+
+
+ADAPTERS = {A: "lora_a", B: "lora_b"}  # layers of a linear with room for adapters, see adapters.py
 
 
 def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
@@ -26,6 +30,10 @@ def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
     """
     pieces, seen, packed = [], set(), set()
     for prefix, module in model.named_modules():
+        if prefix.rpartition(".")[2] in ADAPTERS.values():
+            continue
+        if isinstance(module, linear.LinearBase):
+            pieces += _adapter_pieces(module, list(shards(model, prefix, module)))
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # a tied output head
                 continue
@@ -64,7 +72,7 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
     if isinstance(module, RoutedExperts) and attribute.partition("_weight")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
-    for name, rows, columns, offset in _shards(model, prefix, module):
+    for name, rows, columns, offset in shards(model, prefix, module):
         if (rows is None and columns is None) or attribute == "weight_scale":
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
@@ -94,7 +102,19 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
     return Piece(name, module, attribute, dtype, sent=sent, halved=halved)
 
 
-def _shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
+def _adapter_pieces(module: nn.Module, layers: list[tuple[str, Span | None, Span | None, int]]) -> Iterator[Piece]:
+    """Where A and B of each of a linear's `layers` (of `shards`) are; nothing if it has no room for any."""
+    if (lora_a := getattr(module, ADAPTERS[A], None)) is None:
+        return
+    rank = len(lora_a.weight) // len(layers)
+    for number, (name, rows, columns, offset) in enumerate(layers):
+        slot = Span(number * rank, rank)
+        dtype, held_rows = lora_a.weight.dtype, Span(offset, rows.size) if rows else None
+        yield Piece(f"{name}.{A}.weight", lora_a, "weight", dtype, sent=(None, columns), held=(slot, None))
+        yield Piece(f"{name}.{B}.weight", module.lora_b, "weight", dtype, sent=(rows, None), held=(held_rows, None))
+
+
+def shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
     """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) of each part."""
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition

@@ -36,11 +36,16 @@ class SharedLinear:
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
+def _held_or_absent(name: str) -> property:
+    return property(lambda module: module._parameters.get(name, module.absent[name]))
+
+
 class SharedExperts:
     """Mixed into the class of all experts of a layer, `[E, N, K]` each."""
 
     codes: dict[str, Float8Tensor]  # by the name of the parameter
     absent: dict[str, Tensor]
+    gate_up_proj, down_proj = map(_held_or_absent, TRANSFORMERS.fused)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         inputs = hidden_states.to(_computed_in(hidden_states)), top_k_index, top_k_weights
@@ -51,14 +56,6 @@ class SharedExperts:
         weights = {name: dequantize_weight(codes, hidden_states.dtype) for name, codes in self.codes.items()}
         with holding(self, weights):
             return super().forward(hidden_states, top_k_index, top_k_weights)
-
-
-def _held_or_absent(name: str) -> property:
-    return property(lambda module: module._parameters.get(name, module.absent[name]))
-
-
-for _name in TRANSFORMERS.fused:
-    setattr(SharedExperts, _name, _held_or_absent(_name))
 
 
 def share_linear(module: nn.Linear) -> None:

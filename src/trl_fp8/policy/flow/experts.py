@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trl_fp8.policy.base.shared import SharedExperts
 from trl_fp8.recipe.names import TRANSFORMERS, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
@@ -80,6 +81,9 @@ class FollowedExperts:
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if not self.flow.on:
             return super().forward(hidden_states, top_k_index, top_k_weights)
+        if isinstance(self, SharedExperts):
+            inputs = hidden_states, top_k_index, top_k_weights
+            return own_gradient(self._value, self.dequantized, *inputs, dtype=gemm_dtype(hidden_states.device))
         # not `_parameters`: adapters of parameters replace them by sums while they run
         weights = [getattr(self, name) for name in TRANSFORMERS.fused]
         inputs = hidden_states, top_k_index, top_k_weights, *weights

@@ -8,7 +8,8 @@ What the backward keeps decides its memory: straight through x in BF16, in FP8 t
 an element. Neither keeps a copy of the weight. Where several ranks share an engine (tensor parallelism) each holds a
 part of a layer: there the trainer quantizes the weight itself, and calls the engine's kernel on that.
 
-Under LoRA the engine holds the sum of base and adapters (adapter.py).
+Under LoRA the engine holds the sum of base and adapters (adapter.py), or beside a base that it shares with the policy
+the adapters by themselves: then W is that base, dequantized for the backward.
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.policy.base.shared import SharedLinear
+from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.formats.blocks import BLOCK
 
 from .flow import FP8Flow
@@ -67,7 +70,8 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
         if not self.flow.on:
             return super().forward(input)
         in_fp8 = self if self.is_fp8 and self.fp8_flow.backward == "fp8" else None
-        return StraightThrough.apply(self.value, input, self.weight, self.bias, in_fp8)
+        weight = self.codes if isinstance(self, SharedLinear) else self.weight
+        return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
 
     def value(self, input: Tensor) -> Tensor:
         """What the engine computes of `[..., K]`: BF16 `[..., N]`."""
@@ -79,15 +83,20 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
 
     def lasting_codes(self) -> Float8Tensor | None:
         """Codes of the weight that somebody keeps anyway; None if nobody does."""
+        if isinstance(self, SharedLinear):
+            return self.codes
         if self.adapted:
             return None  # the engine's are those of another weight
         if self.flow.shares:
             return self.engine.codes(self.name)
         return self.quantized_weight() if self.fp8_flow.cache_weights else None
 
+    def _quantized(self) -> Float8Tensor:
+        return self.codes if isinstance(self, SharedLinear) else self.quantized_weight()
+
     def _own(self, x: Tensor) -> Tensor:
         """The engine's kernel on this rank's own weight, one partial product for each tensor parallel rank."""
-        weight = self.quantized_weight() if self.is_fp8 else self.weight.to(torch.bfloat16)
+        weight = self._quantized() if self.is_fp8 else self.weight.to(torch.bfloat16)
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         if self.parts == 1:
             return self.engine.on(x, weight, bias)
@@ -106,10 +115,11 @@ class StraightThrough(torch.autograd.Function):
             y = value(x)
             ctx.flow, ctx.blocks = in_fp8 and in_fp8.fp8_flow, None
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+            frozen = weight if isinstance(weight, Float8Tensor) else None
             for_dx, for_dw = (None, None), (None, None)
             if ctx.needs_input_grad[1]:
                 # Codes that were made for this forward would hold an unsharded weight until the backward
-                codes = in_fp8.lasting_codes() if in_fp8 else None
+                codes = in_fp8.lasting_codes() if in_fp8 else frozen
                 for_dx = (weight, None) if codes is None else (codes.qdata, codes.scale)
                 ctx.blocks = None if codes is None else codes.block_size
             if ctx.needs_input_grad[2]:
@@ -141,7 +151,8 @@ def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow | N
     """dX `[T, K]`. `weight` is W, or codes of it."""
     if flow is None:
         dtype = gemm_dtype(dy.device)
-        return dy.to(dtype).mm(weight.to(dtype))
+        whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
+        return dy.to(dtype).mm(whole)
     codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
     # Blocks transposed are the same blocks: no second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.base.shared import SharedLinear
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.recipe.from_model import linear_layers, of_adapter
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed
@@ -43,6 +44,7 @@ from .swapped import restore, swap
 
 MLP = "gate_proj", "up_proj", "down_proj", "act_fn"
 TURN = "apply_rotary_pos_emb"
+PLAIN = nn.Linear.forward, SharedLinear.forward
 
 
 class OneForward:
@@ -195,7 +197,7 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
     for name, module in model.named_modules():
         if module in computing and isinstance(module, nn.Embedding):
             _embedding(module)
-        elif module in computing and isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        elif module in computing and isinstance(module, nn.Linear) and type(module).forward not in PLAIN:
             raise ValueError(
                 f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "
                 "be lost. Set fp8_forward='off'."

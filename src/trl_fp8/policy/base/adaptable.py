@@ -1,0 +1,78 @@
+"""What of a policy with adapters cannot be trained on an FP8 base that lives in the engine alone."""
+
+from peft import PeftConfig
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from transformers import TrainingArguments
+
+from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.recipe.recipe import FP8Recipe
+
+
+OFF = "or set fp8_base=False."
+INITIALIZED_ALONE = True, False, "gaussian"  # `init_lora_weights` that read no weight of the base
+
+
+def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | None, quantization: object) -> None:
+    """Raise `ValueError` for arguments of a trainer that do not go with a shared base: before a model is loaded."""
+    initialized = getattr(peft_config, "init_lora_weights", True)
+    if initialized not in INITIALIZED_ALONE:
+        raise ValueError(
+            f"fp8_base=True with init_lora_weights={initialized!r}: it is computed from the base's weights, which the "
+            f"policy does without. Use one of {list(INITIALIZED_ALONE)}, {OFF}"
+        )
+    if quantization is not None:
+        raise ValueError(
+            f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
+            f"for trainer and engine. Remove quantization_config, {OFF}"
+        )
+    if args.kv_cache_skip_layers == "auto":
+        raise ValueError(
+            "kv_cache_skip_layers='auto' with fp8_base=True: it looks at the policy's k before there is an engine "
+            f"that holds the base. Name the layers, set kv_cache_skip_layers=None, {OFF}"
+        )
+    if args.deepspeed_plugin is not None and args.deepspeed_plugin.zero_stage == 3:
+        raise ValueError(
+            "fp8_base=True under ZeRO-3, which deals weights over ranks: the base's are in each rank's engine. Use "
+            f"DDP, FSDP2 or ZeRO-2, {OFF}"
+        )
+
+
+def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
+    """Raise `ValueError` for a policy without adapters, or with others than an engine has room for."""
+    adapters = {
+        checkpoint_name(n): module for n, module in model.named_modules() if isinstance(module, BaseTunerLayer)
+    }
+    if not adapters:
+        raise ValueError(
+            "fp8_base=True without adapters: the base is frozen, so that nothing would be trained. Pass a peft_config "
+            f"(LoraConfig), {OFF}"
+        )
+    linears = {*recipe.fp8_modules, *recipe.kept_modules} - {"lm_head"}
+    if other := {name: why for name, layer in adapters.items() if (why := _why_not(name, layer, linears))}:
+        raise ValueError(
+            f"fp8_base=True with adapters that the engine has no room for: "
+            f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers, {OFF}"
+        )
+    saved = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    if fp8 := [name for name in saved if name in recipe.fp8_modules or name in recipe.fp8_experts]:
+        raise ValueError(
+            f"fp8_base=True with modules_to_save that are FP8: {listed(fp8, 3)}. What is trained as a whole cannot be "
+            f"shared: name them in fp8_ignored_modules, too, {OFF}"
+        )
+
+
+def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
+    """What an adapter is, unless it adds to a linear layer of a decoder layer what two matrices make of its input."""
+    if not isinstance(layer, LoraLayer):
+        return type(layer).__module__.split(".")[-2]
+    if not isinstance(layer, LoraLinear):
+        return type(layer).__name__
+    if name not in linears:
+        return "not a layer of a decoder"
+    if any(layer.lora_bias.values()):
+        return "lora_bias=True"
+    return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)
