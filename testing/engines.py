@@ -40,19 +40,23 @@ def start(
     sleep: bool = False,
     return_routes: bool = False,
     share_kernels: bool = False,
+    model: torch.nn.Module | None = None,
+    recipe: FP8Recipe | None = None,
+    base: object | None = None,
     **recipe_flags,
 ):
     """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = model or AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if torch.cuda.is_available():
         model = model.cuda()
         engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
     return generation(
-        recipe=recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
+        recipe=recipe or recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         return_routes=return_routes,
         share_kernels=share_kernels,
+        base=base,
         model=model,
         accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),

@@ -44,8 +44,9 @@ class Slot:
         return torch.zeros(rows, columns, device=device)
 
 
-def ranks_of(model: nn.Module) -> dict[str, int]:
-    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them."""
+def room_for(model: nn.Module) -> dict[str, int]:
+    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them; raises as `active_adapter`."""
+    active_adapter(model)
     return {name: max(layer.r.values()) for name, layer in _adapted(model).items() if layer.r}
 
 

@@ -22,7 +22,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.adapters import adapter_tensors, ranks_of
+from trl_fp8.sync.adapters import adapter_tensors, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
@@ -93,7 +93,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours["routes_from"] = platform.routes_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
-        room = adapters_installed(self.recipe, ranks_of(self.model)) if self.base else nullcontext()
+        room = adapters_installed(self.recipe, room_for(self.model)) if self.base else nullcontext()
         with platform.ready(self.recipe), invariant, room, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
