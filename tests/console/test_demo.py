@@ -31,7 +31,7 @@ LINES = (
     r"accuracy  0\.\d{3} -> 0\.\d{3}",
     r"mismatch  0\.\d{4} nats between trainer and engine over 12 steps",
     r"FP8       14 layers and the KV cache; weights 801\.8 KiB -> 417\.8 KiB \(95\.8% FP8\)",
-    r"audits    0 differences found in the engine after 12 syncs",
+    r"audits    0 differences found in the engine after 12 syncs of 417\.8 KiB",
     r"next      \S*trl-fp8 report outputs/demo .*",
     r"",
 )
