@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
@@ -19,6 +20,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.policy.base.base import HeldBase, SharedBase
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
@@ -65,6 +67,16 @@ def start(
         max_completion_length=8,
         enable_sleep_mode=sleep,
     )
+
+
+def start_on_base(checkpoint: str, lora: LoraConfig, expert_kernels: bool = False, **options):
+    """As `start`; the policy has adapters on a base that it shares with the engine."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    recipe = recipe_for_model(model, expert_kernels=expert_kernels)
+    held = HeldBase(model, recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = get_peft_model(model, lora).to(device)
+    return start(checkpoint, model=model, recipe=recipe, base=SharedBase(model, held, device), **options)
 
 
 def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:

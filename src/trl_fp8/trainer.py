@@ -253,6 +253,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
             engine, trainer = ", ".join(kernels) or "high precision", flow or "as TRL computes"
+            trainer = f"{trainer}, on the engine's FP8 base; syncs send adapters" if self._base else trainer
             self.accelerator.print(f"Engine: {engine}. Trainer: {trainer}.\n")
         return generation
 

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig
 from peft.tuners.lora.layer import LoraLayer
-from transformers import AutoModelForCausalLM
 
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from trl_fp8.engine.vllm.cpu.linear import linear
 from trl_fp8.engine.vllm.layout import ADAPTERS
-from trl_fp8.policy.base.base import HeldBase, SharedBase
 from trl_fp8.recipe.names import checkpoint_name
-from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -32,15 +29,10 @@ def started(checkpoint):
     """`started(...)` -> a generation whose policy has adapters on a shared base; its engine ends with the test."""
     running = []
 
-    def start(architecture="qwen3", lora=LORA, expert_kernels=False, **options):
-        folder = checkpoint(architecture)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        recipe = recipe_for_model(model, expert_kernels=expert_kernels, **options)
-        held = HeldBase(model, recipe)
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
-        base = SharedBase(model, held, torch.device("cpu"))
+    def start(architecture="qwen3", lora=LORA, **options):
+        config, scales = LoraConfig(task_type="CAUSAL_LM", **lora), engines.some_scales(2, 1)
         with reference_fp8_experts():
-            running.append(engines.start(folder, engines.some_scales(2, 1), model=model, recipe=recipe, base=base))
+            running.append(engines.start_on_base(checkpoint(architecture), config, kv_scales=scales, **options))
         return running[-1]
 
     yield start
@@ -130,3 +122,13 @@ def test_a_base_that_was_changed_is_not_sampled_from_and_cannot_come_back(starte
         generation.sync_weights()
     with pytest.raises(RuntimeError, match="holds no complete policy"):
         generation.delivery.require_whole()
+
+
+def test_an_adapter_that_came_later_and_does_not_fit_is_refused(started):
+    generation = started()
+    generation.model.add_adapter("wide", LoraConfig(r=16, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    generation.model.set_adapter("wide")
+    with pytest.raises(
+        ValueError, match="rank 16 at model.layers.0.self_attn.q_proj.*room for rank 4.*before the trainer"
+    ):
+        generation.sync_weights()

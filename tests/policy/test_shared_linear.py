@@ -130,3 +130,9 @@ def test_a_base_is_handed_over_once():
     assert len(list(held.tensors())) == 14
     with pytest.raises(RuntimeError, match="pass the model by its name"):
         next(held.tensors())
+
+
+def test_a_policy_that_shared_its_base_before_hands_over_its_codes():
+    model, recipe, codes, _ = policy_on_codes("qwen3_moe")
+    again = dict(HeldBase(model, recipe).tensors())
+    assert set(again) == set(codes) and all(again[name] is codes[name] for name in codes)

@@ -61,7 +61,7 @@ def test_an_engine_holds_what_a_checkpoint_would(case, dtype, at_once, together,
 
 def in_codes(model, recipe):
     """A policy that holds codes where `recipe` has them."""
-    for weights in by_scale(model.named_parameters(), recipe, copy=False):
+    for weights in by_scale(model.named_parameters(), recipe, recipe.fp8_tensors, copy=False):
         if recipe.fp8_tensors.issuperset(weights):
             rounded = [weight.detach().bfloat16() for weight in weights.values()]
             yield from zip(weights, recipe.format.quantize_weights(rounded, recipe.scale_format), strict=True)

@@ -34,7 +34,7 @@ SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is mea
 def by_scale(
     parameters: Iterable[Sent], recipe: FP8Recipe, expected: Collection[str], copy: bool
 ) -> Iterator[dict[str, torch.Tensor | WrittenCodes]]:
-    """Parameters one by one, FP8 weights that share a scale together, the first ones copied if `copy`, but for codes.
+    """Parameters one by one, FP8 weights that share a scale together, the first ones of them copied if `copy`.
 
     `RuntimeError` in the end if one of the `expected` FP8 weights was not among them.
     """
@@ -43,8 +43,7 @@ def by_scale(
     for name, parameter in parameters:
         missing.discard(name)
         group = recipe.sharing_scale(name)
-        copied = copy and len(group) > 1 and not isinstance(parameter, Float8Tensor)
-        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copied else parameter
+        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
         if all(peer in due for peer in group):
             yield {peer: due.pop(peer) for peer in group}
     if missing:

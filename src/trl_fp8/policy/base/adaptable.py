@@ -57,10 +57,24 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             f"fp8_base=True with adapters that the engine has no room for: "
             f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers, {OFF}"
         )
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    if others := sorted({name for module in wrappers for name in module.active_adapters} - {"default"}):
+        raise ValueError(
+            f"fp8_base=True with modules_to_save of an adapter called {listed(others)}: whole modules are sent of "
+            f"the one that is called 'default' alone. Give it that name, remove modules_to_save, {OFF}"
+        )
 
 
 def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
-    """Raise `ValueError` if FP8 layers are trained as a whole: before the weights are taken out of a policy."""
+    """Raise `ValueError` if FP8 layers are trained as a whole, or hold adapters: before the weights are taken out of a
+    policy.
+    """
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if merged := [checkpoint_name(name) for name, module in adapted if module.merged]:
+        raise ValueError(
+            f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
+            f"model.unmerge_adapter() first, {OFF}"
+        )
     shared = *recipe.fp8_modules, *recipe.fp8_experts
     wrapped = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])

@@ -149,7 +149,7 @@ class StoredWeight:
     shape: tuple[int, ...]  # `[N, K]`; of all experts `[E, N, K]`
     parts: tuple[str, ...]  # names in the checkpoint: one, or for each expert those that follow each other along N
     scales: tuple[str, ...]  # likewise; empty where it is in high precision
-    checkpoint: Mapping[str, Stored]
+    checkpoint: Mapping[str, Stored] = field(repr=False)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -210,19 +210,15 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
         )
     checkpoint = dict(_headers(files))
     parts = {name: _names(name, shape, recipe) for name, shape in shapes.items()}
-    if missing := [
-        part for name in parts if name in recipe.fp8_tensors for part in parts[name] if part not in checkpoint
-    ]:
+    missing = [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]
+    if missing:
         raise ValueError(
             f"{given}: it lacks {len(missing)} weights under the names that are looked for, such as "
             f"{listed(missing, 2)}; it has for example {listed(checkpoint, 2)}. Load the model yourself with "
             "from_pretrained and pass it to the trainer: its weights are then taken from it."
         )
-    coded = {
-        name
-        for name, own in parts.items()
-        if any(checkpoint[part].dtype == _CODES for part in own if part in checkpoint)
-    }
+    dtypes = {name: {checkpoint[part].dtype for part in own if part in checkpoint} for name, own in parts.items()}
+    coded = {name for name, found in dtypes.items() if _CODES in found}
     if coded:
         kept = {name.rpartition(".")[0] for name in recipe.fp8_tensors - coded}
         recipe = recipe.keeping(kept, "in high precision in the checkpoint")
@@ -248,7 +244,7 @@ def _check_codes(coded: set[str], recipe: FP8Recipe, given: str) -> None:
             f"which it is taken as it is. Remove fp8_weight_format, or set fp8_base=False."
         )
     if others := sorted(coded - recipe.fp8_tensors):
-        reasons = (f"{name} ({recipe.kept_modules.get(name.rpartition('.')[0], 'no such layer')})" for name in others)
+        reasons = (f"{name} ({recipe.kept_modules.get(name.rpartition('.')[0], 'no projection')})" for name in others)
         raise ValueError(
             f"{given}: {len(others)} weights are FP8 in the checkpoint and not here: {listed(reasons, 3)}. Set "
             "fp8_base=False, which dequantizes them; or name none of them in fp8_ignored_modules."
