@@ -41,11 +41,12 @@ endif
 MODEL := dense
 DEMO_dense := grpo_addition
 DEMO_moe := grpo_addition_moe
-DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense and MODEL=moe))
+DEMO_lora := grpo_addition_lora
+DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense, MODEL=moe and MODEL=lora))
 
 .PHONY: demo test test-quick lint format docs site bench bench-table release clean
 
-demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe: a mixture of experts
+demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe and MODEL=lora: others
 	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
 
 test: $(TESTABLE) lint  ## everything that CI runs; ISA=avx2: as an older host would run it

@@ -25,7 +25,8 @@ from trl_fp8.features.routes import RolloutRoutes
 from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.policy.router import RouterReplay, RouteTally
 
-from . import record
+from . import harness, record
+from .bench_demo import run_demo
 from .rollouts import Rollouts, score
 
 
@@ -105,19 +106,7 @@ def training(mode: str, seed: int, reuse: bool) -> dict:
     folder = ROOT / "outputs" / "bench_router_replay" / f"{mode}-{seed}"
     if reuse and (folder / "summary.json").exists():
         return json.loads((folder / "summary.json").read_text())
-    script, settings = ROOT / "examples" / "grpo_addition.py", ROOT / "examples" / "grpo_addition_moe.yaml"
-    words = ["--config", settings, "--seed", seed, "--output_dir", folder, "--router_replay", mode]
-    ports = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29700 + 10 * MODES.index(mode) + seed)}
-    done = subprocess.run(
-        [sys.executable, script, *map(str, words)], capture_output=True, text=True, env=os.environ | ports
-    )
-    if done.returncode:
-        raise RuntimeError(f"{mode}, seed {seed} failed:\n{done.stderr[-4000:]}")
-    return json.loads((folder / "summary.json").read_text())
-
-
-def spread_of_ratios(pairs: list[tuple[float, float]]) -> dict:
-    return record.spread([over / under for over, under in pairs])
+    return run_demo(folder, ["--seed", seed, "--router_replay", mode], "grpo_addition_moe")
 
 
 def main() -> None:
@@ -148,7 +137,7 @@ def main() -> None:
             for side in ("own", "replay")
         }
         ratios = {
-            f"{key}_ratio": spread_of_ratios([(s[label]["replay"][key], s[label]["own"][key]) for s in per_seed])
+            f"{key}_ratio": harness.ratios(*([s[label][side][key] for s in per_seed] for side in ("replay", "own")))
             for key in ("mismatch_mean", "mismatch_max", "k3_kl")
             if all(s[label]["own"][key] for s in per_seed)
         }
@@ -159,8 +148,8 @@ def main() -> None:
         results["training"][mode] = {key: record.spread([row[key] for row in rows]) for key in keys}
         results["training"][mode]["step_seconds"] = record.spread([row["step_seconds_median"] for row in rows])
     for name, key in (("mismatch_ratio", "mismatch_mean"), ("step_seconds_ratio", "step_seconds_median")):
-        pairs = zip(runs["rollout"], runs["monitor"], strict=True)
-        results["training"][name] = spread_of_ratios([(ours[key], theirs[key]) for ours, theirs in pairs])
+        replayed, own = ([row[key] for row in runs[mode]] for mode in ("rollout", "monitor"))
+        results["training"][name] = harness.ratios(replayed, own)
     print(record.write("router_replay", given.seeds, results).read_text())
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from trl_fp8.report.canvas import SERIES, new_figure, save, tidy
 from trl_fp8.report.series import moving
 
+from .record import T_95
 
-# Two-sided 95 % quantiles of Student's t for the mean of n runs
-T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+
 # Mismatches below this are drawn between it and 0, in proportion
 SMALLEST = 1e-8
 # Policies of benchmarks/measure_depth.py, as the picture calls them

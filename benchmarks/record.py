@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 
 import torch
 
@@ -14,11 +14,19 @@ from trl_fp8.run.facts import hardware, versions
 
 
 RESULTS = Path(__file__).with_name("results")
+# Two-sided 95 % quantiles of Student's t for the mean of n runs
+T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
 
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median, smallest and largest of repeated measurements."""
     return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def interval(values: list[float]) -> dict[str, float]:
+    """Mean of at least two measurements, and the ends of its 95 % interval."""
+    mean, half = fmean(values), T_95[len(values)] * stdev(values) / len(values) ** 0.5
+    return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def path(name: str, folder: Path = RESULTS) -> Path:

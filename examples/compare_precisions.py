@@ -21,7 +21,7 @@ from pathlib import Path
 
 # name -> flags. In BF16 too rollouts come from vLLM, so that only the precision differs
 PRECISIONS = {
-    "bf16": ["--fp8_weights", "false", "--kv_cache_dtype", "auto", "--use_vllm", "true"],
+    "bf16": ["--fp8_weights", "false", "--fp8_base", "false", "--kv_cache_dtype", "auto", "--use_vllm", "true"],
     "fp8_linears": ["--kv_cache_dtype", "auto"],
     "fp8_linears_kv": [],
     "fp8_one_flow": ["--fp8_forward", "full"],

@@ -79,6 +79,8 @@ def stored_reference(start: float, steps: int, folder: Path = RESULTS) -> Refere
     """
     for path in sorted(folder.glob("demo*_cpu.json")):
         record = json.loads(path.read_text())
+        if "bf16" not in record["results"]:
+            continue
         runs, rewards = record["results"]["bf16"], record["results"]["rewards"]["bf16"]
         if abs(runs["reward_start"]["median"] - start) < 0.005 and len(rewards[0]) == steps:
             host = next(part for part in record["hardware"].split(", ") if part.startswith("AVX"))
@@ -103,6 +105,8 @@ def headline(summary: Mapping[str, Any], bf16: Reference | None, folder: str | P
         share = f"{summary['fp8_share']:.1%} FP8"
         fp8 = f"{what}; weights {format_bytes(before)} -> {format_bytes(after)} ({share})"
         audits = f"{summary['audit_failures']} differences found in the engine after {summary['steps']} syncs"
+        if (sent := summary.get("sync_bytes_median")) is not None:
+            audits += f" of {format_bytes(sent)}"
     rows = {"accuracy": accuracy, "mismatch": mismatch, "FP8": fp8, "audits": audits}
     # make's environment may not be active
     command = "trl-fp8" if which("trl-fp8") else os.path.relpath(Path(sys.executable).with_name("trl-fp8"))
@@ -169,6 +173,7 @@ _LINES: tuple[tuple[str, tuple[str, ...], Callable[..., str]], ...] = (
     ("KV scale margin at the end", ("kv_margin_end",), _plain),
     ("calibration, median", ("calibration_seconds_median",), _duration),
     ("sync, median", ("sync_seconds_median",), _duration),
+    ("sent by a sync, median", ("sync_bytes_median",), format_bytes),
     ("step, median", ("step_seconds_median",), _duration),
     ("audit failures", ("audit_failures",), _plain),
     ("steps", ("steps",), _plain),

@@ -15,7 +15,8 @@ writes to `output_dir`:
     report.png      reward, mismatch, completion length and sync time over the steps
     model and checkpoint files as TRL writes them, in high precision
 
-With `grpo_addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M.
+With `grpo_addition_moe.yaml` the policy is a mixture of experts of 1.0 M parameters, of which a token uses 0.4 M; with
+`grpo_addition_lora.yaml` only adapters are trained.
 
 Any flag of `FP8GRPOConfig` can follow, e.g. `--kv_cache_dtype auto`; `--compare` trains with BF16 rollouts, too;
 `--verbose` prints the whole plan, everything that was measured, and what other libraries have to say.
@@ -25,6 +26,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -50,6 +52,7 @@ from addition_task import (
 )
 from compare_precisions import PRECISIONS
 from demo_report import Reference, demo_table, headline, plot_training, stored_reference
+from peft import LoraConfig
 from trl import TrlParser
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer, FP8ProgressCallback, __version__
@@ -62,38 +65,40 @@ class ScriptArguments:
     )
     arch: str = field(default="qwen3", metadata={"help": f"Architecture of the policy: {' or '.join(ARCHITECTURES)}."})
     pretrain_seed: int = field(default=0, metadata={"help": "Seed of the policy's pretraining."})
+    lora_r: int = field(default=0, metadata={"help": "Rank of adapters, trained on all linears instead of weights."})
+    lora_alpha: int = field(default=16, metadata={"help": "The adapters' scaling, times their rank."})
     compare: bool = field(default=False, metadata={"help": "Train with BF16 rollouts, too, in output_dir/bf16."})
     verbose: bool = field(default=False, metadata={"help": "Print the whole plan and everything that was measured."})
 
 
-def mean_of(rows: list[dict], key: str) -> float | None:
+def over_steps(statistic: Callable[[list[float]], float], rows: list[dict], key: str) -> float | None:
+    """None if no step logged it."""
     values = [row[key] for row in rows if key in row]
-    return mean(values) if values else None
+    return statistic(values) if values else None
 
 
 def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float) -> dict:
     rows = [row for row in trainer.state.log_history if "reward" in row]
     plan, engine = trainer.plan, getattr(trainer, "vllm_generation", None)
-    sync = [row["fp8/sync_seconds"] for row in rows if "fp8/sync_seconds" in row]
-    calibration = [row["fp8/calibration_seconds"] for row in rows if "fp8/calibration_seconds" in row]
     return {
         "reward_start": start,
         "reward_end": end,
-        "mismatch_mean": mean_of(rows, "sampling/sampling_logp_difference/mean"),
+        "mismatch_mean": over_steps(mean, rows, "sampling/sampling_logp_difference/mean"),
         "fp8_linears": len(trainer.recipe.fp8_modules) if trainer.recipe else 0,
         "fp8_experts": len(trainer.recipe.fp8_experts) if trainer.recipe else 0,
         "kv_cache_dtype": trainer.args.kv_cache_dtype,
-        "sync_seconds_median": median(sync) if sync else None,
+        "sync_seconds_median": over_steps(median, rows, "fp8/sync_seconds"),
+        "sync_bytes_median": over_steps(median, rows, "fp8/sync_bytes"),
         "fp8_forward": trainer.args.fp8_forward,
         "simulate_kv_cache": trainer.args.simulate_kv_cache,
         "kv_calibration": trainer.args.kv_calibration,
         "kv_saturation_max": max((row.get("fp8/kv_saturation_fraction", 0.0) for row in rows), default=None),
         "kv_margin_end": rows[-1].get("fp8/kv_margin") if rows else None,
-        "calibration_seconds_median": median(calibration) if calibration else None,
-        "step_seconds_median": median(row["step_time"] for row in rows) if rows else None,
+        "calibration_seconds_median": over_steps(median, rows, "fp8/calibration_seconds"),
+        "step_seconds_median": over_steps(median, rows, "step_time"),
         "router_replay": trainer.args.router_replay,
-        "router_disagreement": mean_of(rows, "router/disagreement"),
-        "router_own_disagreement": mean_of(rows, "router/own_disagreement"),
+        "router_disagreement": over_steps(mean, rows, "router/disagreement"),
+        "router_own_disagreement": over_steps(mean, rows, "router/own_disagreement"),
         "audit_failures": getattr(engine, "audit_failures", 0),
         "fp8_share": plan.fp8_share if plan else 0.0,
         "weight_bytes_bf16": plan.bytes_before if plan else None,
@@ -110,6 +115,15 @@ def summarize(trainer: FP8GRPOTrainer, start: float, end: float, seconds: float)
     }
 
 
+def adapters(script: ScriptArguments) -> LoraConfig | None:
+    """On all linears but the output head; None where weights are trained."""
+    if not script.lora_r:
+        return None
+    return LoraConfig(
+        r=script.lora_r, lora_alpha=script.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+
+
 def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
     # Policy
     checkpoint = str(cached_checkpoint(PretrainRecipe.of(script.arch, seed=script.pretrain_seed)))
@@ -122,6 +136,7 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
         args=args,
         train_dataset=reinforcement_dataset(),
         callbacks=[FP8ProgressCallback()],
+        peft_config=adapters(script),
     )
     if script.verbose and trainer.plan:
         trainer.accelerator.print(trainer.plan.table(), flush=True)
@@ -149,7 +164,9 @@ def main(script: ScriptArguments, args: FP8GRPOConfig) -> None:
         )
         if script.verbose:
             print(demo_table({key: value for key, value in summary.items() if key != "rewards"}))
-        print(f"\n{headline(summary, bf16 or stored_reference(start, args.max_steps), folder)}")
+        if not script.lora_r:  # stored runs trained all weights
+            bf16 = bf16 or stored_reference(start, args.max_steps)
+        print(f"\n{headline(summary, bf16, folder)}")
 
 
 def trained_in_bf16(output_dir: str) -> Reference:

@@ -97,6 +97,38 @@ def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatc
     assert found["results"]["full"]["step_seconds"]["median"] == 3.0
 
 
+def test_lora_on_two_bases_is_compared_seed_by_seed_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
+    from benchmarks import bench_demo, record
+
+    ran, ends = [], {"merged": (0.7, 0.8, 0.6), "shared": (0.71, 0.83, 0.62)}
+
+    def run_demo(folder, words, settings):
+        if len(ran) == 3:
+            raise RuntimeError("ended from outside")
+        base, seed = {"false": "merged", "true": "shared"}[words[-1]], words[1]
+        ran.append((base, seed))
+        summary = dict.fromkeys(bench_demo.OF_A_RUN, 2.0 if base == "merged" else 1.0)
+        return summary | {"reward_end": ends[base][seed], "rewards": [0.5]}
+
+    monkeypatch.setattr(bench_demo, "run_demo", run_demo)
+    monkeypatch.setattr(sys, "argv", ["bench_demo", "--lora", "--seeds", "3"])
+    monkeypatch.setattr(record, "path", lambda name, folder: tmp_path / f"{name}.json")
+    with pytest.raises(RuntimeError, match="ended from outside"):
+        bench_demo.main()
+    held = json.loads((tmp_path / "demo_lora.json").read_text())["results"]
+    assert [row["reward_end"] for row in held["rows"]] == [0.7, 0.71, 0.8] and held["merged"]["seeds"] == 2
+    assert "reward_end_shared_minus_merged" not in held
+    first = ran.copy()
+    ran.clear()
+    bench_demo.main()
+    assert first + ran == [(base, seed) for seed in range(3) for base in ("merged", "shared")]
+    found = json.loads((tmp_path / "demo_lora.json").read_text())["results"]
+    difference = found["reward_end_shared_minus_merged"]
+    assert difference["mean"] == pytest.approx(0.02)
+    assert difference["high"] - 0.02 == pytest.approx(0.02 - difference["low"]) == pytest.approx(4.303 * 0.01 / 3**0.5)
+    assert found["sync_bytes_median_shared_over_merged"] == {"median": 0.5, "min": 0.5, "max": 0.5}
+
+
 def test_depth_is_measured_once_and_drawn(tmp_path, monkeypatch, capsys):
     from benchmarks import measure_depth
 

@@ -44,6 +44,7 @@ LAUNCHERS = {  # file -> type, machines, processes on all of them
 RECIPES = {  # file -> processes, prompts a generation, updates a generation
     "grpo_addition": (1, 16, 1),
     "grpo_addition_moe": (1, 16, 1),
+    "grpo_addition_lora": (1, 16, 1),
     "qwen3_8b_base_8xh100": (8, 32, 1),
     "llama3_1_8b_8xh100": (8, 32, 2),
     "qwen3_4b_1xh200": (1, 32, 1),
@@ -294,6 +295,16 @@ def test_a_tensor_parallel_size_that_does_not_fit_keeps_the_mlp():
     found = made.recipe_for(meta_model("Qwen/Qwen3-4B"))
     assert {name.rpartition(".")[2] for name in found.fp8_modules} == set(ATTENTION)
     assert {name.rpartition(".")[2] for name in found.kept_modules} == {"lm_head", *MLP}
+
+
+# examples/grpo_addition.py
+
+
+def test_the_demo_has_adapters_where_its_settings_say_so():
+    script = example("grpo_addition")
+    assert script.adapters(parse(recipe("grpo_addition"))[0]) is None
+    lora = script.adapters(parse(recipe("grpo_addition_lora"))[0])
+    assert (lora.r, lora.lora_alpha, lora.target_modules) == (8, 16, "all-linear")
 
 
 # examples/grpo_reasoning_gym.py

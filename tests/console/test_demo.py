@@ -31,21 +31,31 @@ LINES = (
     r"accuracy  0\.\d{3} -> 0\.\d{3}",
     r"mismatch  0\.\d{4} nats between trainer and engine over 12 steps",
     r"FP8       14 layers and the KV cache; weights 801\.8 KiB -> 417\.8 KiB \(95\.8% FP8\)",
-    r"audits    0 differences found in the engine after 12 syncs",
+    r"audits    0 differences found in the engine after 12 syncs of 417\.8 KiB",
     r"next      \S*trl-fp8 report outputs/demo .*",
     r"",
 )
 SMALL = "--max_steps 12 --per_device_train_batch_size 16 --eval_samples 1"
 
 
+def dry_run(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["make", "--dry-run", "--always-make", "demo", *words], cwd=ROOT, capture_output=True, text=True
+    )
+
+
 def command() -> list[str]:
     """As the Makefile has it, in this environment and with a smaller run."""
-    asked = subprocess.run(
-        ["make", "--dry-run", "--always-make", "demo", f"ARGS={SMALL}"], cwd=ROOT, capture_output=True, text=True
-    )
-    (line,) = [line for line in asked.stdout.splitlines() if "examples/grpo_addition.py" in line]
+    (line,) = [line for line in dry_run(f"ARGS={SMALL}").stdout.splitlines() if "examples/grpo_addition.py" in line]
     words = shlex.split(line)
     return [sys.executable, *words[next(at for at, word in enumerate(words) if word.endswith("/python")) + 1 :]]
+
+
+@pytest.mark.parametrize("model", ["moe", "lora"])
+def test_make_has_settings_for_each_policy(model):
+    settings = f"examples/grpo_addition_{model}.yaml"
+    assert (ROOT / settings).is_file() and f"--config {settings}" in dry_run(f"MODEL={model}").stdout
+    assert "MODEL=lorra: the demo knows MODEL=dense, MODEL=moe and MODEL=lora" in dry_run("MODEL=lorra").stderr
 
 
 @pytest.mark.engine
@@ -108,6 +118,8 @@ def test_five_lines_stand_beside_what_bf16_rollouts_reach(monkeypatch):
         "next      trl-fp8 report outputs/demo",
     ]
     assert all(len(line) <= 80 for line in lines)
+    sent = headline(SUMMARY | {"sync_bytes_median": 1536}, None, "x").splitlines()[3]
+    assert sent == "audits    0 differences found in the engine after 40 syncs of 1.5 KiB"
     in_bf16 = SUMMARY | {"weight_bytes_bf16": None, "mismatch_mean": None}
     assert headline(in_bf16, None, "x").splitlines()[1:] == [
         "mismatch  not measured",

@@ -28,5 +28,5 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),
         "_scaled_dot_product_flash_attention_for_cpu": "engine",
     },
-    "torch.nn.Module": {"_non_persistent_buffers_set": "recipe", "_parameters": "policy"},
+    "torch.nn.Module": {"_modules": "engine", "_non_persistent_buffers_set": "recipe", "_parameters": "policy"},
 }
