@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
@@ -19,6 +20,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.policy.base.base import HeldBase, SharedBase
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
@@ -40,15 +42,25 @@ def start(
     sleep: bool = False,
     return_routes: bool = False,
     share_kernels: bool = False,
+    dtype: torch.dtype = torch.float32,
+    adapters: LoraConfig | None = None,
+    fp8_base: bool = False,
     **recipe_flags,
 ):
-    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy, in `dtype`. With
+    `adapters` it has some, and with `fp8_base` the base is the engine's.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     if torch.cuda.is_available():
         model = model.cuda()
         engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
+    recipe = recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags))
+    base = HeldBase(model, recipe) if fp8_base else None
+    if adapters is not None:
+        model = get_peft_model(model, adapters)
     return generation(
-        recipe=recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
+        recipe=recipe,
+        base=base and SharedBase(model, base, model.device),
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         return_routes=return_routes,

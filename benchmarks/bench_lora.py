@@ -1,0 +1,237 @@
+"""LoRA on an FP8 base that trainer and engine share, against adapters that each sync merges: memory, syncs, mismatch.
+
+    python -m benchmarks.bench_lora [--turns 11] [--seeds 3] [--results DIR]
+
+    merged      fp8_base=False: a whole base in the trainer, too; a sync merges adapters into it and sends all of it
+    shared      fp8_base=True: FP8 weights in the engine alone, what else a policy has in BF16; a sync sends adapters
+    full        the same, and fp8_forward="full"
+
+Memory and syncs are those of 24 layers with 0.1 B parameters and adapters of rank 16 on all linears. Memory is that of
+all tensors of policy and engine, each storage once, with adapters and scales, without the KV cache and what training
+adds; "elsewhere_bytes" are those of all other tensors in the process. A merged base is in FP32, as TRL loads it, or in
+BF16, which merging wears: `memory_ratio` is over the smaller one, BF16. A sync's time is its report's, with a KV cache
+in BF16, whose scales need no calibration; ratios are of one turn, in which all adapters change and each path syncs.
+
+The mismatch is the mean |trainer - rollout| log-prob of 24 layers with an FP8 KV cache, in groups of uneven lengths as
+in measure_depth, under BF16 autocast, as TRL trains. Weights are random, or pretrained on the addition task; a seed
+draws random weights, adapters (not zero; the same ones on each path) and samples. `mismatch_full` is the larger of the
+two; `shared_over_merged` has the ratio of each seed.
+
+Each cell runs in a process of its own, the file is written after it; a second run of the same command, commit,
+versions and host goes on where the first one ended.
+"""
+
+import argparse
+import gc
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from torchao.quantization import Float8Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from testing import engines, tiny_models
+from trl_fp8.engine.vllm.kv_scales import attention_layers
+
+from . import harness, record, shapes
+from .bench_sync import Operations
+from .deep_policies import DeepPolicy, RandomPolicy, TrainedPolicy
+from .measure_depth import in_a_process, of_seed
+from .rollouts import Rollouts, score
+
+
+NAME, LAYERS, RANK = "lora", 24, 16
+SHAPE = dict(  # a quarter of the parameters are the embedding's, as in Qwen3-0.6B
+    vocab_size=49152,
+    hidden_size=512,
+    intermediate_size=1536,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    initializer_range=0.02,
+    tied=True,
+)
+SCALING = 0.25  # so that sBA has 8 % of the root mean square of the random policy's W
+MERGED, SHARED = {"dtype": torch.float32}, {"dtype": torch.bfloat16, "fp8_base": True}
+HELD = {"merged_float32": MERGED, "merged_bfloat16": {"dtype": torch.bfloat16}, "shared": SHARED}
+PATHS = {"merged": MERGED, "shared": SHARED, "full": SHARED | {"share_kernels": True}}
+POLICIES: dict[str, type[DeepPolicy]] = {"random": RandomPolicy, "trained": TrainedPolicy}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--turns", type=int, default=11, help="in each of which both paths sync")
+    parser.add_argument("--seeds", type=int, default=3, help="of the mismatch")
+    parser.add_argument("--layers", type=int, choices=(2, LAYERS), default=LAYERS, help="2 shows that it runs")
+    parser.add_argument("--results", type=Path, default=record.RESULTS, help="folder of the file")
+    parser.add_argument("--cell", help="measure this one only and print it; used by the benchmark itself")
+    options = parser.parse_args()
+    if options.cell:
+        what, *of = options.cell.split()
+        return harness.emit(MEASURES[what](options, *of))
+    options.results.mkdir(parents=True, exist_ok=True)
+    found = (record.held(NAME, options.turns, options.results) or {"cells": {}})["cells"]
+    for cell in (one for one in cells() if one not in found):
+        if (row := in_a_process(cell)) is None:
+            raise SystemExit(f"failed, see the log: {cell}. What was measured is in the file.")
+        found[cell] = row
+        record.write(NAME, options.turns, summary(found) | {"cells": found}, options.results)
+    print(record.path(NAME, options.results).read_text())
+
+
+def cells() -> Iterator[str]:
+    yield "sync"
+    yield from (f"memory {path}" for path in HELD)
+    yield from (f"mismatch {weights} {path}" for weights in POLICIES for path in PATHS)
+
+
+def summary(found: dict[str, dict]) -> dict:
+    """The numbers that matter, as soon as the cells for them are there."""
+    told = {"memory_ratio": None, "memory_ratio_float32": None, "sync_ratio": None, "mismatch_full": None}
+    if all(f"memory {path}" in found for path in HELD):
+        sizes = {path: found[f"memory {path}"]["bytes"] for path in HELD}
+        told["memory_ratio"] = sizes["shared"] / sizes["merged_bfloat16"]
+        told["memory_ratio_float32"] = sizes["shared"] / sizes["merged_float32"]
+    if "sync" in found:
+        told["sync_ratio"] = found["sync"]["ratio"]["median"]
+    if all(f"mismatch {weights} {path}" in found for weights in POLICIES for path in PATHS):
+        of = {path: {weights: found[f"mismatch {weights} {path}"] for weights in POLICIES} for path in PATHS}
+        told["mismatch_full"] = max(row["mean"] for row in of["full"].values())
+        for path in ("shared", "merged"):
+            told[f"mismatch_{path}"] = {weights: row["mean"] for weights, row in of[path].items()}
+        told["shared_over_merged"] = {
+            weights: [
+                ours / theirs
+                for ours, theirs in zip(of["shared"][weights]["seeds"], of["merged"][weights]["seeds"], strict=True)
+            ]
+            for weights in POLICIES
+        }
+    return told
+
+
+def engine_of(folder: str, seed: int, **flags):
+    """An engine that holds no policy yet, and one with adapters that do not depend on its dtype."""
+    config = LoraConfig(r=RANK, lora_alpha=SCALING * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
+    generation = engines.start(folder, adapters=config, **flags)
+    draw_adapters(generation.model, seed)
+    return generation
+
+
+@torch.no_grad()
+def draw_adapters(policy: nn.Module, seed: int) -> None:
+    """Other adapters, of the size that PEFT gives ones that do not start at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, adapter in adapters(policy):
+        adapter.copy_((3 * adapter.shape[1]) ** -0.5 * torch.randn(adapter.shape, generator=generator))
+
+
+def adapters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, parameter) for name, parameter in model.named_parameters() if ".lora_" in name]
+
+
+def sync(options: argparse.Namespace) -> dict:
+    """Seconds, bytes and operations of syncs of both paths, turn by turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tiny_models.save_checkpoint(Path(folder), **(SHAPE | {"num_hidden_layers": options.layers}))
+        paths = {path: engine_of(checkpoint, 0, kv_cache_dtype="auto", **PATHS[path]) for path in ("merged", "shared")}
+    reports, seconds, operations = {}, {path: [] for path in paths}, {}
+    for turn in range(options.turns + 1):
+        for path, generation in paths.items():
+            draw_adapters(generation.model, turn)
+            generation.sync_weights()
+            reports[path] = generation.last_sync
+            if turn:  # the first one of an engine makes what is kept
+                seconds[path].append(generation.last_sync.seconds)
+    for path, generation in paths.items():
+        with Operations() as counted:
+            generation.sync_weights()
+        operations[path] = counted.count
+    return {
+        "ratio": harness.ratios(seconds["shared"], seconds["merged"]),
+        "seconds": {path: record.spread(found) for path, found in seconds.items()},
+        "bytes_sent": {path: report.bytes_sent for path, report in reports.items()},
+        "tensors_audited": {path: report.audited_tensors for path, report in reports.items()},
+        "dispatched_operations": operations,
+    }
+
+
+def memory(options: argparse.Namespace, path: str) -> dict:
+    """Bytes of a policy and its engine after a sync."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = tiny_models.save_checkpoint(Path(folder), **(SHAPE | {"num_hidden_layers": options.layers}))
+        generation = engine_of(checkpoint, 0, kv_cache_dtype="auto", **HELD[path])
+    generation.sync_weights()
+    policy, engine = (list(tensors_of(model)) for model in (generation.model, generation.engine.model))
+    cache = [layer.kv_cache for layer in attention_layers(generation.engine.model).values()]
+    gc.unfreeze()  # vLLM hides what is there after its start
+    gc.collect()
+    everything = [one for one in gc.get_objects() if type(one) in (Tensor, nn.Parameter)]
+    known = storages([*policy, *engine])
+    of_adapters = {"policy": adapters(generation.model), "engine": adapters(generation.engine.model)}
+    counted = known | storages(cache)
+    return {
+        "bytes": sum(known.values()),
+        "policy_bytes": sum(storages(policy).values()),
+        "engine_bytes": sum(storages(engine).values()),
+        "adapter_bytes": {of: sum(storages(held for _, held in each).values()) for of, each in of_adapters.items()},
+        "elsewhere_bytes": sum((storages(everything) | counted).values()) - sum(counted.values()),
+        "parameters": shapes.numel(AutoModelForCausalLM.from_config(generation.model.config)),
+    }
+
+
+def tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    """Parameters, buffers, and the codes that a policy's modules compute with."""
+    yield from model.parameters()
+    yield from model.buffers()
+    for codes in (getattr(module, "codes", None) for module in model.modules()):
+        if isinstance(codes, Float8Tensor):
+            yield from (codes.qdata, codes.scale)
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address and bytes of what is behind tensors."""
+    return {held.data_ptr(): held.nbytes() for held in (tensor.untyped_storage() for tensor in tensors)}
+
+
+def mismatch(options: argparse.Namespace, weights: str, path: str) -> dict:
+    """Of each seed, and of all their tokens."""
+    source, found = POLICIES[weights](), []
+    for seed in range(options.seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            generation = engine_of(seeded(source, Path(folder), options.layers, seed), seed, **PATHS[path])
+        found.append(of_seed(generation, source, seed, path == "full", scored))
+        engines.shutdown(generation.llm)
+    distances = torch.cat([of["mismatch"] for of in found])
+    return {
+        "mean": distances.mean().item(),
+        "seeds": [of["mismatch"].mean().item() for of in found],
+        "largest": distances.max().item(),
+        "tokens": len(distances),
+        "decoded_alone": sum(of["decoded_alone"] for of in found),
+    }
+
+
+def seeded(source: DeepPolicy, folder: Path, layers: int, seed: int) -> str:
+    """A checkpoint in BF16 with the weights of `seed`, from which all paths start."""
+    given = source.checkpoint(folder / "given", layers)
+    model = AutoModelForCausalLM.from_pretrained(given, dtype=torch.float32)
+    source.seed(model, seed)
+    model.to(torch.bfloat16).save_pretrained(folder / "seeded")
+    AutoTokenizer.from_pretrained(given).save_pretrained(folder / "seeded")
+    return str(folder / "seeded")
+
+
+def scored(policy: nn.Module, rollouts: Rollouts) -> Tensor:
+    with torch.autocast(shapes.DEVICE, dtype=torch.bfloat16):
+        return score(policy, rollouts)
+
+
+MEASURES = {"sync": sync, "memory": memory, "mismatch": mismatch}
+
+
+if __name__ == "__main__":
+    main()
