@@ -25,16 +25,20 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing import engines, tiny_models
 from trl_fp8.engine.vllm.kv_scales import attention_layers
+from trl_fp8.policy.base.base import SharedBase
+from trl_fp8.policy.base.stored import load_without_base
+from trl_fp8.recipe.recipe import recipe_for_model
 
 from . import harness, record, shapes
 from .bench_sync import Operations
@@ -56,7 +60,7 @@ SHAPE = dict(  # a quarter of the parameters are the embedding's, as in Qwen3-0.
     tied=True,
 )
 SCALING = 0.25  # so that sBA has 8 % of the root mean square of the random policy's W
-MERGED, SHARED = {"dtype": torch.float32}, {"dtype": torch.bfloat16, "fp8_base": True}
+MERGED, SHARED = {"dtype": torch.float32}, {}
 HELD = {"merged_float32": MERGED, "merged_bfloat16": {"dtype": torch.bfloat16}, "shared": SHARED}
 PATHS = {"merged": MERGED, "shared": SHARED, "full": SHARED | {"share_kernels": True}}
 POLICIES: dict[str, type[DeepPolicy]] = {"random": RandomPolicy, "trained": TrainedPolicy}
@@ -113,12 +117,23 @@ def summary(found: dict[str, dict]) -> dict:
     return told
 
 
-def engine_of(folder: str, seed: int, **flags):
-    """An engine that holds no policy yet, and one with adapters that do not depend on its dtype."""
+def engine_of(folder: str, seed: int, dtype: torch.dtype | None = None, share_kernels: bool = False, **flags):
+    """An engine that holds no policy yet, and one with adapters that do not depend on its dtype. Without a `dtype` the
+    base is the engine's, and the policy's is what fp8_base=True gives it.
+    """
+    load, recipe_for, base = AutoModelForCausalLM.from_pretrained, partial(recipe_for_model, **flags), None
+    if dtype is None:
+        policy, stored = load_without_base(load, folder, recipe_for)
+        recipe = stored.recipe
+    else:
+        policy = load(folder, dtype=dtype)
+        recipe = recipe_for(policy)
     config = LoraConfig(r=RANK, lora_alpha=SCALING * RANK, target_modules="all-linear", task_type="CAUSAL_LM")
-    generation = engines.start(folder, adapters=config, **flags)
-    draw_adapters(generation.model, seed)
-    return generation
+    policy = get_peft_model(policy.to(shapes.DEVICE), config)
+    draw_adapters(policy, seed)
+    if dtype is None:
+        base = SharedBase(policy, stored, policy.device)
+    return engines.start(folder, model=policy, recipe=recipe, base=base, share_kernels=share_kernels)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ python -m docs.generate_models [--check]
 """
 
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -28,11 +29,12 @@ SERVED = (
     *("allenai/OLMoE-1B-7B-0924",),
 )
 GPUS = {24: "RTX 4090", 80: "H100", 141: "H200"}  # GiB -> what the estimate takes it for
-SETUPS = {  # column -> GPUs, rank of adapters
-    "1 GPU, full": (1, None),
-    "1 GPU, LoRA": (1, LORA_RANK),
-    "8 GPUs, full": (8, None),
-    "8 GPUs, LoRA": (8, LORA_RANK),
+SETUPS = {  # column -> how to train
+    "1 GPU, full": Training(),
+    "1 GPU, LoRA": Training(lora_rank=LORA_RANK),
+    "1 GPU, LoRA on an FP8 base": Training(lora_rank=LORA_RANK, fp8_base=True, dtype="bfloat16"),
+    "8 GPUs, full": Training(gpus=8),
+    "8 GPUs, LoRA": Training(gpus=8, lora_rank=LORA_RANK),
 }
 HEAD = """# Which settings for my model and GPU
 
@@ -52,6 +54,7 @@ generation has {completions} completions; `per_device_train_batch_size` is 1. Po
 with FSDP2 where there are several GPUs; LoRA has rank {rank} on all linear layers; {free:.0%} of each GPU stay free, more
 where a layer's backward needs more.
 
+- **On an FP8 base**: with [`fp8_base`](lora.md): trainer and engine share the FP8 weights, the rest of the policy is in BF16.
 - **TP n**: with `vllm_tensor_parallel_size=n`. **BF16**: with the frozen policy in BF16 (`dtype: bfloat16`).
 - **only FP8**: a BF16 engine of that share would not hold one sequence beside its weights.
 - **-**: does not fit. `trl-fp8 plan` says what would.
@@ -81,6 +84,7 @@ TAIL = """
 | | |
 |---|---|
 | trainer | weights, gradients and Adam's two moments in FP32, over all GPUs; inputs of each layer (checkpointing), the output head's gradient; on one GPU autocast's BF16 copies. [trainer_memory.py](../src/trl_fp8/planning/trainer_memory.py), held to a [real training step](../tests/planning/test_trainer_memory.py) |
+| FP8 base | the trainer has what is not FP8, and adapters; the engine has the adapters too, beside its weights. What their launches cost is a guess |
 | engine | weights as [recipe](../src/trl_fp8/recipe) decides, 3 GiB for vLLM, the rest KV cache: by kind of attention, [cache.py](../src/trl_fp8/planning/cache.py). NeMo-RL's measured tokens come out [within 10 %](../tests/test_cli.py) |
 | speed | a roofline from data sheets: bytes of weights and KV cache, operations, launches, with efficiencies stated in [roofline.py](../src/trl_fp8/planning/roofline.py). They are fitted: with them four gains of others come out [within 15 %](../tests/planning/test_roofline.py), for 8 B on H100 1.16x with FP8 linears (verl, FP8-RL), 1.38x with FP8 KV cache (FP8-RL), 1.46x with both (FP8-RL, NeMo-RL), for 30B-A3B on H200 1.4x with FP8 linears (FP8-RL, verl). That is a fit, and no evidence; nothing was measured here. A whole step gains less than its rollouts |
 """  # noqa: E501
@@ -96,19 +100,18 @@ def planner(name: str) -> Planner:
     return Planner(outline, plan_at)
 
 
-def capacity(planner: Planner, gib: int, gpus: int, rank: int | None, dtype: str = "float32") -> Capacity:
+def capacity(planner: Planner, gib: int, training: Training) -> Capacity:
     tokens = min(CONTEXT, planner.outline.context)
-    training = Training(gpus, rank, dtype, tokens=tokens)
-    return planner.capacity(Setup(training, gib * GIB, MOST_PROMPT, COMPLETIONS))
+    return planner.capacity(Setup(replace(training, tokens=tokens), gib * GIB, MOST_PROMPT, COMPLETIONS))
 
 
-def cell(planner: Planner, gib: int, gpus: int, rank: int | None) -> str:
-    dtypes = ("float32", "bfloat16") if rank else ("float32",)
-    made = [capacity(planner, gib, gpus, rank, dtype) for dtype in dtypes]
+def cell(planner: Planner, gib: int, training: Training) -> str:
+    dtypes = ("float32", "bfloat16") if training.lora_rank and not training.fp8_base else (training.dtype,)
+    made = [capacity(planner, gib, replace(training, dtype=dtype)) for dtype in dtypes]
     if (found := next((one for one in made if one.why_not is None), None)) is None:
         return "-"
     words = [f"TP {found.ranks}"] if found.ranks > 1 else []
-    words += ["BF16"] if found.setup.training.dtype == "bfloat16" else []
+    words += ["BF16"] if found.setup.training.dtype == "bfloat16" and not training.fp8_base else []
     gain = max(found.speedups.values(), default=None)
     words += [f"{found.utilization:g}", tokens(found.held_tokens), "only FP8" if gain is None else factor(gain)]
     text = ", ".join(words)
@@ -122,7 +125,7 @@ def tokens(count: int) -> str:
 def fewest(planner: Planner, gib: int) -> str:
     """The fewest GPUs, and the tensor parallel size there."""
     for gpus in (2**power for power in range(7)):
-        if (found := capacity(planner, gib, gpus, None)).why_not is None:
+        if (found := capacity(planner, gib, Training(gpus=gpus))).why_not is None:
             return f"{gpus} (TP {found.ranks})" if found.ranks > 1 else str(gpus)
     return "-"
 
@@ -144,7 +147,7 @@ def page() -> str:
             f"\n### GPUs of {gib} GiB ({name})\n\n| model | {' | '.join(SETUPS)} |\n|{'---|' * (len(SETUPS) + 1)}\n"
         )
         for model, made in planners.items():
-            cells = [cell(made, gib, *setup) for setup in SETUPS.values()]
+            cells = [cell(made, gib, setup) for setup in SETUPS.values()]
             text += f"| {model} | {' | '.join(cells)} |\n"
     text += NEEDED.format(**sizes)
     for model, made in planners.items():

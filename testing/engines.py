@@ -43,29 +43,23 @@ def start(
     sleep: bool = False,
     return_routes: bool = False,
     share_kernels: bool = False,
-    dtype: torch.dtype = torch.float32,
-    adapters: LoraConfig | None = None,
-    fp8_base: bool = False,
+    model: torch.nn.Module | None = None,
+    recipe: FP8Recipe | None = None,
+    base: object | None = None,
     **recipe_flags,
 ):
-    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy, in `dtype`. With
-    `adapters` it has some, and with `fp8_base` the base is the engine's.
-    """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
+    model = model or AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if torch.cuda.is_available():
         model = model.cuda()
         engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
-    recipe = recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags))
-    base = HeldBase(model, recipe) if fp8_base else None
-    if adapters is not None:
-        model = get_peft_model(model, adapters)
     return generation(
-        recipe=recipe,
-        base=base and SharedBase(model, base, model.device),
+        recipe=recipe or recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
         calibrate=lambda: kv_scales,
         engine_kwargs=engine_kwargs,
         return_routes=return_routes,
         share_kernels=share_kernels,
+        base=base,
         model=model,
         accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
@@ -74,6 +68,16 @@ def start(
         max_completion_length=8,
         enable_sleep_mode=sleep,
     )
+
+
+def start_on_base(checkpoint: str, lora: LoraConfig, expert_kernels: bool = False, **options):
+    """As `start`; the policy has adapters on a base that it shares with the engine."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    recipe = recipe_for_model(model, expert_kernels=expert_kernels)
+    held = HeldBase(model, recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = get_peft_model(model, lora).to(device)
+    return start(checkpoint, model=model, recipe=recipe, base=SharedBase(model, held, device), **options)
 
 
 def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:

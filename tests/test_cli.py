@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -69,15 +70,36 @@ def test_documents_quote_what_a_plan_says(capsys, monkeypatch):
         f"{tokens['bf16']:,}."
     ) in " ".join((ROOT / "README.md").read_text().split())
     lora = (ROOT / "docs" / "lora.md").read_text()
-    for words, column in ((["--lora", "32"], 2), ([], 1)):
-        trainer = plan_of(capsys, "Qwen/Qwen3-8B", *words)["gib_per_gpu"]["trainer"]
+    for column, words in enumerate(([], ["--lora", "32"], ["--lora", "32", "--fp8-base"]), start=1):
+        made = plan_of(capsys, "Qwen/Qwen3-8B", *words)
+        trainer, held = made["gib_per_gpu"]["trainer"], made["gib_per_gpu"]["engine_weights"]
         passing = trainer["copies"] + trainer["inputs"] + trainer["head"]
         stated = [
-            row.split("|")[column + 1].strip() for row in lora.split("one GPU, GiB, computed")[1].splitlines()[2:7]
+            row.split("|")[column + 1].strip() for row in lora.split("one GPU, GiB, computed")[1].splitlines()[2:8]
         ]
-        figures = [*(trainer[name] for name in ("weights", "gradients", "optimizer")), passing, trainer["total"]]
+        figures = [*(trainer[name] for name in ("weights", "gradients", "optimizer")), passing, trainer["total"], held]
         assert stated == [f"{figure:.1f}" for figure in figures]
-    assert f"hold {plan_of(capsys, 'Qwen/Qwen3-8B', '--lora')['kv_tokens']['fp8_linears_kv']:,} tokens" in lora
+    held = [
+        plan_of(capsys, "Qwen/Qwen3-8B", *words)["kv_tokens"]["fp8_linears_kv"]
+        for words in (["--lora"], ["--fp8-base"], ["--fp8-base", "--gpu-memory", "24"])
+    ]
+    said = (
+        "holds {:,} tokens with LoRA and {:,} on an FP8 base; on one of 24 GiB only the last fits, with {:,} tokens."
+    )
+    assert said.format(*held) in " ".join(lora.split())
+    assert not plan_of(capsys, "Qwen/Qwen3-8B", "--lora", "--gpu-memory", "24")["fits"]
+
+
+def test_memory_without_4_bits_is_what_a_plan_says(capsys, monkeypatch):
+    monkeypatch.setattr(plan, "model_config", published.CONFIGS.__getitem__)
+    page = (ROOT / "docs" / "qlora.md").read_text()
+    rows = re.findall(r"(?m)^\| (\S+/\S+) \| (\d+) GiB \| (.+?) \| (.+?) \|$", page)
+    assert len(rows) == 8
+    for name, gib, *stated in rows:
+        for cell, words in zip(stated, (["--lora", "32"], ["--lora", "32", "--fp8-base"]), strict=True):
+            found = plan_of(capsys, name, "--gpu-memory", gib, *words)
+            room = f"{found['kv_tokens']['fp8_linears_kv']:,} tokens" if found["fits"] else "does not fit"
+            assert cell == f"{found['gib_per_gpu']['trainer']['total']:.1f}: {room}", (name, gib)
 
 
 def test_a_plan_of_the_other_format(tmp_path, capsys):

@@ -49,9 +49,12 @@ RECIPES = {  # file -> processes, prompts a generation, updates a generation
     "qwen3_4b_1xh200": (1, 32, 1),
     "qwen3_30b_a3b_base_8xh200": (8, 32, 1),
     "qwen3_1_7b_gsm8k_lora_1xh100": (1, 32, 1),
+    "qwen3_8b_gsm8k_lora_fp8_base_1x24gb": (1, 16, 1),
+    "qwen3_8b_gsm8k_lora_fp8_base_1xh100": (1, 32, 1),
 }
 OF_REAL_MODELS = [name for name in RECIPES if not name.startswith("grpo_addition")]
 ARCHITECTURES = {  # the models' config.json, and the parameters that their cards state, in billions
+    "Qwen/Qwen3-8B": (published.qwen3_8b(), 8.19),
     "Qwen/Qwen3-8B-Base": (published.qwen3_8b(), 8.19),
     "Qwen/Qwen3-4B": (published.qwen3_4b(), 4.02),
     "meta-llama/Llama-3.1-8B-Instruct": (published.llama3_1_8b(), 8.03),

@@ -77,6 +77,8 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
     ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
     ("policy/base/*", "module.codes"): "modules are shared in place, so that names, hooks and adapters keep them",
+    ("policy/base/stored.py", "model.hf_quantizer"): "transformers would take the model for a quantized one",
+    ("policy/base/stored.py", "placeholder._is_hf_initialized"): "transformers would initialize what was not loaded",
     ("policy/flow/*", "module.*"): "modules follow an engine in place, so that names, hooks and optimizers keep them",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/router.py", "router.*"): "routers become replayed ones in place",

@@ -39,7 +39,7 @@ from .features.routes import Routes
 from .features.run_log import RunLog
 from .features.syncs import Syncs
 from .planning.plan import Plan, plan_for_model
-from .policy.base.adaptable import require_adaptable, require_trainable_base
+from .policy.base.adaptable import require_adaptable, require_apart, require_trainable_base
 from .policy.base.base import HeldBase, SharedBase, Source
 from .policy.base.stored import load_without_base
 from .policy.model import dequantizing_config, is_reference, save_in_high_precision
@@ -132,10 +132,13 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         loader = trl_grpo.create_model_from_path
         if args.fp8_base:
             require_trainable_base(args, peft_config, quantization_config)
-            loader = partial(self._load_without_base, args, loader)
+            loader = partial(self._load_without_base, args, peft_config, loader)
         if not isinstance(model, str):
             save_in_high_precision(model)
-            self._base = HeldBase(model, args.recipe_for(model)) if args.fp8_base else None
+            if args.fp8_base:
+                recipe = args.recipe_for(model)
+                require_apart(model, peft_config, recipe)
+                self._base = HeldBase(model, recipe)
         elif (
             not args.fp8_base
             and quantization_config is None
@@ -200,9 +203,12 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         for name, value in metrics.items():
             self.logged[name].append(value)
 
-    def _load_without_base(self, args: FP8GRPOConfig, create: Callable, name: str, **loading) -> PreTrainedModel:
+    def _load_without_base(
+        self, args: FP8GRPOConfig, peft_config: "PeftConfig | None", create: Callable, name: str, **loading
+    ) -> PreTrainedModel:
         """Called by TRL in place of its `create_model_from_path`."""
         model, self._base = load_without_base(create, name, args.recipe_for, **loading)
+        require_apart(model, peft_config, self._base.recipe)
         return model
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
@@ -247,6 +253,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
             engine, trainer = ", ".join(kernels) or "high precision", flow or "as TRL computes"
+            trainer = f"{trainer}, on the engine's FP8 base; syncs send adapters" if self._base else trainer
             self.accelerator.print(f"Engine: {engine}. Trainer: {trainer}.\n")
         return generation
 

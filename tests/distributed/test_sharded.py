@@ -24,6 +24,8 @@ def reports(request, checkpoint, tmp_path_factory):
     flags = FLAGS | {"fp8_forward": "full", "kv_calibration": "policy"}
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
     flags |= {"lora": lora, "lora_flags": FLAGS | {"fp8_forward": "full", "learning_rate": 0.01}}
+    if request.param == "FSDP":  # under ZeRO-3 refused
+        flags |= {"base_flags": flags["lora_flags"] | {"max_steps": 2}}
     made = launch(
         "train_and_lora", folder, config=SHARDED[request.param], checkpoint=checkpoint("qwen3", **SHAPE), **flags
     )
@@ -87,3 +89,21 @@ def test_lora_on_a_sharded_policy(reports):
         assert first["full_tensors"] > 50 and first["most_gathered"] <= 2 and first["gathered_bytes"] == []
     rows = first["log"]
     assert len(rows) == 3 and all(row["mismatch/logp_difference_mean"] < 1e-5 for row in rows)
+
+
+def test_adapters_on_a_shared_base_under_fsdp2(reports):
+    first, second = (report.get("base") for report in reports)
+    if reports[0]["distributed_type"] != "FSDP":
+        assert first is second is None
+        return
+    assert first["distributed_type"] == second["distributed_type"] == "FSDP"
+    assert first["engine"] == second["engine"] and first["log_probs"] == second["log_probs"]
+    assert len(first["log"]) == 2 and all(row["mismatch/logp_difference_mean"] < 1e-5 for row in first["log"])
+    for report in (first, second):
+        assert report["trained"] and report["wrong"] == [] and report["audit_failures"] == 0
+        assert report["codes_in_engine"] == report["codes"] == 14  # the seven linears of two layers
+        # what is left in a policy: adapters, embedding, head, and norms of hidden states, q and k
+        assert set(report["parameters"].values()) == {"DTensor"} and len(report["parameters"]) == 16 + 2 + 9
+        assert report["audited"] == 2 * 6 * 2  # A and B of all but o, k and gate being fused with what has adapters
+    other = "weight sync failed on another rank, whose log says why."
+    assert first["said"] == [other] * 2 and second["said"] == ["no memory for an adapter"] * 2

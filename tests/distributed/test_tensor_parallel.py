@@ -14,7 +14,9 @@ SHAPE = {"head_dim": 128, "intermediate_size": 512}  # 2 KV heads of 128: each r
 def reports(checkpoint, tmp_path_factory):
     folder = checkpoint("qwen3", **SHAPE)
     experts = checkpoint("qwen3_moe", head_dim=128, moe_intermediate_size=256)
-    return launch("tensor_parallel", tmp_path_factory.mktemp("tp"), checkpoint=folder, experts_checkpoint=experts)
+    base = checkpoint("qwen3", **SHAPE, num_key_value_heads=1)  # each rank has a copy of the only one
+    checkpoints = {"checkpoint": folder, "experts_checkpoint": experts, "base_checkpoint": base}
+    return launch("tensor_parallel", tmp_path_factory.mktemp("tp"), **checkpoints)
 
 
 def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
@@ -44,3 +46,13 @@ def test_each_rank_holds_its_part_of_every_expert_and_replays_the_routes_of_its_
     for report in reports:
         assert report["audited"] == report["tensors"] and report["audit_failures"] == 0
         assert all(row["router/disagreement"] == 0 < row["router/own_disagreement"] < 0.4 for row in report["log"])
+
+
+def test_ranks_that_share_an_engine_train_adapters_on_a_base_of_their_own(reports):
+    reports = [report["base"] for report in reports]
+    assert reports[0]["engine"] != reports[1]["engine"] and reports[0]["log_probs"] == reports[1]["log_probs"]
+    for report in reports:
+        assert report["trained"] and report["wrong"] == [] and report["audit_failures"] == 0
+        assert report["codes"] == 14 and report["codes_in_engine"] == 0
+        assert len(report["log"]) == 2
+        assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in report["log"])

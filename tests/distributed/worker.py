@@ -15,8 +15,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import torch  # noqa: E402
 from accelerate.state import DistributedType, PartialState  # noqa: E402
+from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 
 from testing import engines  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
@@ -24,10 +26,15 @@ from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.features.flow import Flow  # noqa: E402
+from trl_fp8.policy.base.shared import SharedLinear  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
 from trl_fp8.sync import shards, writer  # noqa: E402
+from trl_fp8.sync.adapters import Slot  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402
+
+
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
 
 
 def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str | None = None, **flags) -> dict:
@@ -59,8 +66,11 @@ def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **fl
     return report
 
 
-def train_and_lora(folder: Path, checkpoint: str, lora: dict, lora_flags: dict, **flags) -> dict:
-    """Two runs one after another, the second with adapters: its report is in "lora".
+def train_and_lora(
+    folder: Path, checkpoint: str, lora: dict, lora_flags: dict, base_flags: dict | None = None, **flags
+) -> dict:
+    """Runs one after another, the last with adapters: its report is in "lora"; before it one with adapters on a shared
+    base, if there are flags for it: "base".
 
     After the first, a rank fails in syncs ("failures"), then the policy is exported in FP8, and a fresh engine loads
     that ("fresh").
@@ -77,7 +87,103 @@ def train_and_lora(folder: Path, checkpoint: str, lora: dict, lora_flags: dict, 
     llm = engines.load(folder / "fp8", first.recipe)
     report["fresh"] = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
     engines.shutdown(first.vllm_generation.llm)
+    if base_flags:
+        report["base"] = shared_base(folder / "base", checkpoint, lora | {"target_modules": TARGETS}, **base_flags)
     return report | {"lora": train(folder / "lora", checkpoint, lora, **lora_flags)}
+
+
+def shared_base(folder: Path, checkpoint: str, lora: dict, **flags) -> dict:
+    """A run of adapters on an FP8 base, of a model that was given as an object, syncs in which a rank fails
+    ("failures"), and one more.
+    """
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    trainer = make_trainer(folder, model, lora, fp8_base=True, **flags)
+    before = adapters_by_hand(trainer)
+    trainer.train()
+    said = failed_adapters(trainer)
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    generation.delivery.verify()
+    after, expected = adapters_in_engine(trainer), adapters_by_hand(trainer)
+    codes = [module.codes.qdata for module in trainer.model.modules() if isinstance(module, SharedLinear)]
+    places = {tensor.data_ptr() for tensor in generation.engine.layout.held.values()}
+    report = described(trainer) | {
+        "said": said,
+        "trained": all(not torch.equal(before[name], expected[name]) for name in before),
+        "wrong": sorted(name for name in after if not torch.equal(after[name], expected[name])),
+        "codes": len(codes),
+        "codes_in_engine": sum(each.data_ptr() in places for each in codes),
+        "parameters": {name: type(each).__name__ for name, each in trainer.model.named_parameters()},
+        "audited": generation.last_sync.audited_tensors,
+    }
+    engines.shutdown(generation.llm)
+    return report
+
+
+def adapters_in_engine(trainer: FP8GRPOTrainer) -> dict[str, torch.Tensor]:
+    """What the engine holds on this rank beside its linears, by its own names."""
+    held = engine_model(trainer.vllm_generation.llm).named_parameters()
+    return {name: tensor.detach().clone() for name, tensor in held if ".lora_" in name}
+
+
+def adapters_by_hand(trainer: FP8GRPOTrainer) -> dict[str, torch.Tensor]:
+    """The same of the policy's q, v, up and down projections, cut out for this rank of an engine."""
+    ranks, config = trainer.args.vllm_tensor_parallel_size, trainer.model.config
+    rank, r = trainer.accelerator.process_index % ranks, trainer.model.peft_config["default"].r
+    q, kv, up = (
+        config.num_attention_heads * config.head_dim // ranks,
+        max(config.num_key_value_heads // ranks, 1) * config.head_dim,
+        config.intermediate_size // ranks,
+    )
+    found = {}
+    for number in range(config.num_hidden_layers):
+        layer = trainer.model.get_submodule(f"base_model.model.model.layers.{number}")
+        a, b = {}, {}
+        for name, module in layer.named_modules():
+            if isinstance(module, LoraLinear):
+                kind, which = name.rpartition(".")[2], "default"
+                whole = [gathers[which].weight.detach() for gathers in (module.lora_A, module.lora_B)]
+                whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in whole]
+                a[kind], b[kind] = whole[0], whole[1] * module.scaling[which]
+        hidden, prefix = config.hidden_size, f"model.layers.{number}"
+        kv_rows = slice(rank * kv, (rank + 1) * kv) if config.num_key_value_heads >= ranks else slice(None)
+        qkv_a, qkv_b = torch.zeros(3 * r, hidden), torch.zeros(q + 2 * kv, 3 * r)
+        qkv_a[:r], qkv_a[2 * r :] = a["q_proj"], a["v_proj"]
+        qkv_b[:q, :r] = b["q_proj"][rank * q : (rank + 1) * q]
+        qkv_b[q + kv :, 2 * r :] = b["v_proj"][kv_rows]
+        up_a, up_b = torch.zeros(2 * r, hidden), torch.zeros(2 * up, 2 * r)
+        up_a[r:], up_b[up:, r:] = a["up_proj"], b["up_proj"][rank * up : (rank + 1) * up]
+        found |= {
+            f"{prefix}.self_attn.qkv_proj.lora_a.weight": qkv_a,
+            f"{prefix}.self_attn.qkv_proj.lora_b.weight": qkv_b,
+            f"{prefix}.mlp.gate_up_proj.lora_a.weight": up_a,
+            f"{prefix}.mlp.gate_up_proj.lora_b.weight": up_b,
+            f"{prefix}.mlp.down_proj.lora_a.weight": a["down_proj"][:, rank * up : (rank + 1) * up],
+            f"{prefix}.mlp.down_proj.lora_b.weight": b["down_proj"],
+        }
+    return {name: tensor.bfloat16() for name, tensor in found.items()}
+
+
+def failed_adapters(trainer: FP8GRPOTrainer) -> list[str]:
+    """What each rank says when the second one has no memory for an adapter: to place it, and to write it."""
+    said = []
+    for owner, name in ((Slot, "placed"), (writer.Writer, "_copy")):
+        original = getattr(owner, name)
+
+        def full(*args, does=original):
+            if trainer.accelerator.process_index == 1:
+                raise torch.OutOfMemoryError("no memory for an adapter")
+            return does(*args)
+
+        setattr(owner, name, full)
+        try:
+            trainer.vllm_generation.sync_weights()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+        finally:
+            setattr(owner, name, original)
+    return said
 
 
 def failed(trainer: FP8GRPOTrainer) -> dict:
@@ -130,9 +236,14 @@ def killed(folder: Path, checkpoint: str, **flags) -> dict:
     return {}
 
 
-def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str) -> dict:
-    """One engine on both ranks: synced in a run; loaded from an FP8 checkpoint of what was sent; with FP8 experts."""
+def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base_checkpoint: str) -> dict:
+    """One engine on both ranks: synced in a run; loaded from an FP8 checkpoint of what was sent; with FP8 experts;
+    with adapters on a base that it shares with the policies ("base").
+    """
     experts = _with_experts(folder / "experts", experts_checkpoint)  # first: vLLM makes groups for experts only once
+    lora = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
+    options = {"fp8_forward": "full", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
+    base = shared_base(folder / "base", base_checkpoint, lora, **options)
     trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full")
     trainer.train()
     generation = trainer.vllm_generation
@@ -143,7 +254,7 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str) -> d
     trainer.accelerator.wait_for_everyone()
     llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
     fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
-    report = described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts}
+    report = described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts, "base": base}
     return report | {"broken": _first_difference(trainer, "model.layers.1.self_attn.o_proj")}
 
 

@@ -10,6 +10,7 @@ import logging
 import pytest
 import torch
 from accelerate import PartialState
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from testing import engines, tiny_models
@@ -126,6 +127,23 @@ def test_an_engine_that_slept_samples_as_before(enforce_eager, checkpoint):
     del generation
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@WITH_AND_WITHOUT_GRAPHS
+def test_adapters_reach_the_kernels_also_under_captured_graphs(enforce_eager, checkpoint):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    options = {"kv_scales": engines.some_scales(2, 1), "engine_kwargs": {"enforce_eager": enforce_eager}}
+    generation = engines.start_on_base(checkpoint("qwen3"), lora, **options)
+    adapters = {name: p.detach().clone() for name, p in generation.model.named_parameters() if p.requires_grad}
+    found = []
+    for scale in (1, -1, 1):
+        for name, adapter in adapters.items():
+            generation.model.get_parameter(name).data.copy_(adapter * (scale if "lora_B" in name else 1))
+        generation.sync_weights()
+        generation.delivery.verify()
+        found.append(engines.log_probs(generation.llm))
+    engines.shutdown(generation.llm)
+    assert found[0] == found[2] != found[1]
 
 
 @WITH_AND_WITHOUT_GRAPHS

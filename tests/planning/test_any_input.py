@@ -34,6 +34,7 @@ RECIPE_KEYS = (
         "vllm_tensor_parallel_size",
         "use_peft",
         "lora_r",
+        "fp8_base",
         "dtype",
         "beta",
     ),
@@ -53,7 +54,14 @@ LINES = st.lists(
             *(["--completions", n] for n in ("1", "256", "0")),
             *(["--kv-cache-dtype", n] for n in ("fp8", "fp8_e4m3", "auto")),
             *(["--weight-format", n] for n in ("blocks", "tensor")),
-            *(["--dtype", "bfloat16"], ["--lora"], ["--lora", "8"], ["--lora", "-8"], ["--engine", "cpu"]),
+            *(
+                ["--dtype", "bfloat16"],
+                ["--lora"],
+                ["--lora", "8"],
+                ["--lora", "-8"],
+                ["--fp8-base"],
+                ["--engine", "cpu"],
+            ),
             *(["--json"], ["--modules"], ["--nonsense"], ["--gpus", "two"]),
         ]
     ),

@@ -16,8 +16,8 @@ from trl_fp8.commands.plan import FLAGS
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
-GIB = {"h100": "80", "h200": "141"}  # as documents say --gpu-memory
-GIB_OFFERED = {"h100": "79", "h200": "139"}  # of these, by the driver
+GIB = {"24gb": "24", "h100": "80", "h200": "141"}  # as documents say --gpu-memory
+GIB_OFFERED = {"24gb": "23.5", "h100": "79", "h200": "139"}  # of these, by the driver
 SERVED = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "meta-llama/Llama-3.1-70B", "google/gemma-2-9b")
 SETUPS = (
     [],
@@ -26,6 +26,7 @@ SETUPS = (
     ["--lora", "--gpu-memory", "24"],
     ["--gpu-memory-utilization", "0.85", "--tensor-parallel-size", "1"],
     ["--kv-cache-dtype", "auto", "--gpus", "2"],
+    ["--fp8-base", "--gpus", "2", "--tensor-parallel-size", "2"],
 )
 
 
@@ -53,7 +54,7 @@ def test_flags_that_are_printed_fit_when_computed_again(name, plan):
         assert found["fits"] or not found["flags"], "flags of a plan that does not fit"
         for way in offered:
             again = plan(name, *memory, recipe=way["flags"])
-            for key in ("fits", "gpus", "lora_rank", "tensor_parallel_size", "gib_per_gpu", "kv_tokens"):
+            for key in ("fits", "gpus", "lora_rank", "fp8_base", "tensor_parallel_size", "gib_per_gpu", "kv_tokens"):
                 assert again[key] == way[key], (words, key)
             assert again["fits"] and way["gib_per_gpu"]["total"] <= way["gib_per_gpu"]["limit"]
 
@@ -64,6 +65,27 @@ def test_full_training_of_8b_does_not_fit_one_gpu_and_what_does_is_offered(plan)
     kinds = [(way["gpus"], way["lora_rank"]) for way in found["fits_instead"]]
     assert kinds == [(1, 32), (4, None)]
     assert plan("Qwen/Qwen3-8B", "--gpus", "2")["fits"] is False
+
+
+def test_adapters_on_an_fp8_base_are_offered_where_others_do_not_fit(plan):
+    kinds = {
+        gib: [
+            (way["gpus"], way["lora_rank"], way["fp8_base"])
+            for way in plan("Qwen/Qwen3-8B", "--gpu-memory", gib)["fits_instead"]
+        ]
+        for gib in ("24", "80")
+    }
+    assert kinds == {"24": [(1, 32, True), (16, None, False)], "80": [(1, 32, False), (4, None, False)]}
+    assert plan("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")["lora_rank"] == 32
+    ways = plan("Qwen/Qwen3-14B", "--lora", recipe={"fp8_weights": False})["fits_instead"]
+    assert ways[0]["flags"]["dtype"] == "bfloat16" and not any(way["fp8_base"] for way in ways)
+    for against in ({"use_dora": True}, {"kv_cache_skip_layers": "auto"}):
+        ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", recipe={"use_peft": True} | against)["fits_instead"]
+        assert ways and not any(way["fp8_base"] for way in ways)
+    biased = plan("Qwen/Qwen2.5-7B", "--fp8-base")
+    assert "kv_cache_skip_layers" not in biased["flags"] and "finds with 'auto'" in biased["risks"][0]
+    recipe = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
+    assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", recipe=recipe)["gib_per_gpu"]["trainer"]["weights"] > 30
 
 
 def test_a_large_model_is_told_its_ranks(plan):
@@ -121,6 +143,21 @@ def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
     assert awake["total"] - asleep["total"] == pytest.approx(min(passing, 32))
 
 
+@pytest.mark.parametrize(
+    "flags, freed",
+    [({}, 16), ({"fp8_base": True}, 16 - 3 - 8.79 - 0.24), ({"fp8_forward": "full"}, 16 - 3 - 8.79)],
+)
+def test_weights_that_the_trainer_reads_do_not_sleep(flags, freed, plan):
+    recipe = {"vllm_gpu_memory_utilization": 0.2, "use_peft": True, "lora_r": 32, "per_device_train_batch_size": 8}
+    awake, asleep = (
+        plan("Qwen/Qwen3-8B", "--context", "8192", recipe=recipe | flags | {"vllm_enable_sleep_mode": sleeps})
+        for sleeps in (False, True)
+    )
+    assert awake["gib_per_gpu"]["trainer"]["inputs"] > freed
+    saved = awake["gib_per_gpu"]["total"] - asleep["gib_per_gpu"]["total"]
+    assert saved == pytest.approx(freed, abs=0.02)
+
+
 @pytest.mark.parametrize("gpus", ["1", "3", "6"])
 def test_groups_are_whole(gpus, plan):
     flags = plan("Qwen/Qwen3-0.6B", "--gpus", gpus, "--completions", "100")["flags"]
@@ -145,6 +182,13 @@ def test_a_command_line_wins_over_a_recipe(plan):
     "flags, said",
     [
         ({"router_replay": "rollout"}, "it has no routers, so there is nothing to replay"),
+        ({"fp8_base": True}, "fp8_base=True without adapters: an FP8 base is frozen, so nothing would be trained"),
+        ({"fp8_base": True, "fp8_weights": False}, "fp8_base=True with fp8_weights=False: the base that trainer and"),
+        ({"fp8_base": True, "use_peft": True, "use_dora": True}, "fp8_base=True with use_dora=True: the engine"),
+        (
+            {"fp8_base": True, "use_peft": True, "kv_cache_skip_layers": "auto"},
+            "with kv_cache_skip_layers='auto': the",
+        ),
         ({"fp8_forward": "full", "fp8_weights": False}, "Set fp8_weights=True or fp8_forward='off'"),
         ({"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype='fp8_per_token_head' is not supported"),
         ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),
@@ -187,6 +231,22 @@ def test_where_fp8_does_not_help_it_says_so(said):
     assert "not worth it" not in linears and "not worth it" not in said("Qwen/Qwen3-8B", "--gpus", "8")
 
 
+def test_a_shared_base_is_said_to_be_one_and_does_not_wear(said):
+    shared = said("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")
+    assert "(on an FP8 base, rest in BF16) on 1 GPU of 24 GiB" in shared
+    assert "\nThe FP8 base (6.5) is held once, by the engine; the trainer reads it there.\n" in shared
+    assert "wears" not in shared and "--fp8_base True" in shared and "--dtype" not in shared
+    assert "wears" in said("Qwen/Qwen3-4B", "--lora", "--dtype", "bfloat16", "--gpu-memory", "24")
+    words = ("--fp8-base", "--gpus", "2", "--tensor-parallel-size", "2")
+    assert "The trainer holds the FP8 base (6.5) whole on each GPU" in said("Qwen/Qwen3-8B", *words)
+    stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert "dequantized" not in said("Qwen/Qwen3-8B", "--fp8-base", **stored)
+    assert "dequantized" in said("Qwen/Qwen3-8B", "--lora", **stored)
+    small = said("Qwen/Qwen3-0.6B", "--fp8-base")
+    assert "FP8 is not worth it here: --fp8_base False --fp8_weights False --kv_cache_dtype auto leave" in small
+    assert "--fp8_weights False" not in said("Qwen/Qwen3-1.7B", "--fp8-base", "--gpu-memory", "141")
+
+
 def test_what_is_smaller_than_its_unit_is_not_nothing(said):
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 256}
     out = said("Qwen/Qwen3-0.6B", "--context", "64", **sizes)
@@ -210,6 +270,7 @@ def test_flags_have_trls_names_too_with_dashes_or_underscores(said):
     values = {"lora_r": "7", "dtype": "bfloat16", "fp8_weight_format": "tensor", "kv_cache_dtype": "auto"}
     values |= {"num_processes": "2", "gpu_memory": "99", "vllm_gpu_memory_utilization": "0.45"}
     values |= {"vllm_tensor_parallel_size": "2", "vllm_max_model_length": "1234", "generation_batch_size": "24"}
+    values |= {"fp8_base": "True"}
     assert values.keys() == FLAGS.keys()
     silent = said("Qwen/Qwen3-8B", "--gpus", "2")
     for key, value in values.items():
@@ -231,7 +292,7 @@ def test_the_page_of_models_is_what_a_plan_computes():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
-    gpus, kind = re.search(r"_(\d)x(h100|h200)$", path.stem).groups()
+    gpus, kind = re.search(r"_(\d)x(24gb|h100|h200)$", path.stem).groups()
     recipe = yaml.safe_load(path.read_text())
     (name,) = [
         name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])

@@ -52,6 +52,14 @@ def test_a_step_takes_at_least_what_the_data_sheet_says():
     assert many["kv"] == pytest.approx(4096 * 1000 * 144 * 1024 / 3.35e12 / 0.75)
 
 
+def test_adapters_cost_a_step_their_bytes_and_launches():
+    plan, gpu, none = plan_of("Qwen/Qwen3-8B"), BY_NAME["H100"], {"running": 8, "context": 0, "fp8_kv": True}
+    merged = step_seconds(plan, gpu, **none, fp8_weights=True)
+    beside = step_seconds(plan, gpu, **none, fp8_weights=True, adapters=2.6e8)
+    assert beside["weights"] - merged["weights"] == pytest.approx(2.6e8 / 3.35e12 / 0.8)
+    assert 0 < beside["fixed"] - merged["fixed"] < 1.5e-3
+
+
 def test_experts_are_read_as_far_as_tokens_choose_them():
     plan, gpu = plan_of("Qwen/Qwen3-30B-A3B"), BY_NAME["H200"]
     experts = sum(row.parameters for row in plan.rows if row.is_of_experts)

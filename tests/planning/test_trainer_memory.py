@@ -7,16 +7,19 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from testing import published, tiny_models
-from trl_fp8.planning.trainer_memory import Training, trainer_memory
+from trl_fp8.planning.trainer_memory import Training, engine_adapters, trainer_memory
 from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.outline import outline_of_config
+from trl_fp8.recipe.recipe import recipe_for
 
 
 GIB = 2**30
 
 
-def memory(name, **options):
-    return trainer_memory(outline_of_config(published.CONFIGS[name], name), Training(**options))
+def memory(name, ranks=1, **options):
+    outline = outline_of_config(published.CONFIGS[name], name)
+    return trainer_memory(outline, Training(**options), recipe_for(outline, tensor_parallel_size=ranks))
 
 
 def bytes_of(tensors):
@@ -35,10 +38,16 @@ def test_states_are_those_of_a_training_step(dtype, rank):
         policy(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.float().sum().backward()
     optimizer.step()
     moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
-    counted = trainer_memory(outline, Training(lora_rank=rank, dtype=dtype))
+    recipe = recipe_for(outline)
+    counted = trainer_memory(outline, Training(lora_rank=rank, dtype=dtype), recipe)
     assert counted.weights == bytes_of(policy.parameters())
     assert counted.gradients == bytes_of(p.grad for p in trained)
     assert counted.optimizer == bytes_of(moments)
+    if rank is not None:  # what the policy has beside the engine's FP8 weights
+        rest = [p for name, p in policy.named_parameters() if checkpoint_name(name) not in recipe.fp8_tensors]
+        shared = trainer_memory(outline, Training(lora_rank=rank, dtype=dtype, fp8_base=True), recipe)
+        assert shared.weights == bytes_of(rest) < counted.weights
+        assert (shared.gradients, shared.optimizer) == (counted.gradients, counted.optimizer)
 
 
 @pytest.mark.parametrize("is_trained, casts", [(True, 1), (False, 3)])
@@ -94,3 +103,28 @@ def test_a_large_micro_batch_leaves_less_of_a_gpu():
     """Of each token a layer saves some 64 bytes an element while its backward runs."""
     small, large = (memory("Qwen/Qwen3-8B", lora_rank=32, sequences=n, tokens=8704).uncounted for n in (1, 16))
     assert large - small == 15 * 8704 * 4096 * 64 and large > 0.15 * 80 * GIB > small
+
+
+def test_an_fp8_base_is_the_engines_unless_the_engine_is_split():
+    """Qwen3-8B by hand: embedding, head and norms stay, in BF16; layers of an engine's two ranks do not make one."""
+    options = {"lora_rank": 32, "dtype": "bfloat16", "tokens": 4096}
+    base = memory("Qwen/Qwen3-8B", fp8_base=True, **options)
+    linears = 36 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
+    norms = 36 * (2 * 4096 + 2 * 128) + 4096
+    adapters = 4 * 36 * 32 * (2 * 8192 + 2 * 5120 + 3 * 16384)
+    assert base.weights == 2 * (2 * 151936 * 4096 + norms) + adapters
+    merged = memory("Qwen/Qwen3-8B", **options)
+    assert merged.weights - base.weights == 2 * linears
+    assert base.uncounted - merged.uncounted == 2 * 24576 * 4096  # gate and up, dequantized
+    split = memory("Qwen/Qwen3-8B", ranks=2, gpus=2, fp8_base=True, **options)
+    whole = memory("Qwen/Qwen3-8B", gpus=2, fp8_base=True, **options)
+    assert whole.weights == base.weights / 2 and split.weights - whole.weights == linears * (1 + 4 / 128**2)
+    experts = memory("Qwen/Qwen3-30B-A3B", fp8_base=True, **options)
+    assert experts.weights < 2.0 * GIB and experts.uncounted > 2 * 128 * 1536 * 2048
+
+
+def test_an_engines_adapters_have_a_block_for_each_layer_that_it_fuses():
+    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3-8B"], "Qwen/Qwen3-8B")
+    qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 24576)
+    o, down = 4096 + 4096, 12288 + 4096
+    assert engine_adapters(outline, 32) == 36 * 32 * (qkv + gate_up + o + down)

@@ -205,7 +205,7 @@ class OtherRank:
         self.fails, self.attempts = fails, 0
 
     def reduce_max(self, tensor):
-        if tensor.dim() == 0:
+        if not tensor.is_floating_point():
             self.attempts += 1
             tensor.copy_(torch.maximum(tensor, torch.tensor(self.fails.get(f"attempt{self.attempts}", 0))))
 

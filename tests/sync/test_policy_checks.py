@@ -11,5 +11,5 @@ def test_a_policy_that_is_quantized_already_is_refused_with_what_to_do(checkpoin
     model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
     require_servable(model, engine_class)
     model.is_quantized = True  # as bitsandbytes' quantizer leaves it
-    with pytest.raises(ValueError, match="QLoRA.*use LoRA without quantization_config"):
+    with pytest.raises(ValueError, match="QLoRA.*use LoRA on an FP8 base .fp8_base=True"):
         require_servable(model, engine_class)

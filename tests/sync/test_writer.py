@@ -1,5 +1,7 @@
 """What a writer leaves in an engine's tensors, and how much work it is; the engine is a dict of tensors."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,10 +10,13 @@ from testing import tiny_models
 from testing.held import layout_for
 from trl_fp8.quantization import blockwise, kernels
 from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.recipe.from_model import persistent_buffers
-from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync.pieces import Layout, Piece, Span
 from trl_fp8.sync.weight_stream import weight_stream
-from trl_fp8.sync.writer import Writer
+from trl_fp8.sync.writer import Writer, by_scale
 
 
 def written(model, recipe, **options):
@@ -52,6 +57,69 @@ def test_an_engine_holds_what_a_checkpoint_would(case, dtype, at_once, together,
     assert writer.fp8_weights == len(recipe.fp8_tensors)
     error, dead = writer.inspect()
     assert 0.02 < error < 0.03 and not dead
+
+
+def in_codes(model, recipe):
+    """A policy that holds codes where `recipe` has them."""
+    for weights in by_scale(model.named_parameters(), recipe, recipe.fp8_tensors, copy=False):
+        if recipe.fp8_tensors.issuperset(weights):
+            rounded = [weight.detach().bfloat16() for weight in weights.values()]
+            yield from zip(weights, recipe.format.quantize_weights(rounded, recipe.scale_format), strict=True)
+        else:
+            yield from weights.items()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("case", ["fp32 scales", "per tensor", "experts", "other names"])
+def test_codes_that_a_policy_holds_are_taken_as_they_are(case, at_once):
+    architecture, options, flags = CASES[case]
+    model = tiny_models.build(architecture, **options)
+    recipe = recipe_for_model(model, **flags)
+    _, expected = written(model, recipe)
+    layout = layout_for(model, recipe)
+    for name in recipe.fp8_tensors if case == "per tensor" else ():
+        piece = layout.pieces[recipe.scale_name(name)]
+        piece.module.tensor = piece.module.tensor.view(())  # as vLLM holds some
+    writer = Writer(layout, recipe, at_once=at_once)
+    writer.write(in_codes(model, recipe))
+    assert torch.equal(layout.sums(), expected.sums())
+    assert torch.equal(torch.stack([writer.sums[name] for name in layout.names]), layout.sums())
+    assert writer.fp8_weights == len(recipe.fp8_tensors) and not writer.unknown
+    assert writer.inspect() == (0.0, {})  # nothing was rounded
+
+
+def test_a_rank_takes_its_part_of_codes_and_of_their_scales():
+    (codes,) = BLOCKS.quantize_weights([torch.randn(384, 256)], "pow2")
+    name, rows, columns = "model.layers.0.mlp.down_proj.weight", Span(128, 256, 384), Span(128, 128, 256)
+    pieces = [
+        Piece(name, SimpleNamespace(tensor=torch.zeros(256, 128).to(E4M3)), "tensor", E4M3, (rows, columns)),
+        Piece(
+            f"{name}_scale_inv",
+            SimpleNamespace(tensor=torch.zeros(2, 1)),
+            "tensor",
+            torch.float32,
+            (rows.blocks(128), columns.blocks(128)),
+        ),
+    ]
+    layout = Layout(pieces)
+    writer = Writer(layout, FP8Recipe(("model.layers.0.mlp.down_proj",)))
+    writer.write([(name, codes)])
+    parts = codes.qdata[128:, 128:], codes.scale[1:, 1:]
+    for held, part in zip(layout.held.values(), parts, strict=True):
+        assert torch.equal(digest(held), digest(part.contiguous())) and digest(held) != 0
+    assert torch.equal(torch.stack(list(writer.sums.values())), layout.sums())
+
+
+@pytest.mark.parametrize("part", ["qdata", "scale"])
+def test_codes_and_scales_that_are_no_number_are_named(part):
+    model = tiny_models.build()
+    recipe, bad = recipe_for_model(model), "model.layers.1.mlp.up_proj.weight"
+    policy = dict(in_codes(model, recipe))
+    getattr(policy[bad], part)[1, 0] = torch.nan
+    writer = Writer(layout_for(model, recipe), recipe)
+    writer.write(policy.items())
+    with pytest.raises(ValueError, match=r"parameters: model\.layers\.1\.mlp\.up_proj\.weight"):
+        writer.inspect()
 
 
 def test_a_parameter_that_changes_once_the_next_is_asked_for_was_written(monkeypatch):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from testing.runs import arguments, training
 from trl_fp8.run.checkpoints import load_rollouts, save_rollouts
@@ -28,15 +29,17 @@ def trajectory(trainer):
         {"fp8_forward": "full", "num_iterations": 3},
         {"num_iterations": 3, "beta": 0.02},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
+        {"fp8_base": True, "fp8_forward": "full", "num_iterations": 3, "beta": 0.02, "learning_rate": 1e-2},
     ],
-    ids=["full", "iterations", "generation-of-three-steps"],
+    ids=["full", "iterations", "generation-of-three-steps", "adapters"],
 )
 def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, checkpoint, tmp_path):
+    adapters = LoraConfig(task_type="CAUSAL_LM") if options.get("fp8_base") else None
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5, **options)
-    with training(checkpoint("qwen3"), args) as trainer:
+    with training(checkpoint("qwen3"), args, peft_config=adapters) as trainer:
         trainer.train()
         whole, weights = trajectory(trainer), {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    with training(checkpoint("qwen3"), args) as trainer:
+    with training(checkpoint("qwen3"), args, peft_config=adapters) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trajectory(trainer) == whole
         assert all(torch.equal(p, weights[name]) for name, p in trainer.model.named_parameters())

@@ -7,6 +7,7 @@ release at level 0.
 
 import pytest
 import torch
+from peft import LoraConfig
 from vllm import LLM
 
 from testing import engines
@@ -112,6 +113,35 @@ def test_weights_that_the_trainer_computes_with_stay_awake(events, checkpoint, t
     ]
     mismatch = [column(trainer, f"{kind}mismatch/logp_difference_mean") for kind in ("", "eval_")]
     assert [len(found) for found in mismatch] == [2, 2] and max(map(max, mismatch)) < 1e-5
+    engines.shutdown(trainer.vllm_generation.llm)
+
+
+def test_a_shared_base_stays_awake(events, checkpoint, tmp_path):
+    """It is written when the engine has started, asleep; from then on adapters are, when they changed."""
+    flags = {"fp8_base": True, "max_steps": 3, "eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2}
+    args = arguments(tmp_path, vllm_enable_sleep_mode=True, per_device_eval_batch_size=4, **flags)
+    adapters = LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = FP8GRPOTrainer(
+        checkpoint("qwen3"), reward_digits, args, dataset(), eval_dataset=dataset(2), peft_config=adapters
+    )
+    started = ["sleep 2", "wake weights", "write"]
+    assert events == started
+    trainer.evaluate()
+    trainer.train()
+    used = ["wake kv_cache", "generate", "sleep 0", "free kv_cache"]
+    step = evaluation = ["write", *used]
+    assert events == [
+        *started,
+        *("write", *evaluation, *used),  # what else nobody trains, before the first adapters; two batches
+        *used,  # the adapters that were evaluated
+        *step,
+        *(*evaluation, *used),
+        *used,
+        *(*evaluation, *used),
+    ]
+    mismatch = [column(trainer, f"{kind}mismatch/logp_difference_mean") for kind in ("", "eval_")]
+    assert [len(found) for found in mismatch] == [3, 3] and max(map(max, mismatch)) < 0.3
+    assert trainer.vllm_generation.audit_failures == 0
     engines.shutdown(trainer.vllm_generation.llm)
 
 

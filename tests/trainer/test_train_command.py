@@ -143,6 +143,16 @@ def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models
     assert run.script.reward_funcs == ["my_rewards.digits"] and len(run.trained["train_dataset"]) == 16
 
 
+@pytest.mark.parametrize(
+    "flags, dtype", [({}, "float32"), ({"fp8_base": True}, None), ({"fp8_base": True, "dtype": "float32"}, "float32")]
+)
+def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_models, monkeypatch):
+    mixture = [{"path": "json", "data_files": "data/train.jsonl"}]
+    path = settings(dataset_name=None, datasets=mixture, **flags)
+    run = train.prepare(train.read(["--config", path]))
+    assert run.args.model_init_kwargs.get("dtype") == dtype
+
+
 MISTAKES = {  # what is said -> what changes the file, and the words after it
     "Unknown key 'fp8_wieghts' in x.yaml: did you mean fp8_weights?": ({"fp8_wieghts": True}, ""),
     "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),

@@ -30,7 +30,7 @@ COMMON = {  # group -> the flags that --help shows
     "launch": "accelerate_config",
     "model and data": "model_name_or_path dataset_name dataset_config prompt_column solution_column solution_marker "
     "system_prompt reward_funcs",
-    "what is FP8": "fp8_weights kv_cache_dtype fp8_forward router_replay rollout_correction",
+    "what is FP8": "fp8_weights fp8_base kv_cache_dtype fp8_forward router_replay rollout_correction",
     "engine": "vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size",
     "batch": "per_device_train_batch_size gradient_accumulation_steps num_generations max_completion_length",
     "training": "learning_rate max_steps beta loss_type use_peft lora_r",

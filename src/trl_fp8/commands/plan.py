@@ -36,6 +36,13 @@ COUNTED = {
     "load_in_4bit": (False,),
     "load_in_8bit": (False,),
 }
+# Key of a recipe that adapters on an FP8 base do not go with -> why
+NOT_ON_FP8_BASE = {
+    "use_dora": "the engine computes Q(W) x + B A x and nothing else",
+    "lora_target_parameters": "the engine has adapters beside linear layers alone",
+    "load_in_4bit": "the base is quantized to FP8",
+    "load_in_8bit": "the base is quantized to FP8",
+}
 # TRL's name -> the flag here
 FLAGS = {
     "num_processes": "--gpus",
@@ -43,6 +50,7 @@ FLAGS = {
     "vllm_gpu_memory_utilization": "--gpu-memory-utilization",
     "vllm_tensor_parallel_size": "--tensor-parallel-size",
     "lora_r": "--lora",
+    "fp8_base": "--fp8-base",
     "dtype": "--dtype",
     "vllm_max_model_length": "--context",
     "generation_batch_size": "--completions",
@@ -68,6 +76,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         _add_flag(parser, key, type=kind, metavar=metavar, help=text)
     lora = {"nargs": "?", "const": LORA_RANK, "metavar": "RANK", "help": f"train adapters of a rank ({LORA_RANK})"}
     _add_flag(parser, "lora_r", type=int, **lora)
+    base = {"nargs": "?", "const": "true", "type": str.lower, "choices": ("true", "false"), "metavar": "true"}
+    _add_flag(parser, "fp8_base", **base, help="train adapters on FP8 weights that are the engine's, too")
     _add_flag(parser, "dtype", choices=("float32", "bfloat16"), help="of the policy's weights (float32, as TRL)")
     _add_flag(parser, "fp8_weight_format", choices=FORMATS, help="of FP8 weights (blocks)")
     choices = (*KV_CACHE_DTYPES, "fp8_e4m3")
@@ -104,7 +114,7 @@ def run(given: Namespace) -> str:
         return plan_for(outline, recipe_for(outline, **options, tensor_parallel_size=ranks, expert_kernels=kernels))
 
     in_one_piece = router.routes_returned or (forward.fp8_flow_on and (outline.experts or setup.training.lora_rank))
-    planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES)
+    planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES, _against_base(settings) is None)
     if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
         raise ValueError(
             f"{settings.shown('vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of {model} by it. "
@@ -137,6 +147,8 @@ def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, Ro
     if not settings.truth("vllm_importance_sampling_correction", True):
         blind = "vllm_importance_sampling_correction=False"
     fp8_weights = settings.truth("fp8_weights", True)
+    if settings.truth("fp8_base") and (against := _against_base(settings)):
+        raise ValueError(f"{settings.shown('fp8_base')} with {against} Change it, or leave the FP8 base out.")
     cache, forward, router = (_made(kind, settings) for kind in (KVCacheFlags, ForwardFlags, RouterFlags))
     others = {name: settings.truth(name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
     forward.check_forward(fp8_weights, settings.truth("fp16"), cache.simulate_kv_cache, others)
@@ -153,6 +165,16 @@ def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, Ro
         "ignored_modules": tuple(settings.names("fp8_ignored_modules") or ()),
     }
     return options, forward, router
+
+
+def _against_base(settings: Settings) -> str | None:
+    """What adapters on an FP8 base do not go with, and why."""
+    if not settings.truth("fp8_weights", True):
+        return "fp8_weights=False: the base that trainer and engine share is the engine's FP8 weights."
+    if settings.value("kv_cache_skip_layers") == "auto":
+        return "kv_cache_skip_layers='auto': the policy's k is looked at before there is an engine with the base."
+    found = (key for key in NOT_ON_FP8_BASE if settings.value(key))
+    return next((f"{settings.shown(key)}: {NOT_ON_FP8_BASE[key]}." for key in found), None)
 
 
 def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:

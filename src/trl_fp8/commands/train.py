@@ -118,6 +118,8 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
         raise kind(f"model_name_or_path={name!r}: {error}") from error
     training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
+    if args.fp8_base and not given.values("dtype"):
+        del loading["dtype"]  # of the command line, FP32: what is beside an FP8 base is BF16 if nothing is said
     loading["trust_remote_code"] = args.trust_remote_code
     args.model_init_kwargs = loading | (args.model_init_kwargs or {})
     trained = {

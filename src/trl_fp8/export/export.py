@@ -34,7 +34,7 @@ from trl_fp8.sync.writer import Named
 
 from .checksums import write_checksums
 from .folder import free_folder
-from .model_card import export_card
+from .model_card import export_card, merged_card
 
 
 INDEX = "model.safetensors.index.json"
@@ -49,6 +49,7 @@ def export_fp8(
     recipe: FP8Recipe | None = None,
     parameters: Iterable[Named] | None = None,
     card: str = "",
+    merge: str = "",
     shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write `model` as an FP8 checkpoint and return `folder`.
@@ -62,6 +63,7 @@ def export_fp8(
         parameters: Pairs (checkpoint name, full tensor), for a model that is sharded or has adapters. None takes the
             model's own.
         card: The policy's model card, which the export's section is appended to.
+        merge: Sentences for the card on adapters that are merged in `parameters`.
         shard_bytes: Size at which a shard is closed.
 
     Raises:
@@ -69,7 +71,6 @@ def export_fp8(
             or a weight is not finite.
         OSError: The checkpoint could not be written. Nothing of it is left.
     """
-    folder = free_folder(folder)
     if parameters is None:
         if any(".lora_" in name for name, _ in model.named_parameters()):
             raise ValueError(
@@ -79,15 +80,44 @@ def export_fp8(
         parameters = ((checkpoint_name(name), parameter) for name, parameter in model.named_parameters())
         require_finite(model)
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
+    name = model.config.name_or_path
+    base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
+    plan = plan_for_model(model, recipe).table()
+    text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge)
+    stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
+    return _write(free_folder(folder), model, tokenizer, recipe, stream, text, shard_bytes)
+
+
+def export_merged(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    parameters: Iterable[Named],
+    *,
+    card: str,
+    merge: str,
+    shard_bytes: int = 5 * 10**9,
+) -> Path:
+    """Write `parameters` as a BF16 checkpoint and return `folder`; arguments and errors are those of `export_fp8`."""
+    recipe = recipe_for_model(model, fp8_weights=False, kv_cache_dtype="auto")
+    stream = weight_stream(parameters, recipe, None, persistent_buffers(model))
+    return _write(free_folder(folder), model, tokenizer, recipe, stream, merged_card(card, merge), shard_bytes)
+
+
+def _write(
+    folder: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    recipe: FP8Recipe,
+    stream: Iterable[Named],
+    card: str,
+    shard_bytes: int,
+) -> Path:
+    """All files of a checkpoint of what `stream` has by the engine's names."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        name = model.config.name_or_path
-        base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
-        plan = plan_for_model(model, recipe).table()
-        text = export_card(card, plan, recipe.format, kv_scales is not None, base_model)
-        (unfinished / "README.md").write_text(text)
-        stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
+        (unfinished / "README.md").write_text(card)
         _write_tensors(unfinished, _shards(stream, recipe.format.scale_suffix, shard_bytes))
         _write_configs(unfinished, model, recipe)
         tokenizer.save_pretrained(unfinished)
@@ -124,6 +154,8 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config}
+    if recipe.quantization_config is None:
+        del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(folder)

@@ -18,8 +18,10 @@ SHOWN = {
     "correction/effective_sample_size": "effective sample size of the token ratio",
     "correction/fraction_masked_tokens": "tokens that the correction masked",
     "fp8/kv_saturation_fraction": "KV cache elements beyond their scale",
+    "fp8/sync_bytes": "bytes that a sync wrote",
 }
 LAST = 10  # logged steps
+_FILES = "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
 
 
 def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any]], audit_failures: int) -> str:
@@ -30,7 +32,13 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts["correction"] or {}
     last = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
     measured = {f"{label}, last {len(of)} logged steps": f"{fmean(of):.3g}" for label, of in last.items() if of}
+    sent = "policy's weights"
+    adapters = {}
+    if flags["fp8_base"]:
+        sent = "adapters, and none of the FP8 weights beside which they were trained,"
+        adapters = {"adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x"}
     rows = {
+        **adapters,
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
         "engine kernels": ", ".join(f"{name} ({count})" for name, count in kernels) or "high precision",
@@ -43,25 +51,32 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the policy's "
-        f"weights at every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
+        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the "
+        f"{sent} at every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
     )
 
 
-def export_card(card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, base_model: str | None = None) -> str:
+def export_card(
+    card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, base_model: str | None = None, merge: str = ""
+) -> str:
     """A card for an FP8 checkpoint: that of the policy and a section; a whole one for a model not trained here."""
     options = ', kv_cache_dtype="fp8"' if has_kv_scales else ""
     kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
     section = (
-        f"## FP8 checkpoint\n\nWeights are {spec.description} with `weight{spec.scale_suffix}`; {kv_scales}. "
+        f"## FP8 checkpoint\n\n{merge}Weights are {spec.description} with `weight{spec.scale_suffix}`; {kv_scales}. "
         f'{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = LLM("THIS_REPOSITORY"{options})\n```\n\n'
-        "Files can be compared with `checksums.json`: `trl-fp8 verify FOLDER`.\n"
+        f"{_FILES}"
     )
     if not card:
         section += f"\n{_plan(plan)}"
         header = {"library_name": "transformers", "tags": ["fp8"]} | ({"base_model": base_model} if base_model else {})
         card = f"---\n{yaml.safe_dump(header)}---\n\n# FP8 checkpoint\n"
     return f"{card.rstrip()}\n\n{section}"
+
+
+def merged_card(card: str, merge: str) -> str:
+    """The policy's card with a section on its BF16 checkpoint."""
+    return f"{card.rstrip()}\n\n## Merged checkpoint\n\n{merge}Weights are BF16.\n\n{_FILES}"
 
 
 def _plan(table: str) -> str:
@@ -74,9 +89,10 @@ def _weights(facts: Mapping[str, Any]) -> str:
     if not facts["scale_format"]:
         return "none"
     experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
+    quantized = "written once" if facts["fp8_flags"]["fp8_base"] else "quantized at every sync"
     return (
         f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: "
-        f"{facts['weight_format']}, {facts['scale_format']} scales, quantized at every sync"
+        f"{facts['weight_format']}, {facts['scale_format']} scales, {quantized}"
     )
 
 

@@ -81,7 +81,8 @@ class Flow(Feature):
 
     def _require_whole_weights(self) -> None:
         args, recipe = self.trainer.args, self.trainer.recipe
-        if recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale and self._sharded:
+        fused = recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale
+        if fused and self._sharded and not args.fp8_base:
             raise ValueError(
                 f"fp8_weight_format={recipe.format.name!r} with fp8_forward={args.fp8_forward!r} and "
                 f"vllm_tensor_parallel_size={recipe.tensor_parallel_size} under FSDP2 or ZeRO-3: layers that vLLM "

@@ -13,7 +13,7 @@ from trl_fp8.recipe.outline import Outline
 
 from .plan import Plan
 from .roofline import GIB, Rollout, gpu_of, rollout_seconds
-from .trainer_memory import TrainerMemory, Training, trainer_memory
+from .trainer_memory import TrainerMemory, Training, engine_adapters, trainer_memory
 
 
 # CUDA graphs, activations of a few thousand batched tokens, the context: what vLLM keeps beside weights and KV cache
@@ -39,6 +39,11 @@ class Setup:
     tensor_parallel_size: int | None = None
     utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share of a GPU
     sleeps: bool = False  # vllm_enable_sleep_mode: the engine's memory is the trainer's while it trains
+    shares_kernels: bool = False  # fp8_forward="full": the trainer computes with the engine's weights
+
+    @property
+    def weights_sleep(self) -> bool:
+        return self.sleeps and not (self.shares_kernels or self.training.fp8_base)
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,7 @@ class Capacity:
     trainer: TrainerMemory
     setup: Setup
     utilization: float
+    adapter_bytes: int = 0  # on each rank of an engine that computes adapters, in BF16
 
     @property
     def ranks(self) -> int:
@@ -60,9 +66,11 @@ class Capacity:
 
     @property
     def total_bytes(self) -> float:
-        if self.setup.sleeps:
-            return self.trainer.states + max(self.trainer.passing, self.engine_bytes)
-        return self.trainer.total + self.engine_bytes
+        if not self.setup.sleeps:
+            return self.trainer.total + self.engine_bytes
+        room = max(0.0, self.kv_bytes(self.plan.recipe.fp8_weights))
+        freed = self.engine_bytes if self.setup.weights_sleep else room
+        return self.trainer.states + self.engine_bytes - freed + max(self.trainer.passing, freed)
 
     @property
     def limit_bytes(self) -> float:
@@ -75,8 +83,13 @@ class Capacity:
 
     def kv_bytes(self, fp8_weights: bool) -> float:
         """What the engine's share leaves for a KV cache on each rank; negative where it does not hold the weights."""
-        held = self.plan.bytes_after if fp8_weights else self.plan.bytes_before
-        return self.engine_bytes - RESERVED_BYTES - held / self.ranks
+        return self.engine_bytes - RESERVED_BYTES - self.held_bytes(fp8_weights)
+
+    def held_bytes(self, fp8_weights: bool) -> float:
+        """Weights on each rank of an engine, and the adapters that are beside FP8 ones."""
+        if not fp8_weights:
+            return self.plan.bytes_before / self.ranks
+        return self.plan.bytes_after / self.ranks + self.adapter_bytes
 
     @property
     def precisions(self) -> dict[str, tuple[bool, bool]]:
@@ -122,7 +135,8 @@ class Capacity:
         for name, (fp8_weights, fp8_kv) in self.precisions.items():
             room = self.kv_bytes(fp8_weights)
             if room > self.plan.cache.sequence_bytes(self.setup.training.tokens, fp8_kv):
-                took[name] = rollout_seconds(self.plan, gpu, rollout, fp8_weights, fp8_kv, room)
+                adapters = self.adapter_bytes * fp8_weights  # a BF16 engine has them merged
+                took[name] = rollout_seconds(self.plan, gpu, rollout, fp8_weights, fp8_kv, room, adapters)
         return took
 
     @property
@@ -139,17 +153,19 @@ class Planner:
     outline: Outline
     plan_at: Callable[[int], Plan]  # tensor parallel size -> plan
     sizes: tuple[int, ...] = SIZES  # that may be chosen
+    may_share_base: bool = True  # nothing that is said goes against adapters on an FP8 base
 
     def capacity(self, setup: Setup) -> Capacity:
         """Of a setup, with the smallest tensor parallel size at which it fits where none is given."""
-        trainer = trainer_memory(self.outline, setup.training)
         if setup.tensor_parallel_size is not None:
-            return self._at(setup, setup.tensor_parallel_size, trainer)
-        found = [self._at(setup, size, trainer) for size in self._sizes(setup.training.gpus)]
+            return self._at(setup, setup.tensor_parallel_size)
+        found = [self._at(setup, size) for size in self._sizes(setup.training.gpus)]
         return next((capacity for capacity in found if capacity.why_not is None), found[0])
 
     def ways(self, setup: Setup) -> list[Capacity]:
-        """What fits in place of a setup that does not: another split, LoRA, more GPUs; at most one of each kind."""
+        """What fits in place of a setup that does not: another split, LoRA, LoRA on an FP8 base, more GPUs; at most
+        one of each kind.
+        """
         found = (self._first(setups) for setups in self._changes(setup))
         ways = [capacity for capacity in found if capacity is not None]
         on_one = [way for way in ways if way.setup.training.gpus == setup.training.gpus]
@@ -159,9 +175,13 @@ class Planner:
     def _changes(self, setup: Setup) -> Iterator[list[Setup]]:
         free, training = replace(setup, utilization=None, tensor_parallel_size=None), setup.training
         rank = training.lora_rank or LORA_RANK
-        lora = [replace(training, lora_rank=rank, dtype=dtype) for dtype in (training.dtype, "bfloat16")]
+        lora = [replace(training, lora_rank=rank)]
+        if self.may_share_base and self.plan_at(1).recipe.fp8_weights:
+            lora.append(replace(training, lora_rank=rank, dtype="bfloat16", fp8_base=True))
+        lora.append(replace(training, lora_rank=rank, dtype="bfloat16", fp8_base=False))
         more = [training.gpus * 2**power for power in range(1, 7) if training.gpus * 2**power <= MOST_GPUS]
-        yield [free]
+        if not training.lora_rank:
+            yield [free]
         yield [replace(free, training=one) for one in lora]
         if not training.lora_rank:
             yield [replace(free, training=replace(training, gpus=gpus)) for gpus in more]
@@ -188,15 +208,18 @@ class Planner:
         queries = self.outline.linears[name][0] // head_dim
         return queries % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
-    def _at(self, setup: Setup, size: int, trainer: TrainerMemory) -> Capacity:
+    def _at(self, setup: Setup, size: int) -> Capacity:
         """Of a tensor parallel size, with the share that serves it best where none is given: enough for all sequences
         at once, were the engine in BF16, or the most that the trainer leaves; where that is not enough, the least that
         the engine needs.
         """
-        plan = self.plan_at(size)
+        plan, training = self.plan_at(size), setup.training
+        trainer = trainer_memory(self.outline, training, plan.recipe)
+        adapters = 2 * engine_adapters(self.outline, training.lora_rank) if training.fp8_base else 0
+        shares = SHARES if setup.utilization is None else (setup.utilization,)
+        made = [Capacity(plan, trainer, setup, share, adapters) for share in shares]
         if setup.utilization is not None:
-            return Capacity(plan, trainer, setup, setup.utilization)
-        made = [Capacity(plan, trainer, setup, share) for share in SHARES]
+            return made[0]
         if fitting := [capacity for capacity in made if capacity.why_not is None]:
             ample = [c for c in fitting if c.kv_tokens["bf16"] >= c.sequences * setup.training.tokens]
             return ample[-1] if ample else fitting[0]

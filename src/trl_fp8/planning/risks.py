@@ -23,38 +23,41 @@ class Risk(NamedTuple):
     flags: dict[str, str | int]
 
 
-def risks(plan: Plan, outline: Outline, recipe: Mapping[str, object] | None = None) -> list[Risk]:
+def risks(
+    plan: Plan, outline: Outline, recipe: Mapping[str, object] | None = None, fp8_base: bool = False
+) -> list[Risk]:
     """Risks of running a model under a plan, but those that the flags of a recipe answer already; a flag that it has,
-    be it off, is its own, and none of a risk's.
+    be it off, is its own, and none of a risk's. A shared `fp8_base` takes an FP8 checkpoint as it is.
     """
     chosen = {name: value for name, value in (recipe or {}).items() if value is not None}
     answered = {name for name, value in chosen.items() if value and value != "off"}
     return [
         Risk(risk.text, {name: value for name, value in risk.flags.items() if name not in chosen})
-        for risk in _risks(plan, outline)
+        for risk in _risks(plan, outline, fp8_base)
         if answered.isdisjoint(risk.flags)
     ]
 
 
-def _risks(plan: Plan, outline: Outline) -> list[Risk]:
+def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
     recipe, found = plan.recipe, []
     if outline.model_type not in TRAINED:
         extent = (
             "that its weights arrive is, training is not" if outline.model_type in DELIVERED else "nothing of it is"
         )
         found.append(Risk(f"architecture not tested ({outline.model_type}): {extent}.", {}))
-    if outline.stored_as:
+    if outline.stored_as and not (fp8_base and outline.stored_as == "fp8"):
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"
         text = "it is dequantized for training, and the engine gets weights that are quantized anew at every sync."
         refused = "the trainer takes no such weights. Take the checkpoint in BF16."
         found.append(Risk(f"{stored}: {text if outline.stored_as == 'fp8' else refused}", {}))
     key_biases = (name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name))
     if recipe.fp8_kv_cache and any(key_biases):
-        text = (
-            f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly. "
-            "kv_cache_skip_layers='auto' looks for them before the first rollout."
-        )
-        found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
+        text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."
+        if fp8_base:
+            remedy = "kv_cache_skip_layers takes their numbers, which a run without fp8_base finds with 'auto'."
+        else:
+            remedy = "kv_cache_skip_layers='auto' looks for them before the first rollout."
+        found.append(Risk(f"{text} {remedy}", {} if fp8_base else {"kv_cache_skip_layers": "auto"}))
     if recipe.has_experts and outline.model_type in REPLAYED and recipe.tensor_parallel_size == 1:
         text = (
             "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "

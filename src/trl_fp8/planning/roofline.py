@@ -26,8 +26,9 @@ POINTS = 32  # of a rollout at which a decoding step is priced
 BANDWIDTH = {"bf16": 0.8, "fp8": 0.7, "kv_bf16": 0.75, "kv_fp8": 0.65}
 PEAK = {"bf16": 0.7, "fp8": 0.5}
 # Seconds of a step that no size changes: scheduling and sampling; launches of a layer, those that quantize the inputs
-# of its linears and of its attention, and an all-reduce where ranks share an engine
-STEP, LAYER, LAYER_FP8, LAYER_FP8_KV, ALL_REDUCE = 2e-3, 30e-6, 8e-6, 5e-6, 10e-6
+# of its linears and of its attention, two small GEMMs beside each linear that has adapters, and an all-reduce where
+# ranks share an engine
+STEP, LAYER, LAYER_FP8, LAYER_FP8_KV, LAYER_ADAPTERS, ALL_REDUCE = 2e-3, 30e-6, 8e-6, 5e-6, 24e-6, 10e-6
 
 
 class GPU(NamedTuple):
@@ -64,9 +65,11 @@ class Rollout:
 
 
 def rollout_seconds(
-    plan: Plan, gpu: GPU, rollout: Rollout, fp8_weights: bool, fp8_kv: bool, kv_bytes: float
+    plan: Plan, gpu: GPU, rollout: Rollout, fp8_weights: bool, fp8_kv: bool, kv_bytes: float, adapters: float = 0
 ) -> dict[str, float]:
-    """Seconds of a rollout by what they go to; `kv_bytes` is what the KV cache has on each rank."""
+    """Seconds of a rollout by what they go to; `kv_bytes` is what the KV cache has on each rank, `adapters` what
+    adapters take there.
+    """
     total = dict.fromkeys(("weights", "compute", "kv", "fixed"), 0.0)
     for point in range(POINTS):
         share = (point + 0.5) / POINTS
@@ -75,13 +78,13 @@ def rollout_seconds(
         held = kv_bytes / max(plan.cache.sequence_bytes(context, fp8_kv), 1)
         running = min(alive, max(1.0, held))
         steps = rollout.completion / POINTS * alive / running
-        for part, seconds in step_seconds(plan, gpu, running, context, fp8_weights, fp8_kv).items():
+        for part, seconds in step_seconds(plan, gpu, running, context, fp8_weights, fp8_kv, adapters).items():
             total[part] += steps * seconds
     return total
 
 
 def step_seconds(
-    plan: Plan, gpu: GPU, running: float, context: int, fp8_weights: bool, fp8_kv: bool
+    plan: Plan, gpu: GPU, running: float, context: int, fp8_weights: bool, fp8_kv: bool, adapters: float = 0
 ) -> dict[str, float]:
     """Seconds of a decoding step of that many sequences with `context` tokens each, by what limits it."""
     ranks, layers = plan.recipe.tensor_parallel_size, len(plan.cache.layers)
@@ -96,9 +99,12 @@ def step_seconds(
         reading = held * touched / ranks / (gpu.bandwidth * BANDWIDTH[kind])
         computing = 2 * row.parameters * used * running / ranks / (peak * PEAK[kind])
         took["weights" if reading >= computing else "compute"] += max(reading, computing)
+    # BF16: two bytes, and two operations a token, of each parameter
+    took["weights"] += adapters * max(1 / (gpu.bandwidth * BANDWIDTH["bf16"]), running / (gpu.bf16 * PEAK["bf16"]))
     bandwidth = gpu.bandwidth * BANDWIDTH["kv_fp8" if fp8_kv else "kv_bf16"]
     took["kv"] = running * plan.cache.sequence_bytes(context, fp8_kv) / bandwidth
     launches = LAYER + LAYER_FP8 * fp8_weights + LAYER_FP8_KV * fp8_kv + ALL_REDUCE * (ranks > 1)
+    launches += LAYER_ADAPTERS * (adapters > 0)
     return took | {"fixed": STEP + layers * launches}
 
 

@@ -107,13 +107,15 @@ class Settings:
         completion = self.count("max_completion_length", None, "tokens")
         tokens = self._tokens(completion, model_context)
         prompt = tokens - completion if completion and completion < tokens else min(MOST_PROMPT, tokens // 2)
+        fp8_base = self.truth("fp8_base")
         training = Training(
             gpus=gpus,
-            lora_rank=self._lora_rank(),
-            dtype=self.choice("dtype", "float32", tuple(BYTES)),
+            lora_rank=self._lora_rank(fp8_base),
+            dtype=self.choice("dtype", "bfloat16" if fp8_base else "float32", tuple(BYTES)),
             sequences=self.count("per_device_train_batch_size", 1, "sequences"),
             tokens=tokens,
             has_reference=self.number("beta", 0.0, 0, math.inf, "give the weight of the KL penalty", False) > 0,
+            fp8_base=fp8_base,
         )
         sleeps = self.truth("vllm_enable_sleep_mode")
         completions = self._completions(training)
@@ -123,7 +125,8 @@ class Settings:
                 f"{completions} completions a generation (GPUs * per_device_train_batch_size * steps) with "
                 f"num_generations={group}: TRL wants whole groups. Change gradient_accumulation_steps or --gpus."
             )
-        return Setup(training, memory * GIB, prompt, completions, group, ranks, share, sleeps)
+        shares_kernels = self.value("fp8_forward", "off") == "full"
+        return Setup(training, memory * GIB, prompt, completions, group, ranks, share, sleeps, shares_kernels)
 
     def _tokens(self, completion: int | None, model_context: int) -> int:
         """Of the longest sequence."""
@@ -138,10 +141,16 @@ class Settings:
             )
         return tokens
 
-    def _lora_rank(self) -> int | None:
+    def _lora_rank(self, fp8_base: bool) -> int | None:
         """None: all weights are trained."""
         if "lora_r" not in self.words and not self.truth("use_peft"):
-            return None
+            if fp8_base and "fp8_base" not in self.words:
+                raise ValueError(
+                    f"{self.shown('fp8_base')} without adapters: an FP8 base is frozen, so nothing would be trained. "
+                    "Set use_peft: true, or fp8_base: false."
+                )
+            if not fp8_base:
+                return None
         return self.count("lora_r", LORA_RANK, "columns of an adapter, its rank", most=4096)
 
     def _completions(self, training: Training) -> int:

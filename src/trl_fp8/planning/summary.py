@@ -7,7 +7,7 @@ from trl_fp8.recipe.outline import Outline
 
 from .capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
 from .plan import format_bytes
-from .risks import SMALL, risks
+from .risks import SMALL, Risk, risks
 from .roofline import GIB, gpu_of
 
 
@@ -16,6 +16,7 @@ LINEARS_GAIN = 1.02  # below it, nor are FP8 linears beside an FP8 KV cache
 LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
 MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
 USUAL = {
+    "fp8_base": False,
     "dtype": "float32",
     "vllm_tensor_parallel_size": 1,
     "fp8_weights": True,
@@ -44,18 +45,24 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
     flags |= {"per_device_train_batch_size": training.sequences, "gradient_accumulation_steps": steps}
     flags |= {"max_completion_length": training.tokens - setup.prompt, "vllm_max_model_length": training.tokens}
     chosen = {
+        "fp8_base": training.fp8_base,
         "dtype": training.dtype,
         "vllm_tensor_parallel_size": capacity.ranks,
         "fp8_weights": recipe.fp8_weights,
         "kv_cache_dtype": "fp8" if recipe.fp8_kv_cache else recipe.kv_cache_dtype,
         "fp8_weight_format": recipe.format.name,
     }
+    usual = USUAL | ({"dtype": "bfloat16"} if training.fp8_base else {})
     for name, value in chosen.items():
-        if value != USUAL[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
+        if value != usual[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
             flags[name] = value
-    for risk in risks(capacity.plan, outline, given):
+    for risk in _risks(capacity, outline, given):
         flags |= risk.flags
     return flags
+
+
+def _risks(capacity: Capacity, outline: Outline, given: Given) -> list[Risk]:
+    return risks(capacity.plan, outline, given, capacity.setup.training.fp8_base)
 
 
 def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline, given: Given) -> dict:
@@ -70,21 +77,23 @@ def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline, given: G
         "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
         "weight_format": recipe.format.name,
         "fp8_share_of_parameters": plan.fp8_share,
-        "risks": [risk.text for risk in risks(plan, outline, given)],
+        "risks": [risk.text for risk in _risks(capacity, outline, given)],
         **_figures(capacity, outline, given),
         "fits_instead": [_figures(way, outline, given) for way in ways],
     }
 
 
 def _figures(capacity: Capacity, outline: Outline, given: Given) -> dict:
-    trainer, training = capacity.trainer, capacity.setup.training
+    trainer, training, recipe = capacity.trainer, capacity.setup.training, capacity.plan.recipe
     return {
         "gpus": training.gpus,
         "lora_rank": training.lora_rank,
+        "fp8_base": training.fp8_base,
         "tensor_parallel_size": capacity.ranks,
         "gib_per_gpu": {
             "trainer": {name: size / GIB for name, size in vars(trainer).items()} | {"total": trainer.total / GIB},
             "engine": capacity.engine_bytes / GIB,
+            "engine_weights": capacity.held_bytes(recipe.fp8_weights) / GIB,
             "total": capacity.total_bytes / GIB,
             "limit": capacity.limit_bytes / GIB,
         },
@@ -110,7 +119,7 @@ def as_text(
         lines += [f"  {_way(way)}\n    flags: {_words(way, outline, given)}" for way in ways]
         lines += [_speed(ways[0]), *_watch(ways[0], outline, given)]
     else:
-        tried = f"LoRA, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
+        tried = f"LoRA, an FP8 base, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
         lines += [f"Nothing fits ({tried}). Take GPUs with more memory, a shorter context, or a smaller model."]
     return "\n".join(lines)
 
@@ -139,26 +148,39 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
         "output head": trainer.head,
     }
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in states.items() if size >= LEAST_SHOWN)
-    held = _gib((plan.bytes_after if plan.recipe.fp8_weights else plan.bytes_before) / capacity.ranks)
     cache = _gib(max(0.0, capacity.kv_bytes(plan.recipe.fp8_weights)))
     tokens = capacity.kv_tokens
     room = f"{capacity.held_tokens:,} tokens"
     room += f" (BF16 engine: {tokens['bf16']:,})" if len(tokens) > 1 else ""
     shared = f", on {capacity.ranks} GPUs together" if capacity.ranks > 1 else ""
-    engine = f"weights {held}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache}: {room}{shared}"
+    held = capacity.held_bytes(plan.recipe.fp8_weights)
+    adapters = f", adapters {_gib(capacity.adapter_bytes)}" if training.fp8_base else ""
+    weights = f"weights {_gib(held - capacity.adapter_bytes)}{adapters}"
+    engine = f"{weights}, vLLM {RESERVED_BYTES / GIB:.0f}, KV cache {cache}: {room}{shared}"
     machine = f"{training.gpus} x {setup.gpu_bytes / GIB:g} GiB"
     missing = f"; give {' and '.join(assumed)} of your machine (assumed: {machine})" if assumed else ""
     verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not}){missing}"
     free = 1 - capacity.limit_bytes / setup.gpu_bytes
     where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
-    sleeping = ", of which the engine's are free while it trains" if setup.sleeps else ""
+    asleep = "the engine's are" if setup.weights_sleep else "its KV cache is"
+    sleeping = f", of which {asleep} free while it trains" if setup.sleeps else ""
     return [
         f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
         f"  trainer {_gib(trainer.total):>6}  {parts}".rstrip(),
         f"  engine  {_gib(capacity.engine_bytes):>6}  share {capacity.utilization:g}: {engine}",
         f"  total   {_gib(capacity.total_bytes):>6}  of {where}{sleeping}: {verdict}",
+        *([_shared_base(capacity)] if training.fp8_base else []),
     ]
+
+
+def _shared_base(capacity: Capacity) -> str:
+    codes = sum(row.bytes_after for row in capacity.plan.rows if row.precision == "fp8")
+    if capacity.ranks > 1:
+        return (
+            f"The trainer holds the FP8 base ({_gib(codes)}) whole on each GPU, and each rank of the engine its part."
+        )
+    return f"The FP8 base ({_gib(codes)}) is held once, by the engine; the trainer reads it there."
 
 
 def _gib(size: float) -> str:
@@ -170,10 +192,11 @@ def _how(capacity: Capacity) -> str:
     setup, training = capacity.setup, capacity.setup.training
     kind = f"LoRA, rank {training.lora_rank}" if training.lora_rank else "Full training"
     dtype = {"float32": "FP32", "bfloat16": "BF16"}[training.dtype]
+    policy = f"on an FP8 base, rest in {dtype}" if training.fp8_base else f"policy in {dtype}"
     gpus = f"{training.gpus} GPUs" if training.gpus > 1 else "1 GPU"
     sharded = ", FSDP2" if training.gpus > 1 else ""
     split = f", tensor parallel size {capacity.ranks}" if capacity.ranks > 1 else ""
-    return f"{kind} (policy in {dtype}) on {gpus} of {setup.gpu_bytes / GIB:g} GiB{sharded}{split}"
+    return f"{kind} ({policy}) on {gpus} of {setup.gpu_bytes / GIB:g} GiB{sharded}{split}"
 
 
 def _way(capacity: Capacity) -> str:
@@ -195,13 +218,15 @@ def _speed(capacity: Capacity) -> str:
         "not measured here)"
     )
     most, is_useless = max(capacity.speedups.values()), is_not_worth_it(capacity)
-    lead = "FP8 is not worth it here: --fp8_weights False --kv_cache_dtype auto leave it out. " if is_useless else ""
+    shares_base = capacity.setup.training.fp8_base
+    leave = f"{'--fp8_base False ' if shares_base else ''}--fp8_weights False --kv_cache_dtype auto leave it out"
+    lead = f"FP8 is not worth it here: {leave}. " if is_useless else ""
     if most < NOTHING_GAINED:
         return f"{lead}Rollouts {shown} {source}: {_why_slow(capacity)}."
     no_linears = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
     cache_alone = (
         " FP8 linears gain nothing here: add --fp8_weights False to the flags, which leaves the FP8 KV cache."
-        if no_linears and not is_useless
+        if no_linears and not is_useless and not shares_base
         else ""
     )
     of_room = f" Over {MOST_GAINED:g}x is room: a BF16 KV cache would hold too little." if most > MOST_GAINED else ""
@@ -209,9 +234,9 @@ def _speed(capacity: Capacity) -> str:
 
 
 def is_not_worth_it(capacity: Capacity) -> bool:
-    """True if FP8 hardly gains, or the model is so small that others lost more than that."""
+    """True if FP8 hardly gains, be it speed or a shared base, or the model is so small that others lost more."""
     most = max(capacity.speedups.values(), default=MOST_GAINED)
-    return most < NOTHING_GAINED or capacity.plan.parameters < SMALL
+    return (most < NOTHING_GAINED and not capacity.setup.training.fp8_base) or capacity.plan.parameters < SMALL
 
 
 def factor(gain: float) -> str:
@@ -233,14 +258,16 @@ def _why_slow(capacity: Capacity) -> str:
 
 
 def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
-    found = [f"watch: {risk.text}" for risk in risks(capacity.plan, outline, given)]
+    found = [f"watch: {risk.text}" for risk in _risks(capacity, outline, given)]
     held = capacity.held_tokens // capacity.setup.training.tokens
     if held < capacity.sequences and held < 4 * LEAST_SEQUENCES:
         text = f"the KV cache holds {held} of {capacity.sequences} sequences at full length at once; others wait."
         found.append(f"watch: {text}")
     training = capacity.setup.training
-    if training.lora_rank and training.dtype == "bfloat16":
-        found.append("watch: each sync merges adapters into the BF16 base and takes them out, which wears it.")
+    if training.lora_rank and training.dtype == "bfloat16" and not training.fp8_base:
+        remedy = "; --fp8_base True merges nothing" if capacity.plan.recipe.fp8_weights else ""
+        text = f"each sync merges adapters into the BF16 base and takes them out, which wears it{remedy}."
+        found.append(f"watch: {text}")
     return found
 
 

@@ -9,15 +9,23 @@
     head        the gradient of the output head, which TRL's chunked log-probs add up in FP32 on every rank. Logits are
                 never there as a whole
 
+On a shared FP8 base (`fp8_base`) the engine has the FP8 weights and the trainer the rest of the model, in BF16 unless
+`dtype` says otherwise. Beside an engine that is split over ranks the trainer has codes and scales of its own, all of
+them on each GPU.
+
 What passes is not in the total: what a layer saves of each token while its backward runs, weights that are gathered,
-gradients of activations, the CUDA context, fragmentation. Plans leave a share of each GPU free for it
-(`capacity.FREE`), and more where `uncounted` is more.
+the largest weight of an FP8 base in BF16, gradients of activations, the CUDA context, fragmentation. Plans leave a
+share of each GPU free for it (`capacity.FREE`), and more where `uncounted` is more.
 """
 
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from trl_fp8.recipe.names import FUSED
 from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import FP8Recipe
 
 
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -37,6 +45,7 @@ class Training:
     sequences: int = 1  # per_device_train_batch_size
     tokens: int = 4096  # of a sequence, prompt and completion
     has_reference: bool = False  # beta > 0: a frozen copy of the policy, which LoRA does without
+    fp8_base: bool = False  # adapters on FP8 weights that are the engine's, too
 
 
 @dataclass(frozen=True)
@@ -67,33 +76,53 @@ class TrainerMemory:
         return self.copies + self.inputs + self.head
 
 
-def trainer_memory(outline: Outline, training: Training) -> TrainerMemory:
-    """The memory of a trainer of a model."""
+def trainer_memory(outline: Outline, training: Training, recipe: FP8Recipe) -> TrainerMemory:
+    """The memory of a trainer of a model beside an engine."""
     sharded, size = training.gpus > 1, BYTES[training.dtype]
     if sharded and not training.lora_rank:
         size = BYTES["float32"]
-    parameters = sum(map(prod, outline.parameters.values()))
+    shared = {name: outline.parameters[name] for name in recipe.fp8_tensors} if training.fp8_base else {}
+    parameters = sum(map(prod, outline.parameters.values())) - sum(map(prod, shared.values()))
+    own_codes = sum(map(recipe.format.weight_bytes, shared.values())) if recipe.tensor_parallel_size > 1 else 0
     adapters = training.lora_rank * adapter_width(outline) if training.lora_rank else 0
     trained = 4 * adapters if training.lora_rank else size * parameters
     vocabulary, hidden = head_shape(outline)
     kept = training.sequences * training.tokens * hidden * outline.layers
     return TrainerMemory(
-        weights=(size * parameters + 4 * adapters) / training.gpus,
+        weights=(size * parameters + 4 * adapters) / training.gpus + own_codes,
         gradients=trained / training.gpus,
         optimizer=2 * trained / training.gpus,
         reference=size * parameters / training.gpus if training.has_reference and not adapters else 0,
         copies=0 if sharded or adapters or size == 2 else 2 * _in_layers(outline),
         inputs=kept * (2 if sharded else size),
         head=0 if adapters else 4 * vocabulary * hidden,
-        uncounted=CONTEXT_BYTES + _layer_bytes(outline, training, hidden),
+        uncounted=CONTEXT_BYTES + _layer_bytes(outline, training, shared),
     )
 
 
-def _layer_bytes(outline: Outline, training: Training, hidden: int) -> float:
-    """What a layer's backward needs: what its forward saves, and gathered weights of it, embedding and head."""
-    vocabulary, _ = head_shape(outline)
-    gathered = 2 * (2 * vocabulary * hidden + 2 * _in_layers(outline) / outline.layers) if training.gpus > 1 else 0
-    return SAVED * hidden * training.sequences * training.tokens + gathered
+def _layer_bytes(outline: Outline, training: Training, shared: Mapping[str, tuple[int, ...]]) -> float:
+    """What a layer's backward needs: what its forward saves, gathered weights of it, embedding and head, and of a
+    shared base the largest weight, dequantized.
+    """
+    vocabulary, hidden = head_shape(outline)
+    in_layers = _in_layers(outline) - sum(map(prod, shared.values()))
+    gathered = 2 * (2 * vocabulary * hidden + 2 * in_layers / outline.layers) if training.gpus > 1 else 0
+    fused = Counter()
+    for name, shape in shared.items():
+        fused[_fused(name.removesuffix(".weight"))] += 2 * prod(shape)
+    dequantized = max(fused.values(), default=0)
+    return SAVED * hidden * training.sequences * training.tokens + gathered + dequantized
+
+
+def engine_adapters(outline: Outline, rank: int) -> int:
+    """Parameters of the adapters that an engine computes beside its linear layers: where it has fused S of the
+    policy's, A is [S R, K] and B [N, S R], of which (S - 1) / S are zeros. On every rank as if it held them whole.
+    """
+    fused = defaultdict(list)
+    for name, shape in outline.linears.items():
+        if name != "lm_head":
+            fused[_fused(name)].append(shape)
+    return sum(rank * len(parts) * (sum(rows for rows, _ in parts) + parts[0][1]) for parts in fused.values())
 
 
 def adapter_width(outline: Outline) -> int:
@@ -105,6 +134,12 @@ def head_shape(outline: Outline) -> tuple[int, int]:
     """Vocabulary and hidden size: those of the output head, or of the embedding where it is called something else."""
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
     return outline.linears.get("lm_head") or max(matrices, key=prod)
+
+
+def _fused(name: str) -> str:
+    """What the linear layers that an engine fuses have in common, or the name of one that it does not."""
+    parent, _, kind = name.rpartition(".")
+    return next((f"{parent}.{group[0]}" for group in FUSED if kind in group), name)
 
 
 def _in_layers(outline: Outline) -> int:

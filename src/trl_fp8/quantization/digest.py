@@ -77,7 +77,7 @@ def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
-    if tensors and tensors[0].is_cuda and all(dtype.is_floating_point for dtype in dtypes):
+    if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         from .checksums import sum_sent  # Triton compiles for GPUs only
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
@@ -91,11 +91,13 @@ def digests_of_sent(
 
 def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
     def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
-        """Checksum of each of `[G, ...]`, and how many of its two extremes are not finite: `[G, 2]`."""
+        """Checksum of each of `[G, ...]`, and how many of its extremes, in FP8 of all, are not finite: `[G, 2]`."""
         batch = batch.to(dtype).contiguous()
         flat = batch.view(len(batch), batch.shape[1:].numel())
         bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
-        if batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
+        if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch no order of it
+            bad = flat.isnan().sum(1)
+        elif batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
             bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
         return torch.stack([_sums(_words(batch), row), bad], 1)
 

@@ -11,7 +11,8 @@ embeddings, norms, routers and gates of shared experts stay in high precision.
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,19 @@ class FP8Recipe:
         module = name.removesuffix(".weight")
         peers = _fused_with(module) if self.format.fused_share_scale else []
         return tuple(n for peer in peers if (n := f"{peer}.weight") in self.fp8_tensors) or (name,)
+
+    def keeping(self, modules: Iterable[str], reason: str) -> "FP8Recipe":
+        """This recipe with FP8 `modules`, and what vLLM fuses with them, kept in high precision, too."""
+        kept = dict.fromkeys(modules, reason)
+        for name in list(kept):
+            for peer in set(_fused_with(name)).intersection(self.fp8_modules) - kept.keys():
+                kept[peer] = _fused_reason(name)
+        return replace(
+            self,
+            fp8_modules=tuple(name for name in self.fp8_modules if name not in kept),
+            fp8_experts=tuple(name for name in self.fp8_experts if name not in kept),
+            kept_modules=self.kept_modules | kept,
+        )
 
     def gemms(self, outline: Outline) -> Counter[tuple[int, int]]:
         """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
@@ -141,7 +155,7 @@ def recipe_for(
     for name in linears:  # what vLLM fuses is either all FP8 or all kept
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
-            reasons[name] = f"fused with {blocked[0].rpartition('.')[2]}, which is kept"
+            reasons[name] = _fused_reason(blocked[0])
     kept = {name: reasons[name] for name in modules if reasons[name]}
     if fp8_weights and len(kept) == len(modules):
         offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
@@ -207,6 +221,10 @@ def _fused_with(name: str) -> list[str]:
     """What vLLM fuses a module with, itself included; empty if nothing."""
     parent, _, kind = name.rpartition(".")
     return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
+
+
+def _fused_reason(peer: str) -> str:
+    return f"fused with {peer.rpartition('.')[2]}, which is kept"
 
 
 def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], layers: int) -> None:

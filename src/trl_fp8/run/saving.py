@@ -1,13 +1,17 @@
 """What `FP8GRPOTrainer` writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_fp8.export.checksums import CHECKSUMS
-from trl_fp8.export.export import export_fp8
+from trl_fp8.export.export import export_fp8, export_merged
 from trl_fp8.export.model_card import fp8_section
 from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
@@ -17,11 +21,21 @@ from .checkpoints import checkpoint_to_resume, load_rollouts, marker, save_rollo
 from .facts import run_facts
 
 
+if TYPE_CHECKING:
+    from trl_fp8.policy.base.base import SharedBase
+
+
+logger = get_logger(__name__)
+
+
 class Saving:
     """Methods of `FP8GRPOTrainer`; to be inherited before `GRPOTrainer`."""
 
     def save_fp8_model(self, folder: str | Path) -> None:
         """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one.
+
+        With `fp8_base` the engine computed Q(W) x + B A x, for which there is no checkpoint: written is Q(W + s B A),
+        of W as for `merge_and_export`.
 
         A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
         one at a time; adapters are merged while it lasts. See `trl_fp8.hub.export_fp8`.
@@ -38,22 +52,44 @@ class Saving:
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        replicas, failure = self.vllm_generation.replicas, None
+        scales = sync.kv_scales if sync else None
+        self._export("save_fp8_model", partial(export_fp8, folder=folder, kv_scales=scales, recipe=self.recipe))
+
+    def merge_and_export(self, folder: str | Path) -> None:
+        """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
+
+        With `fp8_base` W is read again, one tensor at a time, from where the model was loaded from, and has to be what
+        the engine's codes were made of. If the model was FP8 there, or cannot be read again, W is what the engine
+        holds, dequantized: a warning and the model card say so. A collective, as `save_fp8_model`.
+
+        Raises:
+            ValueError: Nothing is FP8 in this run, or a weight is not finite, on any rank.
+            RuntimeError: On every rank, if the main process could not write; the message has its reason.
+        """
+        if self.recipe is None:
+            raise ValueError(
+                "merge_and_export: nothing is FP8 in this run. Use save_model, and PEFT's merge_and_unload."
+            )
+        self._export("merge_and_export", partial(export_merged, folder=folder))
+
+    def _export(self, what: str, export: Callable) -> None:
+        """Let the main process write the policy with `export`, of model, tokenizer, parameters, card and merge."""
+        generation, failure = self.vllm_generation, None
+        replicas = generation.replicas
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
-        with self.vllm_generation.policy_tensors() as parameters:
+        with generation.policy_tensors() as parameters:
             if self.accelerator.is_main_process:
-                model, scales = transformers_model(self.model), sync.kv_scales if sync else None
                 name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
                 try:
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
-                    options = {"recipe": self.recipe, "parameters": parameters, "card": card}
-                    export_fp8(model, self._tokenizer, folder, scales, **options)
+                    words = {"card": card, "merge": _merge(generation.base, what)}
+                    export(transformers_model(self.model), self._tokenizer, parameters=parameters, **words)
                 except (ValueError, OSError) as error:
                     failure = error
-            for _ in parameters:  # gathers are of every rank, also where another has nothing left to write
+            for _ in parameters if replicas else ():  # gathers are of every rank, also where another has nothing left
                 pass
-        _require_success("save_fp8_model: the main process could not write the export", failure)
+        _require_success(f"{what}: the main process could not write the export", failure)
 
     def push_fp8_to_hub(
         self,
@@ -129,6 +165,20 @@ class Saving:
             feature.load(checkpoint)
         if rollouts := load_rollouts(checkpoint, self.accelerator):
             self._step, self._buffered_inputs = rollouts
+
+
+def _merge(base: "SharedBase | None", what: str) -> str:
+    """For a model card: what adapters were merged into. Warns where that is not the original weights."""
+    if base is None:
+        return ""
+    into = "the original weights"
+    if isinstance(base.original, str):
+        into = "dequantized FP8 weights"
+        logger.warning(f"{what}: adapters are merged into {into}, because {base.original}.")
+    return (
+        f"Adapters are merged into {into}: W + s B A, in FP32. The engine that they were trained with computed "
+        "Q(W) x + B A x, Q to FP8. "
+    )
 
 
 def _require_success(what: str, failure: Exception | None) -> None:

@@ -44,8 +44,9 @@ class Slot:
         return torch.zeros(rows, columns, device=device)
 
 
-def ranks_of(model: nn.Module) -> dict[str, int]:
-    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them."""
+def room_for(model: nn.Module) -> dict[str, int]:
+    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them; raises as `active_adapter`."""
+    active_adapter(model)
     return {name: max(layer.r.values()) for name, layer in _adapted(model).items() if layer.r}
 
 
@@ -65,19 +66,60 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
     """What an engine is sent of `trained`, PEFT's `(name, full tensor)` of all trained parameters: its slots, filled,
     and whole tensors under their checkpoint names.
     """
-    layers, active = _adapted(model), active_adapter(model)
     due = {(layer, which) for layer in slots for which in (A, B)}
-    for name, tensor in trained:
-        layer, which, adapter = _parsed(checkpoint_name(name))
-        if which is None:
-            yield checkpoint_name(name).replace(f".modules_to_save.{active}.", "."), tensor
-        elif adapter == active:
-            due.discard((layer, which))
-            scaled = tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
-            yield f"{layer}.{which}.weight", slots[layer].placed(which, scaled)
+    trained = iter(trained)
+    try:
+        for name, which, tensor in _in_force(model, trained):
+            if which is None:
+                yield name, tensor
+            else:
+                _require_room(slots.get(name), name, tensor.shape[0 if which == A else 1])
+                due.discard((name, which))
+                yield f"{name}.{which}.weight", slots[name].placed(which, tensor)
+    except Exception:
+        for _ in trained:  # gathered together: other ranks wait for this one
+            pass
+        raise
     device = next(model.parameters()).device
     for layer, which in sorted(due):
         yield f"{layer}.{which}.weight", slots[layer].empty(which, device)
+
+
+def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str, torch.Tensor]]:
+    """Layer -> A `[r, K]` and s B `[N, r]` of the adapter in force, FP32 copies, of PEFT's `(name, full tensor)`."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for layer, which, tensor in _in_force(model, parameters):
+        if which is not None:
+            found.setdefault(layer, {})[which] = tensor.to(torch.float32, copy=True)
+    return found
+
+
+def merged(weights: Iterable[Named], adapters: Mapping[str, Mapping[str, torch.Tensor]]) -> Iterator[Named]:
+    """W + s B A in FP32 for each `(checkpoint name, W)` that has `factors`; others as they are."""
+    for name, weight in weights:
+        if both := adapters.get(name.removesuffix(".weight")):
+            weight = torch.addmm(weight.detach().to(both[A].device, torch.float32), both[B], both[A])
+        yield name, weight
+
+
+def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
+    """(layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (checkpoint name, None, tensor)."""
+    layers, active = _adapted(model), active_adapter(model)
+    for name, tensor in parameters:
+        layer, which, adapter = _parsed(checkpoint_name(name))
+        if which is None:
+            yield layer, None, tensor
+        elif adapter == active:
+            yield layer, which, tensor.detach() * layers[layer].scaling[adapter] if which == B else tensor.detach()
+
+
+def _require_room(slot: Slot | None, layer: str, rank: int) -> None:
+    if slot is None or rank > slot.rank:
+        room = "none" if slot is None else f"room for rank {slot.rank}"
+        raise ValueError(
+            f"fp8_base=True: the active adapter has rank {rank} at {layer}, where the engine has {room}: it was made "
+            "for the adapters that the policy had then. Add adapters before the trainer is made."
+        )
 
 
 def _adapted(model: nn.Module) -> dict[str, LoraLayer]:

@@ -13,7 +13,7 @@ Nothing here knows what an engine is made of: `Engine` is all that is asked of o
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -152,9 +152,12 @@ class Delivery:
         writer = self._written(part, kv_scales)
         seconds = time.perf_counter() - start
         part.weight_relative_error, part.dead_blocks = writer.inspect(self._replicas and self._replicas.reduce_max)
-        with self._counted(part):
-            seal = self._proven(part, writer, kv_scales)
-        part.fp8_weights, part.seal = writer.fp8_weights, seal
+        try:
+            part.seal = self._proven(part, writer, kv_scales)
+        except RuntimeError:
+            self.failures += 1
+            raise
+        part.fp8_weights = writer.fp8_weights
         return seconds
 
     @property
@@ -172,19 +175,23 @@ class Delivery:
     def verify(self) -> None:
         """Before each generation: raise `RuntimeError` unless engines still hold what was delivered. A collective."""
         self.require_whole()
-        with self._counted(*self._parts):
-            changed = None
-            try:
-                for part in self._parts:
-                    part.seal.require_unbroken()
-                if self.last.kv_scales is not None:
-                    self._engine.verify_kv_scales(self.last.kv_scales)
-            except RuntimeError as error:
-                changed = error
-            if self._worst(int(changed is not None)):  # ranks that share an engine would wait for this one
-                raise changed or RuntimeError(
-                    "the engine of another rank has changed since the last sync: see its log."
-                )
+        changes = [self._change(part) for part in self._parts]
+        broken = self._worst([int(change is not None) for change in changes])
+        if any(broken):  # ranks that share an engine would wait for this one
+            self.failures += 1
+            for part, is_broken in zip(self._parts, broken, strict=True):
+                part.seal = None if is_broken else part.seal
+            own = next((change for change in changes if change is not None), None)
+            raise own or RuntimeError("the engine of another rank has changed since the last sync: see its log.")
+
+    def _change(self, part: Part) -> RuntimeError | None:
+        """What became of a part on this rank since it was sent."""
+        try:
+            part.seal.require_unbroken()
+            if part is self._trained and self.last.kv_scales is not None:
+                self._engine.verify_kv_scales(self.last.kv_scales)
+        except RuntimeError as error:
+            return error
 
     def _calibrated(self, calibrate: Callable[[], KVScales]) -> KVScales:
         try:
@@ -201,7 +208,7 @@ class Delivery:
             attempts, writer, error = attempts + 1, None, None
             writer = Writer(part.layout, self._recipe, at_once=part.at_once)
             error = self._write(part, writer, kv_scales)
-            failed = self._worst(0 if error is None else 1 if isinstance(error, RuntimeError) else 2)
+            [failed] = self._worst([0 if error is None else 1 if isinstance(error, RuntimeError) else 2])
             if not failed:
                 return writer
             error = error or RuntimeError("weight sync failed on another rank, whose log says why.")
@@ -209,13 +216,13 @@ class Delivery:
                 raise error
             logger.warning(f"weight sync failed and is repeated once: {error}")
 
-    def _worst(self, code: int) -> int:
-        """The largest over ranks; a collective for which the host waits. On one process it is that."""
+    def _worst(self, codes: list[int]) -> list[int]:
+        """The largest of each over ranks; a collective for which the host waits. On one process it is that."""
         if self._replicas is None:
-            return code
-        found = torch.tensor(code, device=next(self._model.parameters()).device)
+            return codes
+        found = torch.tensor(codes, device=next(self._model.parameters()).device)
         self._replicas.reduce_max(found)
-        return int(found)
+        return found.tolist()
 
     def _write(self, part: Part, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
         """What was raised, if anything was."""
@@ -248,14 +255,3 @@ class Delivery:
         if lost is not None:
             raise lost
         return seal
-
-    @contextmanager
-    def _counted(self, *parts: Part) -> Iterator[None]:
-        """A difference that is found in the block is counted, and breaks the seals of `parts`."""
-        try:
-            yield
-        except RuntimeError:
-            self.failures += 1
-            for part in parts:
-                part.seal = None
-            raise

@@ -25,7 +25,7 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
     if getattr(model, "is_quantized", False):
         raise ValueError(
             "the model was loaded with a quantization_config of its own (QLoRA, for example): its weights cannot be "
-            "quantized again for the engine. Load it in high precision, use LoRA without quantization_config, or "
+            "quantized again for the engine. Load it in high precision, use LoRA on an FP8 base (fp8_base=True), or "
             f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
         )
     head = model.get_output_embeddings()

@@ -1,6 +1,7 @@
 """Writes a policy into an engine's own tensors.
 
     FP8 weight     this rank's part -> rounded to BF16 -> Q(W): codes and scales, where the engine reads them
+    FP8 codes      this rank's part -> codes and scales as they are
     any other      this rank's part -> copied, and so rounded to the engine's dtype
     buffers        as they are
 
@@ -25,7 +26,8 @@ from .shards import WrittenCodes
 
 
 Named = tuple[str, torch.Tensor]
-Sent = tuple[str, torch.Tensor | WrittenCodes]  # of a policy, by checkpoint name: a full tensor, or what is written
+# Of a policy, by checkpoint name: a full tensor (of an FP8 weight also a `Float8Tensor`), or what is written
+Sent = tuple[str, torch.Tensor | WrittenCodes]
 SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
 
 
@@ -61,7 +63,7 @@ class Writer:
         self._weights: list[tuple[str, Destination]] = []  # what is due: FP8 weights, and the others
         self._copies: list[tuple[str, torch.Tensor]] = []
         self.sums: dict[str, torch.Tensor] = {}  # name in the engine -> checksum of what was written, on the device
-        self.finite: dict[str, torch.Tensor] = {}  # name -> whether all of it is, of all but codes
+        self.finite: dict[str, torch.Tensor] = {}  # name -> whether all of it is, of all that was copied
         self.unknown: list[str] = []  # names that the engine does not have
         self.fp8_weights = 0
         every = max(1, len(recipe.fp8_tensors) // SAMPLED_WEIGHTS)
@@ -78,6 +80,9 @@ class Writer:
             name, parameter = next(iter(weights.items()))
             if isinstance(parameter, WrittenCodes):
                 self._note(name, parameter.own, parameter.sums)
+            elif isinstance(parameter, Float8Tensor):
+                for name, codes in weights.items():
+                    self._copy_codes(name, codes)
             elif self._recipe.fp8_tensors.issuperset(weights):
                 self._quantize(weights)
             else:
@@ -136,9 +141,17 @@ class Writer:
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._pieces:
-            self._copies.append((name, self._pieces[name].of_sent(tensor.detach())))
+            part = self._pieces[name].of_sent(tensor.detach())
+            self._copies.append(
+                (name, part if part.numel() > 1 else part.view_as(self._held[name]))
+            )  # scale of a whole
         else:
             self.unknown.append(name)
+
+    def _copy_codes(self, name: str, codes: Float8Tensor) -> None:
+        for held, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
+            self._copy(held, tensor)
+        self.fp8_weights += 1
 
     def _flush(self) -> None:
         """Write what is due."""

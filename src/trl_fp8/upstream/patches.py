@@ -38,6 +38,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.trainer.grpo_trainer.create_model_from_path": ("trainer.py", "TRL loads a whole model by this name."),
         "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
+        "transformers.modeling_utils.get_hf_quantizer": (
+            "policy/base/stored.py",
+            "A quantizer may empty modules; its config must be of the kind that the checkpoint has.",
+        ),
         "torch.nn.functional.linear": ("policy/flow/experts.py", "Routers call it, or what ZeRO-3 puts in its place."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
         "vllm.model_executor.model_loader.base_loader.initialize_model": (
@@ -87,6 +91,10 @@ _PATCHES = {  # how -> target -> (by, why)
     },
     ON_INSTANCES: {
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
+        "transformers.initialization._is_hf_initialized": (
+            "policy/base/stored.py",
+            "Init would write to placeholders.",
+        ),
         "trl.GRPOTrainer._last_loaded_step": ("features/flow.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),

@@ -20,7 +20,9 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         ["_get_output_dir", "_load_optimizer_and_scheduler", "_save_checkpoint"], "run"
     ),
     "transformers.PreTrainedConfig": {"_attn_implementation": "policy"},
+    "transformers.PreTrainedModel": {"_keys_to_ignore_on_load_unexpected": "policy"},
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
+    "transformers.initialization": {"_is_hf_initialized": "policy"},
     "torch": {"_foreach_copy_": "engine quantization sync"} | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
     "torch.ops.aten": {
         **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),

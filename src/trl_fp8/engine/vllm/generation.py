@@ -22,7 +22,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.adapters import adapter_tensors, ranks_of
+from trl_fp8.sync.adapters import adapter_tensors, factors, merged, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
@@ -50,6 +50,9 @@ class Base(Protocol):
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
         """Let the policy compute with the engine's `codes` of each of these weights."""
+
+    def originals(self) -> Iterator[Named]:
+        """The same weights as they were before they were quantized, or dequantized if they cannot be had."""
 
 
 class FP8VLLMGeneration(VLLMGeneration):
@@ -93,7 +96,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours["routes_from"] = platform.routes_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
-        room = adapters_installed(self.recipe, ranks_of(self.model)) if self.base else nullcontext()
+        room = adapters_installed(self.recipe, room_for(self.model)) if self.base else nullcontext()
         with platform.ready(self.recipe), invariant, room, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
@@ -156,8 +159,17 @@ class FP8VLLMGeneration(VLLMGeneration):
         return self.delivery.failures
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
-        """The policy's `(checkpoint name, full tensor)`, merged and gathered (a collective), in a `with` block."""
-        return closing(self._iter_named_params())
+        """The policy's `(checkpoint name, full tensor)`, merged and gathered (a collective), in a `with` block. What
+        lives in the engine alone is among them on the main process.
+        """
+        return closing(self._merged() if self.base else self._iter_named_params())
+
+    def _merged(self) -> Iterator[Named]:
+        lora = [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" in name]
+        adapters = factors(self.model, self._whole(lora))
+        yield from merged(self._whole(list(self._parameters())), adapters)
+        if self.accelerator.is_main_process:
+            yield from merged(self.base.originals(), adapters)
 
     def _iter_named_params(self) -> Iterator[Named]:
         """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""

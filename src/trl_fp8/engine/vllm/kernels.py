@@ -19,10 +19,12 @@ from vllm.model_executor.models import commandr
 
 from trl_fp8.quantization.formats.spec import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.adapters import A
 from trl_fp8.sync.pieces import Layout
 from trl_fp8.upstream.vllm import choose_experts
 
 from .kv_scales import attention_layers
+from .layout import ADAPTERS
 
 
 HEAD = "lm_head"
@@ -61,13 +63,35 @@ class EngineLinear:
         return self._module.quant_method.apply(self._module, x, getattr(self._module, "bias", None))
 
     @without_gradients
-    def on(self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None) -> Tensor:
+    def on(
+        self,
+        x: Tensor,
+        weight: Float8Tensor | Tensor,
+        bias: Tensor | None,
+        adapter: tuple[str, Tensor, Tensor] | None = None,
+    ) -> Tensor:
         tensors = {"weight": weight}
         if isinstance(weight, Float8Tensor):
             blocks = self._format.weight_block is not None
             codes, scale = (weight.qdata, weight.scale) if blocks else (weight.qdata.t(), weight.scale.view(()))
             tensors = {"weight": codes, f"weight{self._format.scale_suffix}": scale}
-        return self._module.quant_method.apply(holding(self._module, tensors), x, bias)
+        module = holding(self._module, tensors)
+        if hasattr(module, ADAPTERS[A]):
+            module.__dict__["_modules"] = dict(module._modules) | self._adapters(x, len(weight), adapter)
+        return self._module.quant_method.apply(module, x, bias)
+
+    def _adapters(self, x: Tensor, rows: int, adapter: tuple[str, Tensor, Tensor] | None) -> dict[str, nn.Module]:
+        """The room for adapters with one of them in its place, and zeros in all others."""
+        lora_a, lora_b = (getattr(self._module, name) for name in ADAPTERS.values())
+        width = len(lora_a.weight)
+        a, b = x.new_zeros(width, x.shape[1]), x.new_zeros(rows, width)
+        if adapter is not None:
+            layer, own_a, own_b = adapter
+            start = self.layers.index(layer) * width // len(self.layers)
+            place = slice(start, start + len(own_a))
+            a[place], b[:, place] = own_a, own_b
+        made = [holding(lora, {"weight": each, "bias": None}) for lora, each in ((lora_a, a), (lora_b, b))]
+        return dict(zip(ADAPTERS.values(), made, strict=True))
 
     def codes(self, layer: str) -> Float8Tensor | None:
         return held_codes(self._layout, f"{self._names[layer]}.weight", self._format)

@@ -29,7 +29,7 @@ def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | No
             f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
             f"for trainer and engine. Remove quantization_config, {OFF}"
         )
-    if args.kv_cache_skip_layers == "auto":
+    if args.skip_layers is None:
         raise ValueError(
             "kv_cache_skip_layers='auto' with fp8_base=True: it looks at the policy's k before there is an engine "
             f"that holds the base. Name the layers, set kv_cache_skip_layers=None, {OFF}"
@@ -57,11 +57,31 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             f"fp8_base=True with adapters that the engine has no room for: "
             f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers, {OFF}"
         )
-    saved = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
-    if fp8 := [name for name in saved if name in recipe.fp8_modules or name in recipe.fp8_experts]:
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    if others := sorted({name for module in wrappers for name in module.active_adapters} - {"default"}):
         raise ValueError(
-            f"fp8_base=True with modules_to_save that are FP8: {listed(fp8, 3)}. What is trained as a whole cannot be "
-            f"shared: name them in fp8_ignored_modules, too, {OFF}"
+            f"fp8_base=True with modules_to_save of an adapter called {listed(others)}: whole modules are sent of "
+            f"the one that is called 'default' alone. Give it that name, remove modules_to_save, {OFF}"
+        )
+
+
+def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
+    """Raise `ValueError` if FP8 layers are trained as a whole, or hold adapters: before the weights are taken out of a
+    policy.
+    """
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if merged := [checkpoint_name(name) for name, module in adapted if module.merged]:
+        raise ValueError(
+            f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
+            f"model.unmerge_adapter() first, {OFF}"
+        )
+    shared = *recipe.fp8_modules, *recipe.fp8_experts
+    wrapped = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
+    ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])
+    if trained := [name for name in shared if f".{name}".endswith(ends)]:
+        raise ValueError(
+            f"fp8_base=True with modules_to_save that are FP8: {listed(trained, 3)}. What is trained as a whole "
+            f"cannot be shared: name them in fp8_ignored_modules, too, {OFF}"
         )
 
 

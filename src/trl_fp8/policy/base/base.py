@@ -8,17 +8,21 @@ shared                  the policy's layers get the engine's codes; where ranks 
 """
 
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.recipe.from_model import linear_layers
 from trl_fp8.recipe.names import TRANSFORMERS, expert_modules
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .shared import share_experts, share_linear
+from .shared import SharedExperts, SharedLinear, share_experts, share_linear
+from .stored import StoredBase, load_without_base
 
 
 Named = tuple[str, Tensor | Float8Tensor]
@@ -34,14 +38,17 @@ class Source(Protocol):
 
 
 class HeldBase:
-    """`Source` of a policy that was given with its weights; they are where it had them until they are asked for."""
+    """`Source` of a policy that was given with its weights; they are where it had them until they are asked for. One
+    that shared its base with an engine before has the codes of that.
+    """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe):
         self.recipe = recipe
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Tensor | Float8Tensor] = {}
         for name, module in _layers(model, recipe):
-            for weight in [name for name, _ in module.named_parameters(recurse=False) if name != "bias"]:
-                self._weights[f"{name}.{weight}"] = module._parameters[weight].detach()
+            own = module.codes if isinstance(module, SharedLinear | SharedExperts) else _weights(module)
+            own = own if isinstance(own, dict) else {"weight": own}
+            self._weights |= {f"{name}.{weight}": tensor for weight, tensor in own.items()}
         share(model, recipe)
 
     def tensors(self) -> Iterator[Named]:
@@ -51,8 +58,11 @@ class HeldBase:
                 "They came with the model that the trainer was given and are gone; start again from the last "
                 "checkpoint, and pass the model by its name, so that they can be read again."
             )
-        for name in list(self._weights):
-            yield name, self._weights.pop(name)
+        yield from self._weights.items()
+
+    def release(self) -> None:
+        """Let go of the weights, which somebody holds in FP8."""
+        self._weights.clear()
 
 
 class SharedBase:
@@ -63,16 +73,20 @@ class SharedBase:
         self._own: dict[str, Float8Tensor] = {}  # whole codes, where ranks share an engine
 
     def tensors(self) -> Iterator[Named]:
-        recipe, due = self._source.recipe, {}
-        for name, tensor in self._source.tensors():
-            tensor = tensor.to(self._device)
-            if recipe.tensor_parallel_size == 1:
-                yield name, tensor
-                continue
-            due[name], group = tensor, recipe.sharing_scale(name)
+        if self._source.recipe.tensor_parallel_size == 1:
+            yield from ((name, tensor.to(self._device)) for name, tensor in self._source.tensors())
+            return
+        for group in self._by_scale(self._source):
+            self._own |= zip(group, self._quantized(list(group.values())), strict=True)
+            yield from ((name, self._own[name]) for name in group)
+
+    def _by_scale(self, source: Source) -> Iterator[dict[str, Tensor | Float8Tensor]]:
+        """Weights that share a scale, together."""
+        due = {}
+        for name, tensor in source.tensors():
+            due[name], group = tensor.to(self._device), source.recipe.sharing_scale(name)
             if all(peer in due for peer in group):
-                self._own |= zip(group, self._quantized([due.pop(peer) for peer in group]), strict=True)
-                yield from ((peer, self._own[peer]) for peer in group)
+                yield {peer: due.pop(peer) for peer in group}
 
     def _quantized(self, weights: list[Tensor | Float8Tensor]) -> list[Float8Tensor]:
         if isinstance(weights[0], Float8Tensor):
@@ -81,7 +95,9 @@ class SharedBase:
         return recipe.format.quantize_weights([weight.to(torch.bfloat16) for weight in weights], recipe.scale_format)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
-        """Let the policy's layers compute with `codes` of each weight, or their own."""
+        """Let the policy's layers compute with `codes` of each weight, or their own. Weights that came with the policy
+        are gone then.
+        """
 
         def of(weight: str) -> Float8Tensor:
             return self._own[weight] if self._own else codes(weight)
@@ -91,6 +107,59 @@ class SharedBase:
                 module.codes = of(f"{name}.weight")
             else:
                 module.codes = {weight: of(f"{name}.{weight}") for weight in TRANSFORMERS.fused}
+        if isinstance(self._source, HeldBase):
+            self._source.release()
+
+    @cached_property
+    def original(self) -> "StoredBase | str":
+        """Where the weights are in high precision, to be read again; or why they are not."""
+        source, model = self._source, transformers_model(self._model)
+        if not isinstance(source, StoredBase):
+            create, recipe = type(model).from_pretrained, source.recipe
+            try:
+                _, source = load_without_base(create, model.config.name_or_path, lambda _: recipe)
+            except (ValueError, OSError) as error:
+                return f"the original ones cannot be read again: {error}"
+        if any(weight.scales for weight in source.weights):
+            return "the checkpoint is FP8"
+        return source
+
+    def originals(self) -> Iterator[Named]:
+        """Each weight as it was before it was FP8, or dequantized if `original` is a reason.
+
+        `ValueError` if what was read again is not what the engine's codes were made of.
+        """
+        codes, original = self._codes(), self.original
+        if isinstance(original, str):
+            yield from ((name, dequantize_weight(held, torch.bfloat16)) for name, held in codes.items())
+            return
+        for group in self._by_scale(original):
+            for (name, weight), found in zip(group.items(), self._quantized(list(group.values())), strict=True):
+                if not _same(found, codes[name]):
+                    raise ValueError(
+                        f"the weights in model={self._model.config.name_or_path!r} are not those that were trained "
+                        f"on: {name} quantizes to other codes than the engine has. The model was changed after it was "
+                        "loaded, or its folder since then. Write the adapters with trainer.save_model(), and merge "
+                        "them into the model that they were trained on with PEFT's merge_and_unload()."
+                    )
+                yield name, weight
+
+    def _codes(self) -> dict[str, Float8Tensor]:
+        found = {}
+        for name, module in _layers(self._model, self._source.recipe):
+            held = {"weight": module.codes} if isinstance(module, nn.Linear) else module.codes
+            found |= {f"{name}.{weight}": codes for weight, codes in held.items()}
+        return found
+
+
+def _same(one: Float8Tensor, other: Float8Tensor) -> bool:
+    return torch.equal(one.qdata.view(torch.uint8), other.qdata.view(torch.uint8)) and torch.equal(
+        one.scale.view_as(other.scale), other.scale
+    )
+
+
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False) if name != "bias"}
 
 
 def share(model: nn.Module, recipe: FP8Recipe) -> None:

@@ -5,7 +5,7 @@
 
 Modules stay the objects that they are (flow/swapped.py), so names, adapters and gradient checkpointing work as before.
 Where a weight was stands a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and whoever
-computed with it would notice.
+computed with it would notice. PEFT, which would merge adapters into it, is told what can.
 """
 
 import torch
@@ -18,6 +18,18 @@ from trl_fp8.policy.flow.own_gradient import holding, own_gradient
 from trl_fp8.policy.flow.swapped import swap
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.recipe.names import TRANSFORMERS
+
+
+class AbsentWeight(Tensor):
+    """Shape, dtype and device of a weight; its values are NaN."""
+
+    @property
+    def data(self) -> Tensor:  # what PEFT's merges begin and end with
+        raise ValueError(
+            "fp8_base=True: the base's FP8 weights live in the engine, so that PEFT cannot merge adapters into them. "
+            "Use trainer.merge_and_export(folder), which reads the original weights again, or trainer.save_model() "
+            "and then PEFT's merge_and_unload() on the original model."
+        )
 
 
 class SharedLinear:
@@ -74,7 +86,8 @@ def share_experts(module: nn.Module) -> None:
 def _absent(weight: Tensor) -> Tensor:
     """A NaN of a tensor's shape, without memory; on the host where the tensor has no place."""
     device = "cpu" if weight.is_meta else weight.device
-    return torch.full((), torch.nan, dtype=weight.dtype, device=device).expand(weight.shape)
+    nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
+    return nan.expand(weight.shape).as_subclass(AbsentWeight)
 
 
 def _computed_in(x: Tensor) -> torch.dtype:

@@ -1,10 +1,11 @@
 """LoRA on a policy that calls its engine: values of the merged weight, gradients of base and adapters apart.
 
-    forward    y = engine(x)                          which holds Q(W + s B A); dropout has no part in it
+    forward    y = engine(x)                          which holds Q(W + s B A), or Q(W) and A, s B beside it
     backward   that of x W.T + s drop(x) A.T B.T      PEFT's own, so that A and B are trained as they would be without
 
-This is one function with two values, so its gradient is that of a sum. Where an adapter does anything but add to what
-the base computes, its gradient would need what the base alone computes, and that the engine never does.
+Dropout has no part in the forward. This is one function with two values, so its gradient is that of a sum. Where an
+adapter does anything but add to what the base computes, its gradient would need what the base alone computes, and
+that the engine never does.
 """
 
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -12,30 +13,41 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
+from trl_fp8.policy.base.shared import SharedLinear
 from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router, listed
 
+from .kernels import Adapter
 from .own_gradient import with_value
 
 
 class FollowedAdapter:
-    """Mixed into PEFT's wrapper of a followed linear: the engine holds the merged weight."""
+    """Mixed into PEFT's wrapper of a followed linear: the engine holds base and adapter, merged or side by side."""
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         base = self.base_layer
         if not base.flow.on:
             return super().forward(x, *args, **kwargs)
-        value = base.value(x)
+        value = base.value(x, self._active())
         return with_value(super().forward(x, *args, **kwargs), value)
+
+    def _active(self) -> Adapter | None:
+        """The adapter in force, if this layer has it."""
+        for name in self.active_adapters:
+            if name in self.lora_A:
+                a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
+                return self.base_layer.name, a, b * self.scaling[name]
+        return None
 
 
 def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
     """Raise `ValueError` for adapters whose layers are not followed."""
+    shared = any(isinstance(module, SharedLinear) for module in model.modules())
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    if adapters and tensor_parallel_size > 1:
+    if adapters and tensor_parallel_size > 1 and not shared:
         raise ValueError(
             f"fp8_forward='full' with adapters and vllm_tensor_parallel_size={tensor_parallel_size}: the engine "
-            "quantizes the sum of base and adapters, of which each rank has a part. Set vllm_tensor_parallel_size=1, "
-            "or fp8_forward='off'."
+            "quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
+            "vllm_tensor_parallel_size=1, or fp8_forward='off'."
         )
     others = {
         checkpoint_name(name): kind

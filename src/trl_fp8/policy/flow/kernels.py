@@ -15,6 +15,9 @@ from torch import Tensor
 from torchao.quantization import Float8Tensor
 
 
+Adapter = tuple[str, Tensor, Tensor]  # one of `Linear.layers`, its A `[r, K]`, and its B `[N, r]` times the scaling
+
+
 class Linear(Protocol):
     """One call of the engine, which computes one linear layer of the policy or those that it fused."""
 
@@ -23,8 +26,12 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """x `[T, K]` -> the outputs of all of `layers`, biases included, one after another and maybe padding."""
 
-    def on(self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None) -> Tensor:
-        """The same kernel on other tensors: a weight `[N, K]`, as codes where the engine holds codes, and a bias."""
+    def on(
+        self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None, adapter: Adapter | None = None
+    ) -> Tensor:
+        """The same kernel on other tensors: a weight `[N, K]`, as codes where the engine holds codes, a bias, and in
+        the engine's room for adapters this one or none.
+        """
 
     def codes(self, layer: str) -> Float8Tensor | None:
         """What the engine holds of one layer's weight `[N, K]`, views of it; None if it is not FP8."""

@@ -29,7 +29,7 @@ from trl_fp8.quantization.formats.blocks import BLOCK
 from .flow import FP8Flow
 from .gemm import gemm_for
 from .kept_weight import KeepsQuantizedWeight
-from .kernels import Linear
+from .kernels import Adapter, Linear
 
 
 class FusedCall:
@@ -73,12 +73,12 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
         weight = self.codes if isinstance(self, SharedLinear) else self.weight
         return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
 
-    def value(self, input: Tensor) -> Tensor:
-        """What the engine computes of `[..., K]`: BF16 `[..., N]`."""
+    def value(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
+        """What the engine computes of `[..., K]`: BF16 `[..., N]`. `adapter`: what it holds beside this weight."""
         if self.flow.shares:
             y = self.fused(input)[:, self.columns]
         else:
-            y = self._own(tokens_of(input))
+            y = self._own(tokens_of(input), adapter)
         return y.view(*input.shape[:-1], y.shape[-1])
 
     def lasting_codes(self) -> Float8Tensor | None:
@@ -94,15 +94,21 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
     def _quantized(self) -> Float8Tensor:
         return self.codes if isinstance(self, SharedLinear) else self.quantized_weight()
 
-    def _own(self, x: Tensor) -> Tensor:
-        """The engine's kernel on this rank's own weight, one partial product for each tensor parallel rank."""
+    def _own(self, x: Tensor, adapter: Adapter | None) -> Tensor:
+        """The engine's kernel on this rank's own tensors, one partial product for each tensor parallel rank."""
         weight = self._quantized() if self.is_fp8 else self.weight.to(torch.bfloat16)
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         if self.parts == 1:
-            return self.engine.on(x, weight, bias)
-        pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), strict=True)
+            return self.engine.on(x, weight, bias, adapter)
+        adapters = [None] * self.parts
+        if adapter is not None:
+            layer, a, b = adapter
+            adapters = [(layer, part, b) for part in a.chunk(self.parts, 1)]
+        pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), adapters, strict=True)
         # the first rank adds the bias; any all-reduce of two ranks rounds the sum once
-        products = [self.engine.on(part.contiguous(), w, None if n else bias) for n, (part, w) in enumerate(pieces)]
+        products = [
+            self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
+        ]
         return sum(product.float() for product in products).to(torch.bfloat16)
 
 

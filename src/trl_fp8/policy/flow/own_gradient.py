@@ -42,6 +42,7 @@ def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
         module._parameters.update(parameters)
         yield
     finally:
+        module._parameters.clear()
         module._parameters.update(held)
 
 

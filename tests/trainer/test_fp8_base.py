@@ -1,0 +1,153 @@
+"""Training adapters on an FP8 base that trainer and engine share."""
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from testing.runs import arguments, column, dataset, reward_digits, training
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.features.flow import Flow
+from trl_fp8.policy.base.shared import SharedLinear
+from trl_fp8.recipe.names import checkpoint_name
+
+
+MISMATCH = "mismatch/logp_difference_mean"
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
+SHARED, FULL = {"fp8_base": True}, {"fp8_forward": "full", "learning_rate": 1e-2}
+
+
+def lora(**options):
+    return LoraConfig(**({"r": 4, "target_modules": TARGETS, "task_type": "CAUSAL_LM"} | options))
+
+
+def policy(checkpoint, architecture="qwen3", dtype=torch.float32):
+    return AutoModelForCausalLM.from_pretrained(checkpoint(architecture), dtype=dtype)
+
+
+def require_arrived(trainer):
+    """The engine holds each adapter as the policy has it, scaled, in BF16."""
+    trainer.vllm_generation.sync_weights()
+    held, slots = trainer.vllm_generation.engine.layout.held, trainer.vllm_generation.engine.slots
+    layers = {checkpoint_name(n): m for n, m in trainer.model.named_modules() if isinstance(m, LoraLayer)}
+    assert layers and set(layers) <= set(slots)
+    for name, layer in layers.items():
+        a, b = (getattr(layer, which)["default"].weight.detach() for which in ("lora_A", "lora_B"))
+        rows, columns = len(a), slice(first := slots[name].number * slots[name].rank, first + len(a))
+        assert torch.equal(held[f"{name}.lora_A.weight"][:rows], a.bfloat16()), name
+        assert torch.equal(held[f"{name}.lora_B.weight"][:, columns], (layer.scaling["default"] * b).bfloat16()), name
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    "adapters, flags",
+    [
+        ({"init_lora_weights": False}, {"bf16": False}),
+        ({"lora_dropout": 0.3, "use_rslora": True, "lora_alpha": 5}, {"gradient_checkpointing": True}),
+        ({"modules_to_save": ["embed_tokens", "norm"]}, {"num_iterations": 2, "max_steps": 4}),
+        ({"init_lora_weights": False}, {"fp8_backward": "fp8", "fp8_weight_format": "tensor", "beta": 0.1}),
+    ],
+    ids=["moving", "dropout", "saved_modules", "fp8_backward"],
+)
+def test_trainer_and_engine_agree_while_adapters_train(adapters, flags, checkpoint, tmp_path):
+    model = policy(checkpoint)
+    with training(model, arguments(tmp_path, **(SHARED | FULL | flags)), peft_config=lora(**adapters)) as trainer:
+        before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        trainer.train()
+        after = dict(trainer.model.named_parameters())
+        require_arrived(trainer)
+        assert trainer.vllm_generation.audit_failures == 0
+    mismatch = column(trainer, MISMATCH)
+    assert len(mismatch) == (2 if "num_iterations" in flags else 3) and max(mismatch) < 1e-5, mismatch
+    steps = {name: (after[name].detach() - old).abs().max() for name, old in before.items()}
+    assert all(steps[name] > 1e-5 for name, parameter in after.items() if parameter.requires_grad)
+    assert all(steps[name] == 0 for name, parameter in after.items() if not parameter.requires_grad)
+    linears = [module for module in trainer.model.modules() if isinstance(module, SharedLinear)]
+    assert len(linears) == len(trainer.recipe.fp8_modules) == 14
+
+
+@pytest.mark.engine
+def test_without_the_engines_forward_the_base_is_no_mismatch_either(checkpoint, tmp_path):
+    """What is left is the rounding of activations: the merged path has that of the weights, too."""
+    found = {}
+    for shared in (True, False):
+        torch.manual_seed(0)
+        args = arguments(
+            tmp_path / str(shared), fp8_base=shared, max_steps=2, learning_rate=1e-2, kv_cache_dtype="auto"
+        )
+        with training(policy(checkpoint), args, peft_config=lora(init_lora_weights=False)) as trainer:
+            trainer.train()
+            if shared:
+                require_arrived(trainer)
+                lengths = {row["fp8/sync_bytes"] for row in trainer.state.log_history if "fp8/sync_bytes" in row}
+                assert min(lengths) == trainer.vllm_generation.last_sync.bytes_sent
+        found[shared] = column(trainer, MISMATCH)[0]
+    assert 0 < found[True] < found[False]
+
+
+@pytest.mark.engine
+def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(checkpoint, tmp_path):
+    args = arguments(tmp_path, max_steps=1, bf16=False, **(SHARED | FULL))
+    with training(policy(checkpoint), args, peft_config=lora(init_lora_weights=False)) as trainer:
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+        flow = trainer.feature(Flow).forward
+        for name, layer in trainer.model.named_modules():
+            if not isinstance(layer, LoraLayer):
+                continue
+            x, dy = (torch.randn(3, 7, n).bfloat16().float() for n in (layer.in_features, layer.out_features))
+            found = {}
+            for on in (True, False):
+                x_leaf = x.clone().requires_grad_()
+                with flow.switched(on):
+                    y = layer(x_leaf)
+                wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
+                found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)
+            (value, ours), (plain, theirs) = found[True], found[False]
+            assert 0.005 < (value - plain).norm() / plain.norm() < 0.1, name  # activations in e4m3
+            assert all(torch.equal(a, b) and b.any() for a, b in zip(ours[1:], theirs[1:], strict=True)), name
+            assert (ours[0] - theirs[0]).norm() < 1e-6 * theirs[0].norm(), name
+
+
+LINEARS = ["q_proj"]
+REFUSED = {
+    "alone": (None, "without adapters.*Pass a peft_config"),
+    "dora": (lora(use_dora=True), "q_proj .DoraLinearVariant.*Use plain LoRA.*fp8_base=False"),
+    "lora_bias": (lora(target_modules=["o_proj"], lora_bias=True), "o_proj .lora_bias=True"),
+    "ia3": (IA3Config(target_modules=LINEARS, feedforward_modules=[], task_type="CAUSAL_LM"), "q_proj .ia3"),
+    "embedding": (lora(target_modules=["embed_tokens"]), "embed_tokens .Embedding"),
+    "pissa": (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*read|computed from the base"),
+    "saved": (lora(modules_to_save=["k_proj"]), "modules_to_save that are FP8: model.layers.0.self_attn.k_proj"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_what_no_shared_base_can_have_is_refused_by_name(which, checkpoint, tmp_path):
+    config, message = REFUSED[which]
+    with pytest.raises(ValueError, match=message):
+        with training(policy(checkpoint), arguments(tmp_path, **SHARED), peft_config=config):
+            pass
+
+
+def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):
+    model = get_peft_model(policy(checkpoint), lora(), adapter_name="one")
+    model.add_adapter("two", lora())
+    model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match="2 active adapters .one, two.*set_adapter"):
+        with training(model, arguments(tmp_path, **SHARED)):
+            pass
+
+
+def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="fp8_base=True with fp8_weights=False"):
+        FP8GRPOConfig(str(tmp_path), fp8_base=True, fp8_weights=False)
+    args = arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
+    with pytest.raises(ValueError, match="kv_cache_skip_layers='auto' with fp8_base=True"):
+        FP8GRPOTrainer(policy(checkpoint), reward_digits, args, dataset(), peft_config=lora())
+    with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):
+        config = BitsAndBytesConfig(load_in_8bit=True)
+        args = arguments(tmp_path, **SHARED)
+        FP8GRPOTrainer(
+            checkpoint("qwen3"), reward_digits, args, dataset(), peft_config=lora(), quantization_config=config
+        )
