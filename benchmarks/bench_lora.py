@@ -4,7 +4,7 @@
 
     merged      fp8_base=False: a whole base in the trainer, too; a sync merges adapters into it and sends all of it
     shared      fp8_base=True: FP8 weights in the engine alone, what else a policy has in BF16; a sync sends adapters
-    full        the same, and fp8_forward="full"
+    full        the latter, and fp8_forward="full"
 
 Memory and syncs are those of 24 layers with 0.1 B parameters and adapters of rank 16 on all linears. Memory is that of
 all tensors of policy and engine, each storage once, with adapters and scales, without the KV cache and what training
@@ -14,8 +14,9 @@ in BF16, whose scales need no calibration; ratios are of one turn, in which all 
 
 The mismatch is the mean |trainer - rollout| log-prob of 24 layers with an FP8 KV cache, in groups of uneven lengths as
 in measure_depth, under BF16 autocast, as TRL trains. Weights are random, or pretrained on the addition task; a seed
-draws random weights, adapters (not zero; the same ones on each path) and samples. `mismatch_full` is the larger of the
-two; `shared_over_merged` has the ratio of each seed.
+draws random weights, adapters (not zero; the same ones on each path) and samples. Both paths are compared on what both
+engines sample, which each gives its log-probs as a prompt: those are the ones that it decodes with, "prefill_decode"
+of the full flow says. `mismatch_full` is of tokens as they were decoded, and the larger one of the two weights.
 
 Each cell runs in a process of its own, the file is written after it; a second run of the same command, commit,
 versions and host goes on where the first one ended.
@@ -25,6 +26,7 @@ import argparse
 import gc
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +45,7 @@ from trl_fp8.recipe.recipe import recipe_for_model
 from . import harness, record, shapes
 from .bench_sync import Operations
 from .deep_policies import DeepPolicy, RandomPolicy, TrainedPolicy
-from .measure_depth import in_a_process, of_seed
+from .measure_depth import PROMPTS, decoded, in_a_process, in_step, of_seed, prefilled
 from .rollouts import Rollouts, score
 
 
@@ -62,7 +64,8 @@ SHAPE = dict(  # a quarter of the parameters are the embedding's, as in Qwen3-0.
 SCALING = 0.25  # so that sBA has 8 % of the root mean square of the random policy's W
 MERGED, SHARED = {"dtype": torch.float32}, {}
 HELD = {"merged_float32": MERGED, "merged_bfloat16": {"dtype": torch.bfloat16}, "shared": SHARED}
-PATHS = {"merged": MERGED, "shared": SHARED, "full": SHARED | {"share_kernels": True}}
+PATHS = {"merged": MERGED, "shared": SHARED}
+GROUPS = 2  # that each engine samples, times those of the policy
 POLICIES: dict[str, type[DeepPolicy]] = {"random": RandomPolicy, "trained": TrainedPolicy}
 
 
@@ -90,7 +93,7 @@ def main() -> None:
 def cells() -> Iterator[str]:
     yield "sync"
     yield from (f"memory {path}" for path in HELD)
-    yield from (f"mismatch {weights} {path}" for weights in POLICIES for path in PATHS)
+    yield from (f"{what} {weights}" for what in ("full", "mismatch") for weights in POLICIES)
 
 
 def summary(found: dict[str, dict]) -> dict:
@@ -102,18 +105,11 @@ def summary(found: dict[str, dict]) -> dict:
         told["memory_ratio_float32"] = sizes["shared"] / sizes["merged_float32"]
     if "sync" in found:
         told["sync_ratio"] = found["sync"]["ratio"]["median"]
-    if all(f"mismatch {weights} {path}" in found for weights in POLICIES for path in PATHS):
-        of = {path: {weights: found[f"mismatch {weights} {path}"] for weights in POLICIES} for path in PATHS}
-        told["mismatch_full"] = max(row["mean"] for row in of["full"].values())
-        for path in ("shared", "merged"):
-            told[f"mismatch_{path}"] = {weights: row["mean"] for weights, row in of[path].items()}
-        told["shared_over_merged"] = {
-            weights: [
-                ours / theirs
-                for ours, theirs in zip(of["shared"][weights]["seeds"], of["merged"][weights]["seeds"], strict=True)
-            ]
-            for weights in POLICIES
-        }
+    if all(f"full {weights}" in found for weights in POLICIES):
+        told["mismatch_full"] = max(found[f"full {weights}"]["mean"] for weights in POLICIES)
+    for path in PATHS:
+        of = {weights: found.get(f"mismatch {weights}") for weights in POLICIES}
+        told[f"mismatch_{path}"] = {weights: row[path]["mean"] for weights, row in of.items() if row}
     return told
 
 
@@ -152,7 +148,7 @@ def sync(options: argparse.Namespace) -> dict:
     """Seconds, bytes and operations of syncs of both paths, turn by turn."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = tiny_models.save_checkpoint(Path(folder), **(SHAPE | {"num_hidden_layers": options.layers}))
-        paths = {path: engine_of(checkpoint, 0, kv_cache_dtype="auto", **PATHS[path]) for path in ("merged", "shared")}
+        paths = {path: engine_of(checkpoint, 0, kv_cache_dtype="auto", **how) for path, how in PATHS.items()}
     reports, seconds, operations = {}, {path: [] for path in paths}, {}
     for turn in range(options.turns + 1):
         for path, generation in paths.items():
@@ -212,19 +208,51 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {held.data_ptr(): held.nbytes() for held in (tensor.untyped_storage() for tensor in tensors)}
 
 
-def mismatch(options: argparse.Namespace, weights: str, path: str) -> dict:
-    """Of each seed, and of all their tokens."""
+def mismatch(options: argparse.Namespace, weights: str) -> dict:
+    """Of both paths, on what both engines sample."""
+    source, found = POLICIES[weights](), {path: [] for path in PATHS}
+    for seed in range(options.seeds):
+        with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+            checkpoint = seeded(source, Path(folder), options.layers, seed)
+            engines_of = {path: engine_of(checkpoint, seed, **how) for path, how in PATHS.items()}
+            for generation in engines_of.values():
+                stack.enter_context(in_step(generation, source.prompts()[:PROMPTS], full=False))
+            groups = range(seed * GROUPS * source.groups, (seed + 1) * GROUPS * source.groups)
+            sampled = [
+                Rollouts(decoded(generation, source, group), generation.accelerator.device)
+                for group in groups
+                for generation in engines_of.values()
+            ]
+            for path, generation in engines_of.items():
+                each = [one.distances(scored(generation.model, one), prefilled(generation, one)) for one in sampled]
+                found[path].append(torch.cat(each).double().cpu())
+        for generation in engines_of.values():
+            engines.shutdown(generation.llm)
+    means = {path: [of.mean().item() for of in each] for path, each in found.items()}
+    return {
+        path: {"mean": torch.cat(each).mean().item(), "seeds": means[path], "largest": torch.cat(each).max().item()}
+        for path, each in found.items()
+    } | {
+        "shared_over_merged": [ours / theirs for ours, theirs in zip(means["shared"], means["merged"], strict=True)],
+        "tokens": [len(of) for of in found["shared"]],
+    }
+
+
+def full(options: argparse.Namespace, weights: str) -> dict:
+    """The mismatch where the trainer follows the engine, as it decodes."""
     source, found = POLICIES[weights](), []
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as folder:
-            generation = engine_of(seeded(source, Path(folder), options.layers, seed), seed, **PATHS[path])
-        found.append(of_seed(generation, source, seed, path == "full", scored))
+            checkpoint = seeded(source, Path(folder), options.layers, seed)
+            generation = engine_of(checkpoint, seed, share_kernels=True, **SHARED)
+        found.append(of_seed(generation, source, seed, True, scored))
         engines.shutdown(generation.llm)
     distances = torch.cat([of["mismatch"] for of in found])
     return {
         "mean": distances.mean().item(),
         "seeds": [of["mismatch"].mean().item() for of in found],
         "largest": distances.max().item(),
+        "prefill_decode": {"largest": max(of["prefill_decode"].max().item() for of in found)},
         "tokens": len(distances),
         "decoded_alone": sum(of["decoded_alone"] for of in found),
     }
@@ -245,7 +273,7 @@ def scored(policy: nn.Module, rollouts: Rollouts) -> Tensor:
         return score(policy, rollouts)
 
 
-MEASURES = {"sync": sync, "memory": memory, "mismatch": mismatch}
+MEASURES = {"sync": sync, "memory": memory, "mismatch": mismatch, "full": full}
 
 
 if __name__ == "__main__":
