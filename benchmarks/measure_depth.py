@@ -25,7 +25,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,6 +50,7 @@ POLICIES = {
     "full": {"share_kernels": True},
 }
 PROMPTS = 16  # that scales of the KV cache are calibrated on
+Scorer = Callable[[torch.nn.Module, Rollouts], torch.Tensor]
 LENGTHS = (4, 8, 12, 16, 20, 24, 32, 40)  # greatest ones of the sequences of a group
 
 
@@ -131,7 +132,10 @@ def measured(options: argparse.Namespace) -> dict:
         checkpoint = source.checkpoint(Path(folder), int(layers))
         flags = POLICIES[policy] | {"weight_format": options.weight_format, "engine_kwargs": options.engine_kwargs}
         generation = engines.start(checkpoint, **flags)
-        seeds = [of_seed(generation, source, seed, policy == "full") for seed in range(options.seeds)]
+        seeds = []
+        for seed in range(options.seeds):
+            source.seed(generation.model, seed)
+            seeds.append(of_seed(generation, source, seed, policy == "full"))
         engines.shutdown(generation.llm)
     distances, apart = (torch.cat([seed[key] for seed in seeds]) for key in ("mismatch", "prefill_decode"))
     return {
@@ -149,9 +153,8 @@ def measured(options: argparse.Namespace) -> dict:
     } | source.facts(int(layers))
 
 
-def of_seed(generation, source: DeepPolicy, seed: int, full: bool) -> dict:
+def of_seed(generation, source: DeepPolicy, seed: int, full: bool, score: Scorer = score) -> dict:
     """Distances of all completion tokens, and how many of those were decoded without another sequence."""
-    source.seed(generation.model, seed)
     mismatch, apart, last_one = [], [], 0
     with in_step(generation, source.prompts()[:PROMPTS], full):
         for group in range(seed * source.groups, (seed + 1) * source.groups):

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -86,12 +87,19 @@ def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVSc
 
 
 def loaded_log_probs(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> list[tuple]:
-    """`log_probs` of an engine that loads a checkpoint by itself and is shut down again. No other may run."""
+    """`log_probs` of an engine that loads a checkpoint by itself."""
+    with loaded(folder, recipe, engine_kwargs) as llm:
+        return log_probs(llm)
+
+
+@contextmanager
+def loaded(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> Iterator[LLM]:
+    """An engine that loads a checkpoint by itself and is shut down again. No other may run."""
     ensure_master_addr_port()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     llm = load(folder, recipe, engine_kwargs)
     try:
-        return log_probs(llm)
+        yield llm
     finally:
         shutdown(llm)
 

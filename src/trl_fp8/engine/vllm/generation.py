@@ -205,7 +205,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _reshard(self) -> None:
         """After a forward without backward FSDP2 leaves some parameters unsharded."""
-        for module in self.model.modules():
+        for module in self.model.modules() if self._dist.is_fsdp else ():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
