@@ -131,7 +131,7 @@ class SharedBase:
         """
         codes, original = self._codes(), self.original
         if isinstance(original, str):
-            yield from ((name, dequantize_weight(held, torch.bfloat16)) for name, held in codes.items())
+            yield from ((name, dequantize_weight(held, torch.float32)) for name, held in codes.items())
             return
         for group in self._by_scale(original):
             for (name, weight), found in zip(group.items(), self._quantized(list(group.values())), strict=True):
