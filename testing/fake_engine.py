@@ -13,6 +13,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.policy.flow.kernels import Adapter
 from trl_fp8.policy.flow.one_forward import OneForward
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation
@@ -43,8 +44,10 @@ class FakeLinear:
         outputs = [self.on(x, *held) for held in self._held.values()]
         return torch.cat([*outputs, x.new_full((len(x), PADDING), float("nan"))], 1)
 
-    def on(self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None) -> Tensor:
-        assert x.dtype == torch.bfloat16 and x.dim() == 2
+    def on(
+        self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None, adapter: Adapter | None = None
+    ) -> Tensor:
+        assert x.dtype == torch.bfloat16 and x.dim() == 2 and adapter is None
         if isinstance(weight, Float8Tensor):
             x = dequantize_weight(quantize_activation(x, "pow2"), torch.float32)
             weight = dequantize_weight(weight, torch.float32)

@@ -93,10 +93,12 @@ def train_and_lora(
 
 
 def shared_base(folder: Path, checkpoint: str, lora: dict, **flags) -> dict:
-    """A run of adapters on an FP8 base, of a model that was given as an object, syncs in which a rank fails
-    ("failures"), and one more.
+    """A run of adapters on an FP8 base, syncs in which a rank fails ("said"), and one more. Where ranks share an
+    engine the model is given as an object, not by its name.
     """
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    model = checkpoint
+    if flags.get("vllm_tensor_parallel_size"):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     trainer = make_trainer(folder, model, lora, fp8_base=True, **flags)
     before = adapters_by_hand(trainer)
     trainer.train()

@@ -132,7 +132,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         kept = {recipe.engine_name(name) for name, parameter in self._parameters() if not parameter.requires_grad}
 
         def kept_tensors() -> AbstractContextManager[Iterator[Sent]]:
-            return closing(self._whole([one for one in self._parameters() if recipe.engine_name(one[0]) in kept]))
+            return closing(self._whole(lambda: (p for p in self._parameters() if recipe.engine_name(p[0]) in kept)))
 
         base_part = Part(layout.part(base), lambda: closing(self.base.tensors()), at_once=True)
         return base_part, Part(layout.part(kept), kept_tensors, at_once=dealt)
@@ -165,9 +165,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         return closing(self._merged() if self.base else self._iter_named_params())
 
     def _merged(self) -> Iterator[Named]:
-        lora = [(name, parameter) for name, parameter in self.model.named_parameters() if ".lora_" in name]
-        adapters = factors(self.model, self._whole(lora))
-        yield from merged(self._whole(list(self._parameters())), adapters)
+        named = self.model.named_parameters
+        adapters = factors(self.model, self._whole(lambda: (each for each in named() if ".lora_" in each[0])))
+        yield from merged(self._whole(self._parameters), adapters)
         if self.accelerator.is_main_process:
             yield from merged(self.base.originals(), adapters)
 
@@ -187,8 +187,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         frozen base: adapters, and what else is trained.
         """
         if self.base:
-            sent = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad or ".lora_" in name]
-            return closing(adapter_tensors(self.model, self.engine.slots, self._whole(sent)))
+            named = self.model.named_parameters
+            sent = self._whole(lambda: (each for each in named() if each[1].requires_grad or ".lora_" in each[0]))
+            return closing(adapter_tensors(self.model, self.engine.slots, sent))
         self._reshard()
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
         dealt = [Sharded.of(parameter) for _, parameter in parameters]
@@ -197,11 +198,11 @@ class FP8VLLMGeneration(VLLMGeneration):
             return self.policy_tensors()
         return closing(gathered(parameters, self.recipe, self.engine.layout, self.accelerator.device))
 
-    def _whole(self, parameters: list[Named]) -> Iterator[Named]:
+    def _whole(self, parameters: Callable[[], Iterator[Named]]) -> Iterator[Named]:
         """Parameters, those that FSDP2 deals over ranks gathered, a collective, until the next one is asked for."""
-        self._reshard()
+        self._reshard()  # first: an unsharded parameter is another object, which has no memory any more
         dealt = (self.recipe, self.engine.layout, self.accelerator.device)
-        yield from gathered(parameters, *dealt) if self._dist.is_fsdp else parameters
+        yield from gathered(list(parameters()), *dealt) if self._dist.is_fsdp else parameters()
 
     def _reshard(self) -> None:
         """After a forward without backward FSDP2 leaves some parameters unsharded."""

@@ -77,7 +77,7 @@ class EngineLinear:
             tensors = {"weight": codes, f"weight{self._format.scale_suffix}": scale}
         module = holding(self._module, tensors)
         if hasattr(module, ADAPTERS[A]):
-            module.__dict__["_modules"] = dict(module._modules) | self._adapters(x, len(weight), adapter)
+            module.__dict__["_modules"] = dict(module.named_children()) | self._adapters(x, len(weight), adapter)
         return self._module.quant_method.apply(module, x, bias)
 
     def _adapters(self, x: Tensor, rows: int, adapter: tuple[str, Tensor, Tensor] | None) -> dict[str, nn.Module]:
