@@ -127,7 +127,8 @@ def test_a_whole_policy_computes_with_the_codes(architecture):
 def test_a_base_is_handed_over_once():
     model = build("qwen3")
     held = HeldBase(model, recipe_for_model(model))
-    assert len(list(held.tensors())) == 14
+    assert len(list(held.tensors())) == len(list(held.tensors())) == 14  # a first write may be repeated
+    held.release()
     with pytest.raises(RuntimeError, match="pass the model by its name"):
         next(held.tensors())
 
