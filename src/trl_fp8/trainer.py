@@ -206,7 +206,9 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     def _load_without_base(
         self, args: FP8GRPOConfig, peft_config: "PeftConfig | None", create: Callable, name: str, **loading
     ) -> PreTrainedModel:
-        """Called by TRL in place of its `create_model_from_path`."""
+        """Called by TRL in place of its `create_model_from_path`. What is trained is FP32, as TRL loads it."""
+        if getattr(peft_config, "modules_to_save", None) or getattr(peft_config, "bias", "none") != "none":
+            loading = {"dtype": torch.float32} | loading
         model, self._base = load_without_base(create, name, args.recipe_for, **loading)
         require_apart(model, peft_config, self._base.recipe)
         return model

@@ -5,6 +5,7 @@ import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from peft.tuners.lora.layer import LoraLayer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from trl.trainer.utils import create_model_from_path
 
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
@@ -151,3 +152,20 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
         FP8GRPOTrainer(
             checkpoint("qwen3"), reward_digits, args, dataset(), peft_config=lora(), quantization_config=config
         )
+
+
+@pytest.mark.parametrize(
+    "config, dtype",
+    [
+        (lora(), torch.bfloat16),
+        (lora(modules_to_save=["embed_tokens"]), torch.float32),
+        (lora(bias="lora_only"), torch.float32),
+    ],
+    ids=["adapters", "modules", "biases"],
+)
+def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
+    trainer, args = object.__new__(FP8GRPOTrainer), arguments(tmp_path, **SHARED)
+    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"), dtype="float16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
