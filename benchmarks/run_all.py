@@ -16,12 +16,14 @@ from pathlib import Path
 from . import harness, record, shapes, table
 
 
+WITHOUT_SIZE = {"depth": "measure_depth", "lora": "bench_lora"}  # with sizes of their own, and results for CPU
 # In order of value, if time is short. Name -> sizes of published models
 BENCHMARKS = {
     "rollout": ("qwen3_8b",),
     "sync": ("qwen3_8b",),
     "calibration": ("qwen3_8b",),
     "depth": (None,),
+    "lora": (None,),
     "fp8_linear": ("qwen3_8b",),
     "step": ("qwen3_1_7b", "qwen3_8b"),
 }
@@ -31,9 +33,9 @@ def commands(options: argparse.Namespace) -> list[list[str]]:
     """The command of each benchmark and size that was asked for."""
     found = []
     for name in options.only:
-        if name == "depth":  # has sizes of its own, and a result for CPU
+        if name in WITHOUT_SIZE:
             if shapes.DEVICE == "cuda" and options.results is None:
-                found.append([sys.executable, "-m", "benchmarks.measure_depth"])
+                found.append([sys.executable, "-m", f"benchmarks.{WITHOUT_SIZE[name]}"])
             continue
         sizes = BENCHMARKS[name] if shapes.DEVICE == "cuda" else ("tiny",)
         for size in sizes if options.size is None else [size for size in options.size if size in (*sizes, "tiny")]:
@@ -54,7 +56,7 @@ def main() -> None:
     if not chosen:
         raise SystemExit(
             f"--only {' '.join(options.only)} --size {options.size} on {shapes.DEVICE} chooses no benchmark: "
-            "published sizes and the mismatch over depth need a GPU, that has a folder of its own "
+            f"published sizes, {' and '.join(WITHOUT_SIZE)} need a GPU, those two a folder of their own "
             f"(no --results), and sizes are {BENCHMARKS}."
         )
     for command in chosen:

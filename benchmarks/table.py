@@ -169,6 +169,19 @@ def depth(of: dict) -> Iterator[str]:
         yield row(found["weights"], str(found["layers"]), found["policy"], mean, largest, itself)
 
 
+def lora(of: dict) -> Iterator[str]:
+    results = of["results"]
+    yield from header("LoRA on a shared FP8 base, over merged adapters", "ratio")
+    yield row(
+        "memory, merged base in BF16 (FP32)",
+        f"{number(find(of, ('memory_ratio',)))} ({number(find(of, ('memory_ratio_float32',)))})",
+    )
+    yield row("a sync", number(find(of, ("cells", "sync", "ratio"))))
+    for weights, shared in results["mismatch_shared"].items():
+        yield row(f"mismatch, {weights} weights", number(shared / results["mismatch_merged"][weights]))
+    yield row('mismatch itself with fp8_forward="full"', number(find(of, ("mismatch_full",))))
+
+
 def brief(value: float) -> str:
     return f"{value:#.2g}" if value else "0"
 
@@ -191,6 +204,7 @@ SECTIONS = {
         "bench_fp8_linear --size qwen3_8b",
     ),
     "depth": ("Mismatch over depth", depth, "measure_depth"),
+    "lora": ("LoRA", lora, "bench_lora"),
 }
 
 

@@ -160,6 +160,50 @@ def test_a_mismatch_of_exactly_nothing_is_shown_as_0():
     assert second == "| trained | 24 | full | 0 | 0 | 0 |"
 
 
+def test_lora_is_measured_cell_by_cell_and_summed_up(tmp_path, monkeypatch):
+    from benchmarks import bench_lora
+    from benchmarks.table import lora
+
+    sizes = {"memory merged_float32": 400, "memory merged_bfloat16": 300, "memory shared": 150}
+    cells = {cell: {"bytes": size} for cell, size in sizes.items()}
+    cells["sync"] = {"ratio": {"median": 0.05, "min": 0.04, "max": 0.07}}
+    for number, weights in enumerate(bench_lora.POLICIES):
+        cells[f"full {weights}"] = {"mean": 1e-7 * number}
+        cells[f"mismatch {weights}"] = {"merged": {"mean": 0.4}, "shared": {"mean": 0.3}}
+    monkeypatch.setattr(bench_lora, "in_a_process", Mock(side_effect=[cells["sync"], None]))
+    monkeypatch.setattr(sys, "argv", ["bench_lora", "--results", str(tmp_path)])
+    monkeypatch.setenv("TRL_FP8_COMMIT", "abc123")
+    with pytest.raises(SystemExit, match="failed, see the log: memory merged_float32"):
+        bench_lora.main()
+    monkeypatch.setattr(bench_lora, "in_a_process", lambda cell: cells[cell] if cell != "sync" else None)
+    bench_lora.main()
+    found = json.loads((tmp_path / "lora_cpu.json").read_text())
+    assert found["results"]["cells"] == cells and found["n"] == 11
+    assert (found["results"]["memory_ratio"], found["results"]["memory_ratio_float32"]) == (0.5, 0.375)
+    assert (found["results"]["sync_ratio"], found["results"]["mismatch_full"]) == (0.05, 1e-7)
+    table = list(lora(found))
+    assert table[2:4] == ["| memory, merged base in BF16 (FP32) | 0.5 (0.375) |", "| a sync | 0.05 (0.04 - 0.07) |"]
+    assert table[-2:] == [
+        "| mismatch, trained weights | 0.75 |",
+        '| mismatch itself with fp8_forward="full" | 1e-07 |',
+    ]
+
+
+def test_bytes_behind_tensors_are_counted_once():
+    from benchmarks.bench_lora import storages
+
+    whole = torch.zeros(4, 8)
+    assert sum(storages([whole, whole[1:], whole.t(), torch.zeros(2)]).values()) == 4 * 8 * 4 + 2 * 4
+
+
+def test_lora_on_a_shared_base_reaches_what_it_is_for():
+    """The file that the docs quote."""
+    found = json.loads((ROOT / "benchmarks" / "results" / "lora_cpu.json").read_text())["results"]
+    assert found["memory_ratio_float32"] < found["memory_ratio"] <= 0.6
+    assert found["sync_ratio"] <= 0.1 and found["mismatch_full"] <= 1e-5
+    assert all(found["mismatch_shared"][weights] <= merged for weights, merged in found["mismatch_merged"].items())
+
+
 @pytest.fixture
 def benchmarks():
     """A run of one answers to SIGTERM, which is undone."""
