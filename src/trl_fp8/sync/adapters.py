@@ -45,14 +45,16 @@ class Slot:
 
 
 def room_for(model: nn.Module) -> dict[str, int]:
-    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them; raises as `active_adapter`."""
-    active_adapter(model)
-    return {name: max(layer.r.values()) for name, layer in _adapted(model).items() if layer.r}
+    """Checkpoint name of each layer with LoRA adapters -> the largest rank among them. `ValueError` if several are
+    active.
+    """
+    layers = _adapted(model)
+    _active(layers.values())
+    return {name: max(layer.r.values()) for name, layer in layers.items() if layer.r}
 
 
-def active_adapter(model: nn.Module) -> str | None:
+def _active(layers: Iterable[LoraLayer]) -> str | None:
     """Name of the adapter in force; None while adapters are disabled. `ValueError` if there are several."""
-    layers = _adapted(model).values()
     names = {name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}
     if len(names) > 1:
         raise ValueError(
@@ -104,7 +106,8 @@ def merged(weights: Iterable[Named], adapters: Mapping[str, Mapping[str, torch.T
 
 def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
     """(layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (checkpoint name, None, tensor)."""
-    layers, active = _adapted(model), active_adapter(model)
+    layers = _adapted(model)
+    active = _active(layers.values())
     for name, tensor in parameters:
         layer, which, adapter = _parsed(checkpoint_name(name))
         if which is None:
