@@ -75,6 +75,7 @@ def test_what_the_user_sets_wins():
         ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),
+        ({"vllm_engine_kwargs": {"enable_lora": True}}, ["enable_lora=True", "fp8_base=True"]),
         ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, ["enable_expert_parallel=True", "tensor_parallel"]),
         ({"router_replay": "R3"}, ["router_replay='R3'", "'monitor', 'rollout', 'policy'"]),
         (

@@ -8,8 +8,8 @@ A step, and who takes part in it. Everything optional is a feature: an object wi
     loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes
 """
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -40,8 +40,9 @@ from .features.run_log import RunLog
 from .features.syncs import Syncs
 from .planning.plan import Plan, plan_for_model
 from .policy.base.adaptable import require_adaptable, require_apart, require_trainable_base
-from .policy.base.base import HeldBase, SharedBase, Source
+from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
 from .policy.base.stored import load_without_base
+from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, is_reference, save_in_high_precision
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_rows
@@ -136,9 +137,12 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if not isinstance(model, str):
             save_in_high_precision(model)
             if args.fp8_base:
+                release(model)
                 recipe = args.recipe_for(model)
                 require_apart(model, peft_config, recipe)
                 self._base = HeldBase(model, recipe)
+            else:
+                require_own_weights(model)
         elif (
             not args.fp8_base
             and quantization_config is None
@@ -147,7 +151,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             trusted = loading.get("trust_remote_code", args.trust_remote_code)
             quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
         engine = substituted(trl_grpo, "VLLMGeneration", self._make_generation)
-        with engine, substituted(trl_grpo, "create_model_from_path", loader):
+        with engine, substituted(trl_grpo, "create_model_from_path", loader), self._restored_on_failure():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -212,6 +216,16 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         model, self._base = load_without_base(create, name, args.recipe_for, **loading)
         require_apart(model, peft_config, self._base.recipe)
         return model
+
+    @contextmanager
+    def _restored_on_failure(self) -> Iterator[None]:
+        """A model that was given keeps its weights if no trainer comes of it."""
+        try:
+            yield
+        except BaseException:
+            if isinstance(self._base, HeldBase):
+                self._base.restore()
+            raise
 
     def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: the plan, the engine, and the

@@ -7,6 +7,7 @@ from peft.tuners.lora.layer import LoraLayer
 
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
+from trl_fp8.engine.vllm.adapters import _install
 from trl_fp8.engine.vllm.cpu.linear import linear
 from trl_fp8.engine.vllm.layout import ADAPTERS
 from trl_fp8.recipe.names import checkpoint_name
@@ -131,4 +132,17 @@ def test_an_adapter_that_came_later_and_does_not_fit_is_refused(started):
     with pytest.raises(
         ValueError, match="rank 16 at model.layers.0.self_attn.q_proj.*room for rank 4.*before the trainer"
     ):
+        generation.sync_weights()
+
+
+def test_adapters_that_nothing_has_room_for_are_named():
+    with pytest.raises(ValueError, match="no linear layer for adapters of model.layers.0.somewhere"):
+        _install(torch.nn.Module(), {"model.layers.0.somewhere": 4})
+
+
+def test_adapters_that_peft_merged_are_not_sent(started):
+    generation = started()
+    layer = next(iter(adapters(generation.model).values()))
+    layer.merged_adapters.append("default")
+    with pytest.raises(ValueError, match="unmerge_adapter"):
         generation.sync_weights()

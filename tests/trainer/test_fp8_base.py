@@ -1,5 +1,7 @@
 """Training adapters on an FP8 base that trainer and engine share."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
@@ -10,6 +12,7 @@ from trl.trainer.utils import create_model_from_path
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.features.flow import Flow
+from trl_fp8.policy.base.adaptable import require_trainable_base
 from trl_fp8.policy.base.shared import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
 
@@ -126,9 +129,54 @@ REFUSED = {
 @pytest.mark.parametrize("which", REFUSED)
 def test_what_no_shared_base_can_have_is_refused_by_name(which, checkpoint, tmp_path):
     config, message = REFUSED[which]
+    model = policy(checkpoint)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(ValueError, match=message):
-        with training(policy(checkpoint), arguments(tmp_path, **SHARED), peft_config=config):
+        with training(model, arguments(tmp_path, **SHARED), peft_config=config):
             pass
+    # so that the advice can be followed with the same model
+    after = {checkpoint_name(name): p for name, p in model.named_parameters()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_experts_and_routers_that_all_linear_means_are_refused_with_what_to_name(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="ParamWrapper.*target_modules=.'q_proj', 'k_proj', 'v_proj', 'o_proj'."):
+        with training(
+            checkpoint("qwen3_moe"), arguments(tmp_path, **SHARED), peft_config=lora(target_modules="all-linear")
+        ):
+            pass
+
+
+def test_frozen_adapters_are_refused(checkpoint, tmp_path):
+    model = get_peft_model(policy(checkpoint), lora()).requires_grad_(False)
+    with pytest.raises(ValueError, match="adapters that are frozen.*is_trainable=True"):
+        with training(model, arguments(tmp_path, **SHARED)):
+            pass
+
+
+@pytest.mark.engine
+def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tmp_path):
+    """Also one that followed an engine with all its weights before."""
+    model = policy(checkpoint)
+    with training(model, arguments(tmp_path, fp8_forward="full")):
+        pass
+    for _ in range(2):
+        with training(model, arguments(tmp_path, **(SHARED | FULL)), peft_config=lora()) as trainer:
+            trainer.train()
+            assert max(column(trainer, MISMATCH)) < 1e-5
+        model = trainer.model.unload()
+        with pytest.raises(ValueError, match="leave them out.*merge_and_export"):
+            model.save_pretrained(tmp_path / "saved")
+    kept = {"fp8_ignored_modules": ["model.layers.0.mlp.down_proj"]}
+    for flags in ({"fp8_base": False}, SHARED | {"fp8_weight_format": "tensor"}, SHARED | kept):
+        with pytest.raises(ValueError, match="shared its FP8 base with the engine.*Load the model anew"):
+            FP8GRPOTrainer(model, reward_digits, arguments(tmp_path, **flags), dataset(), peft_config=lora())
+
+
+def test_zero3_is_refused(checkpoint, tmp_path):
+    args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
+        require_trainable_base(args, lora(), None)
 
 
 def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):

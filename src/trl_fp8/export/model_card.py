@@ -32,10 +32,9 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts["correction"] or {}
     last = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
     measured = {f"{label}, last {len(of)} logged steps": f"{fmean(of):.3g}" for label, of in last.items() if of}
-    sent = "policy's weights"
-    adapters = {}
+    sent, adapters = "policy's weights at every step", {}
     if flags["fp8_base"]:
-        sent = "adapters, and none of the FP8 weights beside which they were trained,"
+        sent = "adapters at every step; the FP8 base, which trainer and engine shared, was written once"
         adapters = {"adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x"}
     rows = {
         **adapters,
@@ -52,7 +51,7 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
         "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the "
-        f"{sent} at every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
+        f"{sent} (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
     )
 
 

@@ -98,6 +98,12 @@ class EngineFlags:
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
                 "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
             )
+        if (self.vllm_engine_kwargs or {}).get("enable_lora"):
+            raise ValueError(
+                "vllm_engine_kwargs sets enable_lora=True: the trainer brings adapters to the engine itself, and "
+                "vLLM's own LoRA would rename the layers that it writes to. Remove it; with fp8_base=True adapters "
+                "stay apart from their base."
+            )
         if (self.vllm_engine_kwargs or {}).get("enable_expert_parallel"):
             raise ValueError(
                 "vllm_engine_kwargs sets enable_expert_parallel=True: ranks would hold different experts, and the "

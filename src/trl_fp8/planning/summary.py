@@ -37,7 +37,10 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
         return {}
     flags: Flags = {"accelerate_config": "fsdp2", "num_processes": training.gpus} if training.gpus > 1 else {}
     if training.lora_rank:
-        flags |= {"use_peft": True, "lora_r": training.lora_rank, "lora_target_modules": "all-linear"}
+        # of experts PEFT's all-linear means their weights and routers, too, and those dwarf all other adapters
+        targets = "q_proj k_proj v_proj o_proj" if outline.experts else "all-linear"
+        flags |= {"use_peft": True, "lora_r": training.lora_rank, "lora_target_modules": targets}
+        flags["lora_dropout"] = 0.0  # TRL's is 0.05, and an engine has none
     flags["vllm_gpu_memory_utilization"] = capacity.utilization
     micro_batch = training.gpus * training.sequences
     whole = setup.group // gcd(setup.group, micro_batch)  # steps after which all groups are whole

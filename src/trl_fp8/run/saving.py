@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_fp8.export.checksums import CHECKSUMS
@@ -85,7 +86,7 @@ class Saving:
                     card = Path(self.args.output_dir, "README.md").read_text()
                     words = {"card": card, "merge": _merge(generation.base, what)}
                     export(transformers_model(self.model), self._tokenizer, parameters=parameters, **words)
-                except (ValueError, OSError) as error:
+                except (ValueError, OSError, SafetensorError) as error:
                     failure = error
             for _ in parameters if replicas else ():  # gathers are of every rank, also where another has nothing left
                 pass

@@ -54,7 +54,12 @@ def room_for(model: nn.Module) -> dict[str, int]:
 
 
 def _active(layers: Iterable[LoraLayer]) -> str | None:
-    """Name of the adapter in force; None while adapters are disabled. `ValueError` if there are several."""
+    """Name of the adapter in force; None while adapters are disabled. `ValueError` if there are several, or if one is
+    merged into what it adapts: it would count twice.
+    """
+    layers = list(layers)
+    if any(layer.merged for layer in layers):
+        raise ValueError("fp8_base=True with adapters that PEFT has merged. Call model.unmerge_adapter() first.")
     names = {name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}
     if len(names) > 1:
         raise ValueError(

@@ -8,7 +8,7 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.recipe.names import COLUMN_PARALLEL, ROW_PARALLEL, checkpoint_name, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
@@ -27,7 +27,7 @@ def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | No
     if quantization is not None:
         raise ValueError(
             f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
-            f"for trainer and engine. Remove quantization_config, {OFF}"
+            "for trainer and engine. Remove quantization_config: FP8 takes the place of 4 and 8 bits."
         )
     if args.skip_layers is None:
         raise ValueError(
@@ -51,11 +51,17 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             "fp8_base=True without adapters: the base is frozen, so that nothing would be trained. Pass a peft_config "
             f"(LoraConfig), {OFF}"
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "fp8_base=True with adapters that are frozen: nothing would be trained. Load them with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)."
+        )
     linears = {*recipe.fp8_modules, *recipe.kept_modules} - {"lm_head"}
     if other := {name: why for name, layer in adapters.items() if (why := _why_not(name, layer, linears))}:
         raise ValueError(
             f"fp8_base=True with adapters that the engine has no room for: "
-            f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers, {OFF}"
+            f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers (of a "
+            f"mixture of experts target_modules={[*COLUMN_PARALLEL[:3], ROW_PARALLEL[0]]}, not 'all-linear'), {OFF}"
         )
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
     if others := sorted({name for module in wrappers for name in module.active_adapters} - {"default"}):

@@ -7,14 +7,16 @@ shared                  the policy's layers get the engine's codes; where ranks 
                         a part, whole codes of their own
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.policy.flow.swapped import restore
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.recipe.from_model import linear_layers
@@ -26,6 +28,11 @@ from .stored import StoredBase, load_without_base
 
 
 Named = tuple[str, Tensor | Float8Tensor]
+SHARED = SharedLinear, SharedExperts
+SHARED_BEFORE = (
+    "the model shared its FP8 base with the engine of a trainer before this one (fp8_base=True), and has a part"
+)
+ANEW = "Load the model anew, or give the trainer the flags that the first one had."
 
 
 class Source(Protocol):
@@ -43,13 +50,26 @@ class HeldBase:
     """
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe):
-        self.recipe = recipe
+        self.recipe, self._model = recipe, model
         self._weights: dict[str, Tensor | Float8Tensor] = {}
-        for name, module in _layers(model, recipe):
-            own = module.codes if isinstance(module, SharedLinear | SharedExperts) else _weights(module)
+        layers = _layers(model, recipe)
+        require_own_weights(model, {module for _, module in layers})
+        for name, module in layers:
+            own = module.codes if isinstance(module, SHARED) else _weights(module)
             own = own if isinstance(own, dict) else {"weight": own}
             self._weights |= {f"{name}.{weight}": tensor for weight, tensor in own.items()}
+        before = [each for each in self._weights.values() if isinstance(each, Float8Tensor)]
+        if any(tuple(each.block_size[-2:]) != (recipe.format.weight_block or each.shape[-2:]) for each in before):
+            raise ValueError(f"{SHARED_BEFORE} in another format. {ANEW}")
         share(model, recipe)
+
+    def restore(self) -> None:
+        """Make the policy what it was, as long as no engine has its weights."""
+        for name, module in _layers(self._model, self.recipe) if self._weights else ():
+            if isinstance(module, SHARED) and module.codes is None:
+                restore(module)
+                for parameter in ["weight"] if isinstance(module, nn.Linear) else TRANSFORMERS.fused:
+                    module.register_parameter(parameter, self._weights[f"{name}.{parameter}"])
 
     def tensors(self) -> Iterator[Named]:
         if not self._weights:
@@ -58,7 +78,7 @@ class HeldBase:
                 "They came with the model that the trainer was given and are gone; start again from the last "
                 "checkpoint, and pass the model by its name, so that they can be read again."
             )
-        yield from self._weights.items()
+        yield from ((name, weight.detach()) for name, weight in self._weights.items())
 
     def release(self) -> None:
         """Let go of the weights, which somebody holds in FP8."""
@@ -109,6 +129,7 @@ class SharedBase:
                 module.codes = {weight: of(f"{name}.{weight}") for weight in TRANSFORMERS.fused}
         if isinstance(self._source, HeldBase):
             self._source.release()
+        transformers_model(self._model).save_pretrained = _lacks_weights
 
     @cached_property
     def original(self) -> "StoredBase | str":
@@ -118,7 +139,7 @@ class SharedBase:
             create, recipe = type(model).from_pretrained, source.recipe
             try:
                 _, source = load_without_base(create, model.config.name_or_path, lambda _: recipe)
-            except (ValueError, OSError) as error:
+            except (ValueError, OSError, SafetensorError) as error:
                 return f"the original ones cannot be read again: {error}"
         if any(weight.scales for weight in source.weights):
             return "the checkpoint is FP8"
@@ -159,7 +180,13 @@ def _same(one: Float8Tensor, other: Float8Tensor) -> bool:
 
 
 def _weights(module: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach() for name, tensor in module.named_parameters(recurse=False) if name != "bias"}
+    return {name: tensor for name, tensor in module.named_parameters(recurse=False) if name != "bias"}
+
+
+def require_own_weights(model: nn.Module, but: Collection[nn.Module] = ()) -> None:
+    """Raise `ValueError` if layers of a policy, other than `but`, hold no weights."""
+    if any(isinstance(module, SHARED) and module not in but for module in model.modules()):
+        raise ValueError(f"{SHARED_BEFORE} that is not shared now. {ANEW}")
 
 
 def share(model: nn.Module, recipe: FP8Recipe) -> None:
@@ -173,5 +200,12 @@ def share(model: nn.Module, recipe: FP8Recipe) -> None:
 
 def _layers(model: nn.Module, recipe: FP8Recipe) -> list[tuple[str, nn.Module]]:
     """The linears and experts that are FP8, by checkpoint name."""
-    linears = [(name, module) for name, module in linear_layers(model) if name in set(recipe.fp8_modules)]
-    return linears + [(name, module) for name, module in expert_modules(model) if name in recipe.fp8_experts]
+    fp8 = {*recipe.fp8_modules, *recipe.fp8_experts}
+    return [(name, module) for name, module in (*linear_layers(model), *expert_modules(model)) if name in fp8]
+
+
+def _lacks_weights(*args, **kwargs) -> None:
+    raise ValueError(
+        "fp8_base=True: the model does not hold its FP8 weights, so that save_pretrained would leave them out. Use "
+        "trainer.merge_and_export(folder) for a whole model, or trainer.save_model() for the adapters."
+    )

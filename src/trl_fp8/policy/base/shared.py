@@ -42,6 +42,8 @@ class SharedLinear:
         return self.absent
 
     def forward(self, input: Tensor) -> Tensor:
+        if self.codes is None:
+            raise RuntimeError("fp8_base=True: the policy has no weights before its trainer's engine holds its base.")
         dtype = _computed_in(input)
         y = _DequantizedLinear.apply(input.to(dtype), self.codes)
         return y if self.bias is None else y + self.bias.to(dtype)
@@ -54,7 +56,7 @@ def _held_or_absent(name: str) -> property:
 class SharedExperts:
     """Mixed into the class of all experts of a layer, `[E, N, K]` each."""
 
-    codes: dict[str, Float8Tensor]  # by the name of the parameter
+    codes: dict[str, Float8Tensor] | None  # by the name of the parameter
     absent: dict[str, Tensor]
     gate_up_proj, down_proj = map(_held_or_absent, TRANSFORMERS.fused)
 
@@ -79,7 +81,7 @@ def share_experts(module: nn.Module) -> None:
     """Take the weights out of all experts of a layer. Idempotent."""
     if not isinstance(module, SharedExperts):
         absent = {name: _absent(module._parameters.pop(name)) for name in TRANSFORMERS.fused}
-        swap(module, SharedExperts, codes={}, absent=absent)
+        swap(module, SharedExperts, codes=None, absent=absent)
 
 
 def _absent(weight: Tensor) -> Tensor:

@@ -97,7 +97,7 @@ class _Loader(HfQuantizer):
         if quantization_config is not None or gguf_file is not None:
             given = "a quantization_config" if gguf_file is None else f"gguf_file={gguf_file!r}"
             raise ValueError(
-                f"fp8_base=True with {given}: the base is FP8 and nothing else. Remove it, or set fp8_base=False."
+                f"fp8_base=True with {given}: the base is FP8, in the place of any other format. Remove it."
             )
         for each in (config, config.get_text_config(decoder=True)):
             method = (vars(each).pop("quantization_config", None) or {}).get("quant_method", "fp8")
