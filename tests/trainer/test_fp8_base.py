@@ -43,6 +43,92 @@ def require_arrived(trainer):
         assert torch.equal(held[f"{name}.lora_B.weight"][:, columns], (layer.scaling["default"] * b).bfloat16()), name
 
 
+LINEARS = ["q_proj"]
+REFUSED = {
+    "alone": (None, "without adapters.*Pass a peft_config"),
+    "dora": (lora(use_dora=True), "q_proj .DoraLinearVariant.*Use plain LoRA.*fp8_base=False"),
+    "lora_bias": (lora(target_modules=["o_proj"], lora_bias=True), "o_proj .lora_bias=True"),
+    "ia3": (IA3Config(target_modules=LINEARS, feedforward_modules=[], task_type="CAUSAL_LM"), "q_proj .ia3"),
+    "embedding": (lora(target_modules=["embed_tokens"]), "embed_tokens .Embedding"),
+    "pissa": (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*read|computed from the base"),
+    "saved": (lora(modules_to_save=["k_proj"]), "modules_to_save that are FP8: model.layers.0.self_attn.k_proj"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_what_no_shared_base_can_have_is_refused_by_name(which, checkpoint, tmp_path):
+    config, message = REFUSED[which]
+    model = policy(checkpoint)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        with training(model, arguments(tmp_path, **SHARED), peft_config=config):
+            pass
+    # so that the advice can be followed with the same model
+    after = {checkpoint_name(name): p for name, p in model.named_parameters()}
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_experts_and_routers_that_all_linear_means_are_refused_with_what_to_name(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="ParamWrapper.*target_modules=.'q_proj', 'k_proj', 'v_proj', 'o_proj'."):
+        with training(
+            checkpoint("qwen3_moe"), arguments(tmp_path, **SHARED), peft_config=lora(target_modules="all-linear")
+        ):
+            pass
+
+
+def test_frozen_adapters_are_refused(checkpoint, tmp_path):
+    model = get_peft_model(policy(checkpoint), lora()).requires_grad_(False)
+    with pytest.raises(ValueError, match="adapters that are frozen.*is_trainable=True"):
+        with training(model, arguments(tmp_path, **SHARED)):
+            pass
+
+
+def test_zero3_is_refused(checkpoint, tmp_path):
+    args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
+    with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
+        require_trainable_base(args, lora(), None)
+
+
+def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):
+    model = get_peft_model(policy(checkpoint), lora(), adapter_name="one")
+    model.add_adapter("two", lora())
+    model.base_model.set_adapter(["one", "two"])
+    with pytest.raises(ValueError, match="2 active adapters .one, two.*set_adapter"):
+        with training(model, arguments(tmp_path, **SHARED)):
+            pass
+
+
+def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="fp8_base=True with fp8_weights=False"):
+        FP8GRPOConfig(str(tmp_path), fp8_base=True, fp8_weights=False)
+    args = arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
+    with pytest.raises(ValueError, match="kv_cache_skip_layers='auto' with fp8_base=True"):
+        FP8GRPOTrainer(policy(checkpoint), reward_digits, args, dataset(), peft_config=lora())
+    with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):
+        config = BitsAndBytesConfig(load_in_8bit=True)
+        args = arguments(tmp_path, **SHARED)
+        FP8GRPOTrainer(
+            checkpoint("qwen3"), reward_digits, args, dataset(), peft_config=lora(), quantization_config=config
+        )
+
+
+@pytest.mark.parametrize(
+    "config, dtype",
+    [
+        (lora(), torch.bfloat16),
+        (lora(modules_to_save=["embed_tokens"]), torch.float32),
+        (lora(bias="lora_only"), torch.float32),
+    ],
+    ids=["adapters", "modules", "biases"],
+)
+def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
+    trainer, args = object.__new__(FP8GRPOTrainer), arguments(tmp_path, **SHARED)
+    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"), dtype="float16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
     "adapters, flags",
@@ -114,46 +200,6 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
             assert (ours[0] - theirs[0]).norm() < 1e-6 * theirs[0].norm(), name
 
 
-LINEARS = ["q_proj"]
-REFUSED = {
-    "alone": (None, "without adapters.*Pass a peft_config"),
-    "dora": (lora(use_dora=True), "q_proj .DoraLinearVariant.*Use plain LoRA.*fp8_base=False"),
-    "lora_bias": (lora(target_modules=["o_proj"], lora_bias=True), "o_proj .lora_bias=True"),
-    "ia3": (IA3Config(target_modules=LINEARS, feedforward_modules=[], task_type="CAUSAL_LM"), "q_proj .ia3"),
-    "embedding": (lora(target_modules=["embed_tokens"]), "embed_tokens .Embedding"),
-    "pissa": (lora(init_lora_weights="pissa"), "init_lora_weights='pissa'.*read|computed from the base"),
-    "saved": (lora(modules_to_save=["k_proj"]), "modules_to_save that are FP8: model.layers.0.self_attn.k_proj"),
-}
-
-
-@pytest.mark.parametrize("which", REFUSED)
-def test_what_no_shared_base_can_have_is_refused_by_name(which, checkpoint, tmp_path):
-    config, message = REFUSED[which]
-    model = policy(checkpoint)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with pytest.raises(ValueError, match=message):
-        with training(model, arguments(tmp_path, **SHARED), peft_config=config):
-            pass
-    # so that the advice can be followed with the same model
-    after = {checkpoint_name(name): p for name, p in model.named_parameters()}
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-
-
-def test_experts_and_routers_that_all_linear_means_are_refused_with_what_to_name(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="ParamWrapper.*target_modules=.'q_proj', 'k_proj', 'v_proj', 'o_proj'."):
-        with training(
-            checkpoint("qwen3_moe"), arguments(tmp_path, **SHARED), peft_config=lora(target_modules="all-linear")
-        ):
-            pass
-
-
-def test_frozen_adapters_are_refused(checkpoint, tmp_path):
-    model = get_peft_model(policy(checkpoint), lora()).requires_grad_(False)
-    with pytest.raises(ValueError, match="adapters that are frozen.*is_trainable=True"):
-        with training(model, arguments(tmp_path, **SHARED)):
-            pass
-
-
 @pytest.mark.engine
 def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tmp_path):
     """Also one that followed an engine with all its weights before."""
@@ -171,49 +217,3 @@ def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tm
     for flags in ({"fp8_base": False}, SHARED | {"fp8_weight_format": "tensor"}, SHARED | kept):
         with pytest.raises(ValueError, match="shared its FP8 base with the engine.*Load the model anew"):
             FP8GRPOTrainer(model, reward_digits, arguments(tmp_path, **flags), dataset(), peft_config=lora())
-
-
-def test_zero3_is_refused(checkpoint, tmp_path):
-    args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
-    with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
-        require_trainable_base(args, lora(), None)
-
-
-def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):
-    model = get_peft_model(policy(checkpoint), lora(), adapter_name="one")
-    model.add_adapter("two", lora())
-    model.base_model.set_adapter(["one", "two"])
-    with pytest.raises(ValueError, match="2 active adapters .one, two.*set_adapter"):
-        with training(model, arguments(tmp_path, **SHARED)):
-            pass
-
-
-def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="fp8_base=True with fp8_weights=False"):
-        FP8GRPOConfig(str(tmp_path), fp8_base=True, fp8_weights=False)
-    args = arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
-    with pytest.raises(ValueError, match="kv_cache_skip_layers='auto' with fp8_base=True"):
-        FP8GRPOTrainer(policy(checkpoint), reward_digits, args, dataset(), peft_config=lora())
-    with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):
-        config = BitsAndBytesConfig(load_in_8bit=True)
-        args = arguments(tmp_path, **SHARED)
-        FP8GRPOTrainer(
-            checkpoint("qwen3"), reward_digits, args, dataset(), peft_config=lora(), quantization_config=config
-        )
-
-
-@pytest.mark.parametrize(
-    "config, dtype",
-    [
-        (lora(), torch.bfloat16),
-        (lora(modules_to_save=["embed_tokens"]), torch.float32),
-        (lora(bias="lora_only"), torch.float32),
-    ],
-    ids=["adapters", "modules", "biases"],
-)
-def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
-    trainer, args = object.__new__(FP8GRPOTrainer), arguments(tmp_path, **SHARED)
-    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"))
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"), dtype="float16")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}

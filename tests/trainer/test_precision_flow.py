@@ -74,7 +74,7 @@ def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_p
 def flow_trainer(model, recipe, sharded=False, **flags):
     """What a flow asks of a trainer before there is an engine."""
     flow = {"backward": "bf16", "backend": "fake_quant"} | flags
-    args = SimpleNamespace(fp8_forward="full", fp8_gemm_backend=flow["backend"], flow=flow)
+    args = SimpleNamespace(fp8_forward="full", fp8_base=False, fp8_gemm_backend=flow["backend"], flow=flow)
     return SimpleNamespace(
         args=args,
         recipe=recipe,
