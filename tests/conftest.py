@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import settings
@@ -36,9 +37,14 @@ def settled_heap(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def thawed_heap():
-    """What a module's own fixtures held can be freed after it."""
+    """What a module's own fixtures held can be freed after it. After an engine every config makes a process group, which
+    processes that a later test forks would inherit.
+    """
     yield
     unfreeze()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
