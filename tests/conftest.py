@@ -37,8 +37,8 @@ def settled_heap(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def thawed_heap():
-    """What a module's own fixtures held can be freed after it. After an engine every config makes a process group, which
-    processes that a later test forks would inherit.
+    """What a module's own fixtures held can be freed after it. After an engine every config makes a process group,
+    which processes that a later test forks would inherit.
     """
     yield
     unfreeze()
