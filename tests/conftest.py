@@ -2,7 +2,6 @@
 
 import gc
 import os
-import sys
 
 import pytest
 from hypothesis import settings
@@ -37,14 +36,9 @@ def settled_heap(request):
 
 @pytest.fixture(scope="module", autouse=True)
 def thawed_heap():
-    """What a module's own fixtures held can be freed after it. After an engine every config makes a process group,
-    which processes that a later test forks would inherit.
-    """
+    """What a module's own fixtures held can be freed after it."""
     yield
     unfreeze()
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -204,6 +204,9 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
 def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tmp_path):
     """Also one that followed an engine with all its weights before."""
     model = policy(checkpoint)
+    kept = {"fp8_ignored_modules": ["model.layers.0.mlp.down_proj"]}
+    others = {"fp8_base": False}, SHARED | {"fp8_weight_format": "tensor"}, SHARED | kept
+    others = [arguments(tmp_path, **flags) for flags in others]  # after an engine they would make a process group
     with training(model, arguments(tmp_path, fp8_forward="full")):
         pass
     for _ in range(2):
@@ -213,7 +216,6 @@ def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tm
         model = trainer.model.unload()
         with pytest.raises(ValueError, match="leave them out.*merge_and_export"):
             model.save_pretrained(tmp_path / "saved")
-    kept = {"fp8_ignored_modules": ["model.layers.0.mlp.down_proj"]}
-    for flags in ({"fp8_base": False}, SHARED | {"fp8_weight_format": "tensor"}, SHARED | kept):
+    for args in others:
         with pytest.raises(ValueError, match="shared its FP8 base with the engine.*Load the model anew"):
-            FP8GRPOTrainer(model, reward_digits, arguments(tmp_path, **flags), dataset(), peft_config=lora())
+            FP8GRPOTrainer(model, reward_digits, args, dataset(), peft_config=lora())
