@@ -1,5 +1,6 @@
 """Adapters that were trained on a shared FP8 base, as others load them: vLLM by its own LoRA, and PEFT."""
 
+import gc
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ def unrounded(self, layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
+    gc.collect()  # an engine that a module before this one left would end, and its process group, while ours starts
     folder, source = tmp_path_factory.mktemp("run"), checkpoint("qwen3")
     flags = {"fp8_base": True, "kv_cache_dtype": "auto", "bf16": False, "vllm_engine_kwargs": LARGE}
     config = LoraConfig(  # scaled by a power of two: vLLM rounds B before it scales, the sync afterwards
