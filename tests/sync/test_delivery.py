@@ -10,7 +10,7 @@ from torch import nn
 
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.sync.delivery import Delivery
+from trl_fp8.sync.delivery import Delivery, Part
 from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.sync.writer import Writer
 
@@ -317,4 +317,46 @@ def test_a_broken_seal_is_counted_once_and_refused_until_the_next_delivery(made,
         delivery.verify()
     assert refuses(delivery) and delivery.failures == 1
     delivery.deliver(calibrated(engine))
+    delivery.verify()
+
+
+@pytest.fixture
+def in_parts():
+    """(delivery of a policy whose projection is frozen, its engine, the part); `calls` say which part is opened."""
+    policy, engine = Policy(), DictEngine()
+
+    def opened(which, names):
+        def tensors():
+            engine.calls.append(which)
+            yield from ((name, p) for name, p in policy.named_parameters() if name in names)
+
+        return lambda: closing(tensors())
+
+    base = Part(engine.layout.part({"proj.weight", "proj.weight_scale_inv"}), opened("base", {"proj.weight"}))
+    trained = opened("trained", {"head.weight", "norm.weight"})
+    return Delivery(engine, policy, RECIPE, trained, frozen=(base,)), engine, base
+
+
+def test_what_nobody_trains_is_sent_once_and_before_anybody_computes_with_it(in_parts):
+    delivery, engine, base = in_parts
+    first, second = delivery.deliver(calibrated(engine)), delivery.deliver(calibrated(engine))
+    both = ["wake", "calibrate", "trained", "scales", "verify", "reset"]
+    assert engine.calls == [both[0], "base", *both[1:], *both]
+    trained = sum(HELD[name].nbytes for name in ("head.weight", "norm.weight"))
+    assert (first.bytes_sent, second.bytes_sent) == (trained + base.bytes, trained)
+    assert (first.audited_tensors, second.audited_tensors) == (4, 2)
+    assert first.weight_relative_error == second.weight_relative_error > 0
+
+
+@pytest.mark.parametrize("name, again", [("proj.weight", ["base", "trained"]), ("norm.weight", ["trained"])])
+def test_only_the_part_that_was_changed_is_sent_again(name, again, in_parts):
+    delivery, engine, _ = in_parts
+    delivery.deliver()
+    engine.held[name].view(torch.uint8)[..., 0] ^= 1
+    with pytest.raises(RuntimeError, match=f"changed since the last sync: {name}"):
+        delivery.verify()
+    assert refuses(delivery)
+    engine.calls.clear()
+    delivery.deliver()
+    assert [call for call in engine.calls if call in ("base", "trained")] == again
     delivery.verify()

@@ -117,14 +117,12 @@ class Delivery:
         if self._engine.wake():
             for part in self._parts:
                 part.seal = None
+        due = [part for part in self._frozen if part.seal is None]
+        writing = sum(self.send(part) for part in due)  # first: a policy that shares its base calibrates with it
         awake = time.perf_counter()
         kv_scales = self._calibrated(calibrate) if calibrate else None
         calibrated = time.perf_counter()
-        due = [part for part in self._frozen if part.seal is None]
-        for part in due:
-            self.send(part)
-        frozen_sent = time.perf_counter()
-        writing = self.send(self._trained, kv_scales)
+        writing += self.send(self._trained, kv_scales)
         try:
             self._engine.reset_prefix_cache()
         except RuntimeError:
@@ -133,7 +131,7 @@ class Delivery:
         parts, sent = self._parts, [*due, self._trained]
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
-            quantize_seconds=frozen_sent - calibrated + writing,
+            quantize_seconds=writing,
             calibration_seconds=calibrated - awake,
             audited_tensors=sum(len(part.seal.values) for part in sent),
             bytes_sent=sum(part.bytes for part in sent),
