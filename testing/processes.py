@@ -6,7 +6,8 @@ import socket
 
 # An engine leaves its ranks in the environment, and listens on its port. Without bytecode every process would compile
 # torch, vLLM and transformers from source: 40 s
-NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
+RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+NOT_INHERITED = (*RANKS, "MASTER_ADDR", "MASTER_PORT", "PYTHONDONTWRITEBYTECODE")
 
 
 def alone(*dropped: str) -> dict[str, str]:

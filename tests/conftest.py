@@ -6,7 +6,7 @@ import os
 import pytest
 from hypothesis import settings
 
-from testing.processes import free_port
+from testing.processes import RANKS, free_port
 
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -32,6 +32,14 @@ def settled_heap(request):
     if request.node.get_closest_marker("engine"):
         gc.collect()
         freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_rank():
+    """After a test this process is no rank of an engine: a config that a later test makes would form a group."""
+    yield
+    for name in RANKS:
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,5 +1,6 @@
 """Sharded policies: each rank quantizes its rows, and all of them hold what one rank alone would have written."""
 
+import gc
 import re
 from contextlib import nullcontext
 from dataclasses import replace
@@ -107,6 +108,14 @@ def assert_holds(layout: Layout, writer: Writer, parameters: dict[str, torch.Ten
         assert torch.equal(layout.held[name].reshape(tensor.shape).float(), tensor.float()), name
         assert writer.sums[name].item() == digest(tensor).item(), name
     assert layout.sums().tolist() == [writer.sums[name].item() for name in layout.names]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_group():
+    """Forks inherit no group of this process, which an engine that a module before this one left may hold."""
+    gc.collect()
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 def on_ranks(function, ranks: int, folder) -> None:
