@@ -37,7 +37,14 @@ TRANSFORMERS = ExpertNames("mlp", ("gate_up_proj", "down_proj"), (("gate_proj", 
 MIXTRAL = ExpertNames("block_sparse_moe", ("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
-_FAMILIES = {"mixtral": MIXTRAL}  # model types that transformers renames while loading, and vLLM does not
+# Model type -> parts of names, in transformers and in vLLM's class, which are replaced in this order
+_RENAMED = {
+    "mixtral": (
+        (".mlp.", ".block_sparse_moe."),
+        (".experts.gate_up_proj", ".experts.w13"),
+        (".experts.down_proj", ".experts.w2"),
+    )
+}
 
 
 def checkpoint_name(name: str) -> str:
@@ -48,11 +55,8 @@ def checkpoint_name(name: str) -> str:
 
 def engine_name(name: str, model_type: str) -> str:
     """The name under which vLLM loads a parameter, or ignores a module, that transformers calls `name`."""
-    if (family := _FAMILIES.get(model_type)) is None:
-        return name
-    name = name.replace(f".{TRANSFORMERS.block}.", f".{family.block}.")
-    for ours, theirs in zip(TRANSFORMERS.fused, family.fused, strict=True):
-        name = name.replace(f".experts.{ours}", f".experts.{theirs}")
+    for ours, theirs in _RENAMED.get(model_type, ()):
+        name = name.replace(ours, theirs)
     return name
 
 
