@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Projections of a decoder layer. vLLM shards N (columns of x @ W.T) of those it fuses, and K of the others.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-COLUMN_PARALLEL = tuple(kind for group in FUSED for kind in group)
+# Projections of a decoder layer: those that vLLM fuses, and of which it shards N (columns of x @ W.T), K, or nothing.
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), REPLICATED)
+COLUMN_PARALLEL = (*FUSED[0], *FUSED[1], "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
@@ -38,13 +39,12 @@ MIXTRAL = ExpertNames("block_sparse_moe", ("w13", "w2"), (("w1", "w3"), ("w2",))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 # Model type -> parts of names, in transformers and in vLLM's class, which are replaced in this order
-_RENAMED = {
-    "mixtral": (
-        (".mlp.", ".block_sparse_moe."),
-        (".experts.gate_up_proj", ".experts.w13"),
-        (".experts.down_proj", ".experts.w2"),
-    )
-}
+_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."),
+    (".experts.gate_up_proj", ".experts.w13"),
+    (".experts.down_proj", ".experts.w2"),
+)
+_RENAMED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
 
 
 def checkpoint_name(name: str) -> str:

@@ -20,7 +20,16 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name, listed, router_name
+from .names import (
+    COLUMN_PARALLEL,
+    FUSED,
+    REPLICATED,
+    ROW_PARALLEL,
+    TRANSFORMERS,
+    engine_name,
+    listed,
+    router_name,
+)
 from .outline import Outline
 
 
@@ -28,8 +37,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
-_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
+_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL + REPLICATED)
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_experts?)\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 
@@ -107,8 +116,9 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.engine_name(name) for name in self.kept_modules]
-        return self.format.quantization_config | {"modules_to_not_convert": kept}
+        # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.engine_name(name), name))
+        return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
@@ -213,6 +223,8 @@ def _shard(outline: Outline, name: str, tp_size: int) -> tuple[float, float]:
     kind = name.rpartition(".")[2]
     if kind in ROW_PARALLEL:
         return rows, columns / tp_size
+    if kind in REPLICATED:
+        return rows, columns
     # with fewer KV heads than ranks, heads are replicated
     return rows / (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size), columns
 
