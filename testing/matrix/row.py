@@ -58,7 +58,9 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
     require_readable(folder / "export", trainer.model, recipe)
     outline = outline_of(trainer.model)
     return {
+        "title": family.title,
         "model_type": outline.config_type,
+        "share_of": family.published,
         "fp8_share": fp8_share(family, outline),
         "kv": kv_words(recipe, trainer.model),
         "mismatch": max(mismatch),
@@ -88,7 +90,7 @@ def full(model: Path, folder: Path, flags: dict) -> dict[str, Any]:
     except ValueError as error:
         assert str(error).startswith("fp8_forward='full'"), error
         return {"refused": str(error)}
-    return {"mismatch": max(found), "exact": max(found) < EXACT}
+    return {"mismatch": max(found), "exact": max(found) < EXACT, "bound": EXACT}
 
 
 def fp8_share(family: Family, tiny: Outline) -> float:
