@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from testing import other_models, tiny_models
 from testing.tokenizer import tokenizer
 
@@ -28,7 +30,11 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
     """A checkpoint of any causal LM, see `testing.other_models`."""
 
     def save(folder: Path) -> None:
-        other_models.policy(model_type, **overrides).bfloat16().save_pretrained(folder)
+        policy = other_models.policy(model_type, **overrides)
+        for name, parameter in policy.named_parameters():  # so that log-probs differ from token to token
+            around = float("norm" in name and parameter.dim() == 1)
+            torch.nn.init.normal_(parameter, around, 0.1)
+        policy.bfloat16().save_pretrained(folder)
         tokenizer().save_pretrained(folder)
 
     return save
