@@ -122,10 +122,11 @@ def deliver(policy, folder) -> None:
     writer.write(((name, parameter.bfloat16()) for name, parameter in policy.named_parameters()), buffers.items())
     audit(layout, writer, None)
     assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
+    held = {names.held_name(name, recipe.model_type): tensor for name, tensor in sent.items()}
     for name, piece in layout.pieces.items():
         if piece.derived is not None:  # its sum is compared above
             continue
-        ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, sent[name]))
+        ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, held[name]))
         assert torch.equal(ours, theirs), "other bytes"
 
 
@@ -185,8 +186,8 @@ def test_experts_are_called_what_vllms_loader_calls_them(family):
     holds = {loaded: parameter for parameter, loaded, *_ in mapping}
     for held, sent in zip(names.HELD, family.fused, strict=True):
         assert holds[f"experts.{sent}"] == f"experts.{held}_weight" and names.sent_expert_name(held, gate) == sent
-        for published in names.published_names(f"model.experts.{sent}", "_scale_inv"):
-            assert holds[published.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
+        for name in names.published_names(f"model.experts.{sent}", "_scale_inv"):
+            assert holds[name.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
 
 
 def test_every_listed_model_type_is_tried():

@@ -25,8 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_fp8.planning.plan import plan_for_model
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite

@@ -26,9 +26,10 @@ from .names import (
     REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
-    engine_name,
+    held_name,
     listed,
     router_name,
+    stored_name,
 )
 from .outline import Outline
 
@@ -71,9 +72,13 @@ class FP8Recipe:
     def has_experts(self) -> bool:
         return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
 
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a parameter or module of the policy."""
+        return stored_name(name, self.model_type)
+
     def engine_name(self, name: str) -> str:
         """What the engine calls a parameter or module of the policy."""
-        return engine_name(name, self.model_type)
+        return held_name(self.stored_name(name), self.model_type)
 
     def scale_name(self, name: str) -> str:
         """What the engine calls the scale of an FP8 weight of the policy."""
@@ -117,7 +122,7 @@ class FP8Recipe:
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
         # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
-        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.engine_name(name), name))
+        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 

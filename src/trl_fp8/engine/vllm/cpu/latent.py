@@ -87,8 +87,9 @@ class ReferenceLatentImpl(CPUMLAImpl):
     def forward_mha(
         self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None
     ) -> None:
-        """Attend `q` `[T, H, N + P]` over the cache `[B, block, L + P]`, which holds this step's latents already; fills
-        `output` `[T, H * value size]`.
+        """Attend `q` `[T, H, N + P]` over the cache `[B, block, L + P]`, which holds this step's latents already.
+
+        Fills `output` `[T, H * value size]`.
         """
         common, layer = attn_metadata.common, self._layer()
         query_lens = common.query_start_loc.diff()
