@@ -47,6 +47,8 @@ _MIXTRAL = (
     (".experts.down_proj", ".experts.w2"),
 )
 _STORED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
+# Model type -> ends of names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
+_FP32 = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2"), ".mlp.gate.weight")
 _HELD: dict[str, tuple[tuple[str, str], ...]] = {}
 
 
@@ -59,6 +61,11 @@ def checkpoint_name(name: str) -> str:
 def stored_name(name: str, model_type: str) -> str:
     """What a checkpoint calls a parameter or module that transformers calls `name`; vLLM loads it by this name."""
     return _replaced(name, _STORED.get(model_type, ()))
+
+
+def is_fp32(name: str, model_type: str) -> bool:
+    """True for a parameter that transformers calls `name` if an engine holds it in FP32, and gets it unrounded."""
+    return model_type in _FP32 and name.endswith(_FP32[model_type])
 
 
 def held_name(stored: str, model_type: str) -> str:

@@ -36,6 +36,7 @@ _MODEL_TYPES = {
         ("hrm_text", "stablelm"),
         "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
     ),
+    "axk1": _OTHER_NAMES.format("norms behind experts"),
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
     "ernie4_5_moe": _OTHER_NAMES.format("routers' correction bias"),
     "gemma3n_text": _OTHER_NAMES.format("embeddings and AltUp projections"),

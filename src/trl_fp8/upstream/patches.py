@@ -80,6 +80,7 @@ _PATCHES = {  # how -> target -> (by, why)
             f"{_CPU}/attention.py",
             "vLLM's depends on the batch.",
         ),
+        "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),
         "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
             "engine/vllm/cuda/attention.py",
             "Prefill and decode would run different kernels.",
@@ -99,6 +100,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.GRPOTrainer._last_loaded_step": ("features/syncs.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
+        "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
+            "policy/attention/hook.py",
+            "Its latents are cached; this and its like call `expand_kv` on them.",
+        ),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },
