@@ -139,7 +139,7 @@ def head_shape(outline: Outline) -> tuple[int, int]:
 def _fused(name: str) -> str:
     """What the linear layers that an engine fuses have in common, or the name of one that it does not."""
     parent, _, kind = name.rpartition(".")
-    return next((f"{parent}.{group[0]}" for group in FUSED if kind in group), name)
+    return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if kind in parts), name)
 
 
 def _in_layers(outline: Outline) -> int:

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Projections of a decoder layer. vLLM shards N (columns of x @ W.T) of those it fuses, and K of the others.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-COLUMN_PARALLEL = tuple(kind for group in FUSED for kind in group)
+# Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
+# vLLM shards N (columns of x @ W.T) of these, part by part, and K of the others.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+COLUMN_PARALLEL = tuple(kind for group in FUSED.values() for kind in group)
 ROW_PARALLEL = ("o_proj", "down_proj")
 
 
