@@ -20,7 +20,18 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name, listed, router_name
+from .names import (
+    COLUMN_PARALLEL,
+    FUSED,
+    ROW_PARALLEL,
+    TRANSFORMERS,
+    UNPACKED,
+    fused_name,
+    held_name,
+    listed,
+    router_name,
+    stored_name,
+)
 from .outline import Outline
 
 
@@ -67,9 +78,13 @@ class FP8Recipe:
         """What the engine calls each linear layer and expert module of the policy -> what the policy calls it."""
         return {self.engine_name(name): name for name in (*self.fp8_modules, *self.kept_modules)}
 
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a parameter or module of the policy."""
+        return stored_name(name, self.model_type)
+
     def engine_name(self, name: str) -> str:
         """What the engine calls a parameter or module of the policy."""
-        return engine_name(name, self.model_type)
+        return held_name(self.stored_name(name), self.model_type)
 
     def scale_name(self, name: str) -> str:
         """What the engine calls the scale of an FP8 weight of the policy."""
@@ -99,7 +114,7 @@ class FP8Recipe:
         rows = Counter()
         for name in self.fp8_modules:
             for part, columns in _shards(outline, name, self.tensor_parallel_size):
-                rows[(_fused_with(name) or [name])[0], int(columns)] += int(part)
+                rows[fused_name(name), int(columns)] += int(part)
         return Counter((part, columns) for (_, columns), part in rows.items())
 
     @property
@@ -112,7 +127,9 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.engine_name(name) for name in self.kept_modules]
+        kept = [self.stored_name(name) for name in self.kept_modules]
+        if self.model_type in UNPACKED:
+            kept = list(dict.fromkeys([*kept, *map(fused_name, kept)]))
         return self.format.quantization_config | {"modules_to_not_convert": kept}
 
 
