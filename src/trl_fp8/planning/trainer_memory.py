@@ -109,7 +109,7 @@ def _layer_bytes(outline: Outline, training: Training, shared: Mapping[str, tupl
     gathered = 2 * (2 * vocabulary * hidden + 2 * in_layers / outline.layers) if training.gpus > 1 else 0
     fused = Counter()
     for name, shape in shared.items():
-        fused[_fused(name.removesuffix(".weight"))] += 2 * prod(shape)
+        fused[fused_name(name.removesuffix(".weight"))] += 2 * prod(shape)
     dequantized = max(fused.values(), default=0)
     return SAVED * hidden * training.sequences * training.tokens + gathered + dequantized
 
