@@ -38,15 +38,13 @@ from trl_fp8.upstream.vllm import engine_class
 REFUSED = {
     "afmoe": "under names",
     "axk1": "under names",
-    "bloom": "under names",
+    "bloom": "other bytes",
     "deepseek_v2": "KeyError",
     "deepseek_v3": "under names",
     "ernie4_5_moe": "under names",
-    "falcon": "under names",
+    "falcon": "other bytes",
     "falcon_h1": "packed_modules_mapping",
     "gemma3n_text": "under names",
-    "glm": "under names",
-    "glm4": "under names",
     "gpt2": "under names",
     "gpt_neox": "under names",
     "gpt_oss": "experts are packed",
@@ -56,14 +54,12 @@ REFUSED = {
     "granitemoeshared": "under names",
     "hrm_text": "packed_modules_mapping",
     "hy_v3": "under names",
-    "jamba": "packed_modules_mapping",
+    "jamba": "under names",
     "laguna": "under names",
     "lfm2_moe": "packed_modules_mapping",
     "llama4_text": "in another form",
     "minicpm3": "under names",
     "nemotron_h": "packed_modules_mapping",
-    "phi3": "packed_modules_mapping",
-    "stablelm": "packed_modules_mapping",
 }
 
 
@@ -110,7 +106,7 @@ def deliver(policy, folder) -> None:
         if attribute in ("q_scale", "k_scale", "v_scale", "prob_scale"):
             delattr(engine.get_submodule(module), attribute)
     buffers = dict(persistent_buffers(policy))
-    layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
+    layout = engine_layout(engine, recipe.linears, {recipe.engine_name(name) for name in buffers})
     require_same_tensors(policy, recipe, layout)
     sent = dict(weight_stream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):

@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Projections of a decoder layer. vLLM shards N (columns of x @ W.T) of those it fuses, and K of the others.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-COLUMN_PARALLEL = tuple(kind for group in FUSED for kind in group)
+# Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
+# vLLM shards N (columns of x @ W.T) of these, part by part, and K of the others.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+COLUMN_PARALLEL = tuple(kind for group in FUSED.values() for kind in group)
 ROW_PARALLEL = ("o_proj", "down_proj")
+UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,12 @@ def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
     for before, after in parts:
         name = name.replace(before, after)
     return name
+
+
+def fused_name(name: str) -> str:
+    """What vLLM fuses a projection into, together with others; of any other module its own name."""
+    parent, _, kind = name.rpartition(".")
+    return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if kind in parts), name)
 
 
 def sent_expert_name(held: str, gate: str) -> str:

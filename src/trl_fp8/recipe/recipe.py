@@ -20,7 +20,18 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, held_name, listed, router_name, stored_name
+from .names import (
+    COLUMN_PARALLEL,
+    FUSED,
+    ROW_PARALLEL,
+    TRANSFORMERS,
+    UNPACKED,
+    fused_name,
+    held_name,
+    listed,
+    router_name,
+    stored_name,
+)
 from .outline import Outline
 
 
@@ -28,7 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
+_KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL))
 _PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
@@ -61,6 +72,11 @@ class FP8Recipe:
     @property
     def has_experts(self) -> bool:
         return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
+
+    @cached_property
+    def linears(self) -> dict[str, str]:
+        """What the engine calls each linear layer and expert module of the policy -> what the policy calls it."""
+        return {self.engine_name(name): name for name in (*self.fp8_modules, *self.kept_modules)}
 
     def stored_name(self, name: str) -> str:
         """What a checkpoint calls a parameter or module of the policy."""
@@ -97,8 +113,8 @@ class FP8Recipe:
         """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
         rows = Counter()
         for name in self.fp8_modules:
-            part, columns = _shard(outline, name, self.tensor_parallel_size)
-            rows[(_fused_with(name) or [name])[0], int(columns)] += int(part)
+            for part, columns in _shards(outline, name, self.tensor_parallel_size):
+                rows[fused_name(name), int(columns)] += int(part)
         return Counter((part, columns) for (_, columns), part in rows.items())
 
     @property
@@ -112,6 +128,8 @@ class FP8Recipe:
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
         kept = [self.stored_name(name) for name in self.kept_modules]
+        if self.model_type in UNPACKED:
+            kept = list(dict.fromkeys([*kept, *map(fused_name, kept)]))
         return self.format.quantization_config | {"modules_to_not_convert": kept}
 
 
@@ -205,26 +223,29 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return "output head"
     if not _PROJECTION.search(name) or is_vision(name):
         return "not named as a projection of Llama's decoder layers"
-    rows, columns = _shard(outline, name, tp_size)
-    if spec.fits(rows, columns):
-        return None
-    return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    for rows, columns in _shards(outline, name, tp_size):
+        if not spec.fits(rows, columns):
+            return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    return None
 
 
-def _shard(outline: Outline, name: str, tp_size: int) -> tuple[float, float]:
-    """N and K of one rank's part of a projection; fractions where `tp_size` does not divide."""
+def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
+    """N and K of one rank's part of each of the projections in a weight; fractions where `tp_size` does not divide."""
     rows, columns = outline.linears[name]
     kind = name.rpartition(".")[2]
     if kind in ROW_PARALLEL:
-        return rows, columns / tp_size
+        return [(rows, columns / tp_size)]
+    kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
+    sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated
-    return rows / (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size), columns
+    ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)
+    return [(size / count, columns) for size, count in zip(sizes, ranks, strict=True)]
 
 
 def _fused_with(name: str) -> list[str]:
     """What vLLM fuses a module with, itself included; empty if nothing."""
     parent, _, kind = name.rpartition(".")
-    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
+    return [f"{parent}.{peer}" for group in FUSED.values() if kind in group for peer in group]
 
 
 def _fused_reason(peer: str) -> str:
