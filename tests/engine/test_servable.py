@@ -49,7 +49,6 @@ REFUSED = {
     "glm4": "under names",
     "gpt2": "under names",
     "gpt_neox": "under names",
-    "gpt_oss": "experts are packed",
     "granitemoe": "under names",
     "granitemoe_swa": "under names",
     "granitemoehybrid": "packed_modules_mapping",

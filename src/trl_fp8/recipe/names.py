@@ -9,7 +9,7 @@ E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, 
 everywhere, and vLLM fuses some of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,11 +39,12 @@ HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever 
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 # Model type -> parts of names, in transformers and in vLLM's class, which are replaced in this order
 _RENAMED = {
+    "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
     "mixtral": (
         (".mlp.", ".block_sparse_moe."),
         (".experts.gate_up_proj", ".experts.w13"),
         (".experts.down_proj", ".experts.w2"),
-    )
+    ),
 }
 
 
@@ -97,9 +98,10 @@ def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
     return dict(experts.named_parameters(recurse=False)) or shared
 
 
-def router_name(experts: str) -> str:
-    """Checkpoint name of the router in front of the experts `...mlp.experts`."""
-    return f"{experts.rpartition('.')[0]}.gate"
+def router_name(experts: str, modules: Container[str]) -> str:
+    """Checkpoint name of the router, among `modules`, in front of the experts `...mlp.experts`."""
+    block = experts.rpartition(".")[0]
+    return f"{block}.router" if f"{block}.router" in modules else f"{block}.gate"
 
 
 def is_router(module: "nn.Module") -> bool:

@@ -37,6 +37,8 @@ class Piece:
     held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
     halved: bool = False  # dim 1 is two halves, the gate's rows and the up projection's, each a dim in `sent`
     transposed: bool = False  # the engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`
+    zero: bool = False  # this rank holds zeros instead
+    sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -44,8 +46,9 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view. `ValueError` if it is of another size."""
-        return self._cut(tensor, self.sent)
+        """This rank's part of a checkpoint tensor, or of its scales; a view, or zeros. `ValueError` if it is of another size."""
+        part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
+        return torch.zeros_like(part) if self.zero else part
 
     def of_engine(self) -> torch.Tensor:
         """The same part where the engine holds it; a view."""
