@@ -51,8 +51,8 @@ _MODEL_TYPES = {
 TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 DELIVERED = (
     *("apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
-    *("gemma3_text", "glm4_moe", "gpt_oss", "granite", "granite_swa", "hyperclovax", "jais2", "mellum", "ministral3", "mistral"),
-    *("nemotron", "opt", "phi", "seed_oss"),
+    *("gemma3_text", "glm4_moe", "gpt_oss", "granite", "granite_swa", "hyperclovax", "jais2", "mellum", "ministral3"),
+    *("mistral", "nemotron", "opt", "phi", "seed_oss"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}

@@ -46,7 +46,10 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view, or zeros. `ValueError` if it is of another size."""
+        """This rank's part of a checkpoint tensor, or of its scales; a view, or zeros.
+
+        `ValueError` if it is of another size.
+        """
         part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
         return torch.zeros_like(part) if self.zero else part
 

@@ -127,6 +127,8 @@ class OneForward:
             self._swap(path, module, FollowedParallelLayer)
         elif all(hasattr(module, part) for part in MLP):
             self._swap(path, module, FollowedMLP, engine=kernels.activation(name))
+        elif hasattr(module, "sinks"):
+            return  # attention, which `AttentionHook` lets follow
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
             self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
 
