@@ -51,6 +51,7 @@ FAMILIES = {
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
     "gemma3_text": Family("Gemma 3, text", trained("gemma3_text"), "google/gemma-3-1b-it"),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
+    "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
     "ministral3": Family("Ministral 3", other("ministral3")),
