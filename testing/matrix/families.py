@@ -53,6 +53,7 @@ FAMILIES = {
     "glm": Family("GLM-4 (0520), GLM-Edge", trained("glm", attention_bias=True)),
     "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True), "zai-org/GLM-4-9B-0414"),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
+    "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
     "ministral3": Family("Ministral 3", other("ministral3")),

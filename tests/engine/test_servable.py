@@ -47,7 +47,6 @@ REFUSED = {
     "gemma3n_text": "under names",
     "gpt2": "under names",
     "gpt_neox": "under names",
-    "gpt_oss": "experts are packed",
     "granitemoe": "under names",
     "granitemoe_swa": "under names",
     "granitemoehybrid": "packed_modules_mapping",

@@ -10,7 +10,7 @@ E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, 
 one name everywhere, and vLLM fuses some of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,9 +47,13 @@ _STORED = {
         (".mlp.", ".block_sparse_moe."),
         (".experts.gate_up_proj", ".experts.w13"),
         (".experts.down_proj", ".experts.w2"),
-    )
+    ),
 }
-_HELD: dict[str, tuple[tuple[str, str], ...]] = {}
+_HELD = {
+    "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
+}
+# Model types whose published checkpoints have the experts of a layer in one tensor
+_TOGETHER = ("gpt_oss",)
 
 
 def checkpoint_name(name: str) -> str:
@@ -86,12 +90,12 @@ def sent_expert_name(held: str, gate: str) -> str:
     return family.fused[HELD.index(held)]
 
 
-def published_names(sent: str, scale_suffix: str) -> tuple[str, ...]:
+def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple[str, ...]:
     """Names of the parts, {} for the expert's number, of a tensor of all experts or its scales; of others none."""
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
-        if is_expert and tensor in family.fused:
+        if is_expert and tensor in family.fused and model_type not in _TOGETHER:
             parts = family.published[family.fused.index(tensor)]
             return tuple(f"{layer}.experts.{{}}.{part}.weight{is_scale}" for part in parts)
     return ()
@@ -117,9 +121,10 @@ def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
     return dict(experts.named_parameters(recurse=False)) or shared
 
 
-def router_name(experts: str) -> str:
-    """Checkpoint name of the router in front of the experts `...mlp.experts`."""
-    return f"{experts.rpartition('.')[0]}.gate"
+def router_name(experts: str, modules: Container[str]) -> str:
+    """Checkpoint name of the router, among `modules`, in front of the experts `...mlp.experts`."""
+    block = experts.rpartition(".")[0]
+    return f"{block}.router" if f"{block}.router" in modules else f"{block}.gate"
 
 
 def is_router(module: "nn.Module") -> bool:

@@ -188,10 +188,11 @@ def recipe_for(
             f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}another model, or set "
             "fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
+    holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
         fp8_experts=tuple(name for name in experts if name not in kept),
-        kept_modules=kept | {router_name(name): "router" for name in experts},
+        kept_modules=kept | {router_name(name, holding): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         format=spec,

@@ -37,7 +37,6 @@ _MODEL_TYPES = {
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
     "ernie4_5_moe": _OTHER_NAMES.format("routers' correction bias"),
     "gemma3n_text": _OTHER_NAMES.format("embeddings and AltUp projections"),
-    "gpt_oss": _OTHER_NAMES.format("embeddings, attention and sinks"),
     "granitemoehybrid": _OTHER_NAMES.format("routers and shared projections"),
     "hrm_text": "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
     "hy_v3": _OTHER_NAMES.format("shared experts and routers' correction bias"),
@@ -48,7 +47,7 @@ _MODEL_TYPES = {
 TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 DELIVERED = (
     *("apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
-    *("gemma3_text", "glm", "glm4", "glm4_moe", "granite", "granite_swa", "hyperclovax", "jais2", "mellum"),
+    *("gemma3_text", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granite_swa", "hyperclovax", "jais2", "mellum"),
     *("ministral3", "mistral", "nemotron", "opt", "phi", "phi3", "seed_oss", "stablelm"),
 )
 # What always works instead, as flags

@@ -65,6 +65,8 @@ class Piece:
     # (dim, count): that dim is so many equal parts, the gate's and up's rows for example, and two dims in `sent`
     equal: tuple[int, int] | None = None
     transposed: bool = False  # the engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`
+    zero: bool = False  # this rank holds zeros instead
+    sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
 
     @property
     def is_copied(self) -> bool:
@@ -77,11 +79,12 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`.
+        """This rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`, or zeros.
 
         `ValueError` if it is of another size.
         """
-        return self._cut(tensor, self.sent)
+        part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
+        return torch.zeros_like(part) if self.zero else part
 
     def of_engine(self) -> torch.Tensor:
         """The same part where the engine holds it; a view."""

@@ -11,6 +11,7 @@ from torch import nn
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
@@ -22,6 +23,7 @@ from .cpu.experts import ReferenceUnquantizedExperts
 
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
 Shard = tuple[str, Span | Joined | None, Span | None, int]
+SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
 ADAPTERS = {A: "lora_a", B: "lora_b"}  # layers of a linear with room for adapters, see adapters.py
 
 
@@ -72,8 +74,13 @@ def _why_packed(module: nn.Module) -> str | None:
 
 def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     dtype = getattr(module, attribute).dtype
-    if isinstance(module, RoutedExperts) and attribute.partition("_weight")[0] in HELD:
+    if isinstance(module, RoutedExperts) and attribute.partition("_")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
+        return
+    if attribute == SINKS:
+        size, attention = len(module.sinks), module.qkv_proj
+        span = Span(attention.tp_rank * size, size, attention.tp_size * size)
+        yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
         return
     for name, rows, columns, offset in parts:
         if (rows is None and columns is None) or attribute == "weight_scale":
@@ -96,13 +103,24 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
-    """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert."""
-    fused, _, kind = attribute.partition("_weight")
+    """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert. Their biases
+    are `[E, 2I]` and `[E, K]`: the first rank adds that of w2.
+    """
+    fused, _, kind = attribute.partition("_")
+    kind = f"_{kind}".removeprefix("_weight")
     name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
-    halved = fused == HELD[0]
-    size = getattr(module, attribute).shape[1] // 2 if halved else getattr(module, attribute).shape[2]
-    sent = None, None, Span(module.moe_config.tp_rank * size, size, module.moe_config.tp_size * size)
-    return Piece(name, module, attribute, dtype, sent=sent, equal=(1, 2) if halved else None)
+    interleaved = isinstance(module, GptOssRoutedExperts)  # gate and up, row by row; sent transposed
+    is_first, rank, ranks = fused == HELD[0], module.moe_config.tp_rank, module.moe_config.tp_size
+    halved = is_first and not interleaved
+    dim = 1 if is_first else 2
+    if kind == "_bias" and not is_first:
+        return Piece(name, module, attribute, dtype, zero=rank > 0)
+    size = getattr(module, attribute).shape[dim] // (1 + halved)
+    sent = (None,) * (dim + halved) + (Span(rank * size, size, ranks * size),)
+    transposed = interleaved and not kind
+    return Piece(
+        name, module, attribute, dtype, sent=sent, equal=(1, 2) if halved else None, sent_transposed=transposed
+    )
 
 
 def _adapter_pieces(module: nn.Module, layers: list[Shard]) -> Iterator[Piece]:
