@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 
 
 # Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
-# vLLM shards N (columns of x @ W.T) of these, part by part, and K of the others.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-COLUMN_PARALLEL = tuple(kind for group in FUSED.values() for kind in group)
+# vLLM shards N (columns of x @ W.T) of these, part by part, K of those
+# in ROW_PARALLEL, and nothing of REPLICATED.
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": REPLICATED,
+}
+COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
 UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
@@ -42,13 +48,12 @@ HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever 
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 # Model type -> parts of names before and after, which are replaced in this order: what transformers renames while it
 # loads a checkpoint, and what vLLM's class does
-_STORED = {
-    "mixtral": (
-        (".mlp.", ".block_sparse_moe."),
-        (".experts.gate_up_proj", ".experts.w13"),
-        (".experts.down_proj", ".experts.w2"),
-    ),
-}
+_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."),
+    (".experts.gate_up_proj", ".experts.w13"),
+    (".experts.down_proj", ".experts.w2"),
+)
+_STORED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
 _HELD = {
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
 }

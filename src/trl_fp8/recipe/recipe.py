@@ -23,6 +23,7 @@ from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
+    REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
     UNPACKED,
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL))
-_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
+_KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_experts?)\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 
@@ -127,10 +128,11 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.stored_name(name) for name in self.kept_modules]
+        # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
         if self.model_type in UNPACKED:
-            kept = list(dict.fromkeys([*kept, *map(fused_name, kept)]))
-        return self.format.quantization_config | {"modules_to_not_convert": kept}
+            kept |= dict.fromkeys(map(fused_name, kept))
+        return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
@@ -236,6 +238,8 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
     kind = name.rpartition(".")[2]
     if kind in ROW_PARALLEL:
         return [(rows, columns / tp_size)]
+    if kind in REPLICATED:
+        return [(rows, columns)]
     kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
     sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated

@@ -67,7 +67,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
             blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
             sent[recipe.scale_name(name)] = blocks, torch.float32
     unknown = [name for name in sent if name not in layout.pieces]
-    empty = [name for name in layout.names if name not in sent]
+    empty = [name for name, piece in layout.pieces.items() if name not in sent and piece.derived is None]
     if unknown or empty:
         reason = (
             f"vLLM's class has {len(empty)} tensors under names that the policy does not have "

@@ -63,6 +63,7 @@ _PATCHES = {  # how -> target -> (by, why)
             ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
         f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),
+        f"{_MOE}.router.router_factory.CPURouter": (f"{_CPU}/ops.py", "It knows no sigmoid without groups."),
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
         f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),

@@ -1,14 +1,17 @@
 """The `Layout` of a vLLM engine, read off its modules once.
 
 vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns (of experts: the same part of each), and pads the vocabulary.
+columns (of experts: the same part of each), and pads the vocabulary. Of the weight that expands MLA's latent it keeps
+two parts in its own order, for decoding: they are made anew of what a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
@@ -45,6 +48,8 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
             seen.add(id(parameter))
             if reason := _why_packed(module):
                 packed.add(reason)
+            elif isinstance(module, MLAAttention):
+                pieces.append(_absorbed_piece(prefix, module, attribute))
             else:
                 pieces += _pieces(list(shards(model, prefix, module, linears)), prefix, module, attribute)
         for attribute, buffer in module.named_buffers(recurse=False):
@@ -121,6 +126,22 @@ def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: tor
     return Piece(
         name, module, attribute, dtype, sent=sent, equal=(1, 2) if halved else None, sent_transposed=transposed
     )
+
+
+def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Piece:
+    """`W_UK_T` `[H, D, R]` and `W_UV` `[H, R, D]`, of H heads, D their size and R the latent's. Unquantized they are
+    views of kv_b_proj's own memory, so that a checksum reads them in that order.
+    """
+    held = getattr(attention, attribute)
+    transposed = held.stride(-1) != 1
+
+    def derived() -> Tensor:
+        sizes = attention.kv_lora_rank, attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim
+        key_RHD, value_RHD = split_kv_b_proj(attention.kv_b_proj, held.dtype, *sizes)
+        made = key_RHD.permute(1, 2, 0) if attribute == "W_UK_T" else value_RHD.transpose(0, 1)
+        return made.mT if transposed else made
+
+    return Piece(f"{prefix}.{attribute}", attention, attribute, held.dtype, transposed=transposed, derived=derived)
 
 
 def _adapter_pieces(module: nn.Module, layers: list[Shard]) -> Iterator[Piece]:

@@ -117,12 +117,12 @@ class ReferenceAttentionImpl(AttentionImpl):
         starts, seq_lens = attn_metadata.query_start_loc, attn_metadata.seq_lens
         query_lens = starts.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
-        q_RQHD = _padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
+        q_RQHD = padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
         table = attn_metadata.block_table_tensor
-        k_RGSD, v_RGSD = (_gather(half, table, length) for half in _split_cache(kv_cache))
+        k_RGSD, v_RGSD = (gather(half, table, length) for half in _split_cache(kv_cache))
         if kv_cache.dtype == torch.uint8:
             k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
-        visible_RQS = _visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
+        visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap, self.sinks)
         output[:tokens] = attended_RQHD[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
         return output
@@ -163,11 +163,11 @@ def _attend(
         return out.transpose(1, 2), lse
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
-    for q, visible in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
+    for q, seen in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
         scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*q_RGhqD.shape[:4], -1) * scaling
         scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill_(~visible[:, None, None], -torch.inf)
+        scores = scores.masked_fill_(~seen[:, None, None], -torch.inf)
         lse_RGhq = scores.logsumexp(-1)
         weights = scores.sub_(lse_RGhq[..., None]).exp_()
         out.append((weights.flatten(2, 3) @ v).view(q_RGhqD.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
@@ -200,30 +200,30 @@ def attend_packed(
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
     lengths = starts.diff()
     real_RQ = torch.arange(int(lengths.max())) < lengths[:, None]
-    k_RGSD, v_RGSD = (_padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
-    visible_RQS = _visible(lengths, lengths, real_RQ.shape[1], window)
-    out, lse_RHQ = attend(_padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap, sinks_H)
+    k_RGSD, v_RGSD = (padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
+    visible_RQS = visible(lengths, lengths, real_RQ.shape[1], window)
+    out, lse_RHQ = attend(padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap, sinks_H)
     return out[real_RQ].float().to(q_NHD.dtype), lse_RHQ.transpose(1, 2)[real_RQ].T
 
 
-def _visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
+def visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
     """Whether the last `query_lens` tokens of sequences of `seq_lens` see each of `length` keys, `[R, Q, S]`."""
     key = torch.arange(length)
     query_RQ1 = ((seq_lens - query_lens)[:, None] + torch.arange(int(query_lens.max())))[..., None]
-    visible = key < seq_lens[:, None, None]
+    seen = key < seq_lens[:, None, None]
     if causal:
-        visible = visible & (key <= query_RQ1)
-    return visible if window is None else visible & (key > query_RQ1 - window)
+        seen = seen & (key <= query_RQ1)
+    return seen if window is None else seen & (key > query_RQ1 - window)
 
 
-def _padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
+def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
     """`[N, ...]` -> `[R, Q, ...]`, zero where `real_RQ` is false."""
-    padded = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
-    padded[real_RQ] = packed
-    return padded
+    rows = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
+    rows[real_RQ] = packed
+    return rows
 
 
-def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     """Each request's cached tokens (e4m3: the codes) as fp32 `[R, G, S, D]`; beyond a request is its garbage."""
     blocks = cache[block_table[:, : -(-length // cache.shape[2])].long()]  # [R, n, G, block, D]
     gathered = blocks.transpose(1, 2).flatten(2, 3)[:, :, :length]
