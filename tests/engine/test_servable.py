@@ -40,30 +40,25 @@ from trl_fp8.upstream.vllm import engine_class
 REFUSED = {
     "afmoe": "under names",
     "axk1": "under names",
-    "bloom": "under names",
+    "bloom": "other bytes",
     "ernie4_5_moe": "under names",
-    "falcon": "under names",
+    "falcon": "other bytes",
     "falcon_h1": "packed_modules_mapping",
     "gemma3n_text": "under names",
-    "glm": "under names",
-    "glm4": "under names",
     "gpt2": "under names",
     "gpt_neox": "under names",
-    "gpt_oss": "experts are packed",
     "granitemoe": "under names",
     "granitemoe_swa": "under names",
     "granitemoehybrid": "packed_modules_mapping",
     "granitemoeshared": "under names",
     "hrm_text": "packed_modules_mapping",
     "hy_v3": "under names",
-    "jamba": "packed_modules_mapping",
+    "jamba": "under names",
     "laguna": "under names",
     "lfm2_moe": "packed_modules_mapping",
     "llama4_text": "in another form",
     "minicpm3": "under names",
     "nemotron_h": "packed_modules_mapping",
-    "phi3": "packed_modules_mapping",
-    "stablelm": "packed_modules_mapping",
 }
 
 
@@ -111,7 +106,7 @@ def deliver(policy, folder) -> None:
             delattr(engine.get_submodule(module), attribute)
     finish(engine)  # as after dummy weights
     buffers = dict(persistent_buffers(policy))
-    layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
+    layout = engine_layout(engine, recipe.linears, {recipe.engine_name(name) for name in buffers})
     require_same_tensors(policy, recipe, layout)
     sent = dict(weight_stream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):

@@ -120,7 +120,7 @@ def _write(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (unfinished / "README.md").write_text(card)
-        _write_tensors(unfinished, _shards(stream, recipe.format.scale_suffix, shard_bytes))
+        _write_tensors(unfinished, _shards(stream, recipe, shard_bytes))
         _write_configs(unfinished, model, recipe)
         tokenizer.save_pretrained(unfinished)
         write_checksums(unfinished)
@@ -163,11 +163,11 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
         model.generation_config.save_pretrained(folder)
 
 
-def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(stream: Iterable[Named], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
     shard, size = {}, 0
-    for name, tensor in published(stream, scale_suffix):
-        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(scale_suffix):
+    for name, tensor in published(stream, recipe):
+        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(recipe.format.scale_suffix):
             yield shard
             shard, size = {}, 0
         shard[name] = tensor.detach().cpu().contiguous().clone()
@@ -176,10 +176,10 @@ def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Ite
         yield shard
 
 
-def published(stream: Iterable[Named], scale_suffix: str) -> Iterator[Named]:
-    """The stream under the names of published checkpoints, which have the experts one by one."""
+def published(stream: Iterable[Named], recipe: FP8Recipe) -> Iterator[Named]:
+    """The stream under the names of published checkpoints, most of which have the experts one by one."""
     for name, tensor in stream:
-        if parts := published_names(name, scale_suffix):
+        if parts := published_names(name, recipe.format.scale_suffix, recipe.model_type):
             for expert, own in enumerate(tensor):
                 for part, rows in zip(parts, own.chunk(len(parts)), strict=True):
                     yield part.format(expert), rows

@@ -7,8 +7,8 @@
     derived        what the engine's kernels make of weights that it was sent, made anew of those
 
 Each leaves a checksum of what was computed, for comparing it with what is held afterwards. No weight is copied on the
-way, and writing waits for no device. vLLM's own loader, which would gather the shards of a fused layer, copy them and
-process the layer again, has no part in it.
+way, but for a rank's part of one that is q, k and v, and writing waits for no device. vLLM's own loader, which would
+gather the shards of a fused layer, copy them and process the layer again, has no part in it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -142,6 +142,7 @@ class Writer:
             part, scale = self._pieces[codes_name].of_sent(weight), self._held[scale_name]
             scale = scale if scale.dim() > 1 else scale.view(1, 1)  # of the whole weight
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
+            self._flush_copied(codes_name)
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._pieces:
@@ -149,6 +150,7 @@ class Writer:
             self._copies.append(
                 (name, part if part.numel() > 1 else part.view_as(self._held[name]))
             )  # scale of a whole
+            self._flush_copied(name)
         else:
             self.unknown.append(name)
 
@@ -156,6 +158,10 @@ class Writer:
         for held, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
             self._copy(held, tensor)
         self.fp8_weights += 1
+
+    def _flush_copied(self, name: str) -> None:
+        if self._pieces[name].is_copied:
+            self._flush()
 
     def _flush(self) -> None:
         """Write what is due."""

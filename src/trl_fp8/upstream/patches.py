@@ -31,8 +31,8 @@ _BLOCK_GEMM = f"{_LAYERS}.quantization.utils.fp8_utils"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
 # Families of transformers' models whose decoder layers a policy with one forward is known to share with vLLM's
-FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral", "qwen2", "qwen3")
-FAMILIES += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite", "llama", "mistral", "phi3", "qwen2")
+FAMILIES += ("qwen3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),

@@ -217,6 +217,12 @@ class Cuda(Platform):
             yield
 
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
+        if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+            raise ValueError(
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
+                "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
+                "fp8_forward='off'."
+            )
         if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
             raise ValueError(
                 f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "

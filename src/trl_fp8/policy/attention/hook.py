@@ -43,6 +43,7 @@ EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
 # A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
 SEQUENCES = "trl_fp8_sequences"
+SINKS = "s_aux"  # transformers' keyword for attention sinks
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
@@ -124,7 +125,7 @@ class AttentionHook:
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         sequences = kwargs.pop(SEQUENCES, None)
         if self._followed:
-            return self._attend_as_engine(layer, sequences, query, key, value), None
+            return self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
         states = query, key, value
         if not hasattr(module, "expand_kv"):
             states = self._as_cached(layer, *states)
@@ -139,7 +140,9 @@ class AttentionHook:
             both = cache_round_trip(both, self.scales_L3[layer, 1])
         return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
 
-    def _attend_as_engine(self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_as_engine(
+        self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
+    ) -> Tensor:
         """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
         engine = self._flow.kernels.attention(layer)
         scales = self.scales_L3[layer] if self._simulates(layer) else None
@@ -150,7 +153,7 @@ class AttentionHook:
 
         states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
         mask = engine.scaling, engine.window, engine.softcap
-        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
+        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask, sinks_H))
 
     @property
     def _followed(self) -> bool:

@@ -7,6 +7,9 @@ step gives what a prefill of the same tokens gives, and what `attend_packed` giv
     write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v; a BF16 cache: k itself)
     read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
+A head with an attention sink s gives each query one more score, s, for which there is nothing to read: the softmax of
+the others sums to less than 1. A layer that shares the cache of an earlier one reads there and writes nothing.
+
 Shape letters: T and N tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """
 
@@ -40,6 +43,7 @@ class ReferenceAttention(CPUAttentionBackend):
 
     # any head size: there is no kernel to be compiled for it
     get_supported_head_sizes = staticmethod(list)
+    supports_sink = staticmethod(lambda: True)
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceAttentionImpl)
     get_builder_cls = staticmethod(lambda: ReferenceMetadataBuilder)
@@ -56,7 +60,7 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]
 
 
 class ReferenceAttentionImpl(AttentionImpl):
-    """Decoder self-attention: grouped heads, sliding windows and soft-capped logits, nothing more exotic."""
+    """Decoder self-attention: grouped heads, sliding windows, soft-capped logits, sinks; nothing more exotic."""
 
     def __init__(
         self,
@@ -75,8 +79,6 @@ class ReferenceAttentionImpl(AttentionImpl):
         unsupported = {
             "ALiBi": alibi_slopes is not None,
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            "attention sinks": sinks is not None,
             f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ReferenceAttention.supported_kv_cache_dtypes,
         }
         if names := [name for name, used in unsupported.items() if used]:
@@ -86,6 +88,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
         self.softcap = logits_soft_cap or None  # vLLM's models without one may say 0
+        self.sinks, self.kv_sharing_target_layer_name = sinks, kv_sharing_target_layer_name
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -120,17 +123,34 @@ class ReferenceAttentionImpl(AttentionImpl):
         if kv_cache.dtype == torch.uint8:
             k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
-        attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap)
+        attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap, self.sinks)
         output[:tokens] = attended_RQHD[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
         return output
 
 
 def attend(
-    q_RQHD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, visible_RQS: Tensor, scaling: float, softcap: float | None = None
+    q_RQHD: Tensor,
+    k_RGSD: Tensor,
+    v_RGSD: Tensor,
+    visible_RQS: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What each query reads of the keys that are `visible` to it, `[R, Q, H, D]`, and the log of its softmax's
     denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
     """
+    out, lse_RHQ = _attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, scaling, softcap)
+    if sinks_H is None:
+        return out, lse_RHQ
+    whole_RHQ = torch.logaddexp(lse_RHQ, sinks_H.detach().double()[:, None])
+    return out * (lse_RHQ - whole_RHQ).exp().transpose(1, 2)[..., None], whole_RHQ
+
+
+def _attend(
+    q_RQHD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, visible_RQS: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` without sinks."""
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
     if softcap is None:  # which torch's kernel knows none of
         heads = q_RQHD.shape[2]
@@ -163,13 +183,15 @@ def attend_packed(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The engine's causal attention for whole sequences, one after the other, bit for bit.
 
     Args:
         q_NHD, k_NGD, v_NGD: q in the model's dtype; k and v as they are read from the cache.
         starts: `[sequences + 1]`, int: where each begins, and the number of tokens.
-        window, softcap: Sliding window in tokens, itself included, and cap of the logits; None: none.
+        window, softcap, sinks_H: Sliding window in tokens, itself included, cap of the logits, and a score for each
+            head of which nothing is read; None: none.
 
     Returns:
         `[N, H, D]` in q's dtype, and the log of the softmax's denominators `[H, N]` in FP64.
@@ -180,7 +202,7 @@ def attend_packed(
     real_RQ = torch.arange(int(lengths.max())) < lengths[:, None]
     k_RGSD, v_RGSD = (padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
     visible_RQS = visible(lengths, lengths, real_RQ.shape[1], window)
-    out, lse_RHQ = attend(padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap)
+    out, lse_RHQ = attend(padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap, sinks_H)
     return out[real_RQ].float().to(q_NHD.dtype), lse_RHQ.transpose(1, 2)[real_RQ].T
 
 
