@@ -118,7 +118,7 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     (folder / "config.json").write_text(json.dumps(config))
     model = generation.model
     stream = weight_stream(model.named_parameters(), generation.recipe, kv_scales, persistent_buffers(model))
-    stream = published(stream, generation.recipe.format.scale_suffix)
+    stream = published(stream, generation.recipe)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 
