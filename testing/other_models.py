@@ -26,6 +26,7 @@ _COMMON = dict(
 )
 _MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
 _SPECIAL = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), dict(num_key_value_heads=4)),  # as many as of q
     "bloom": dict(head_dim=None),
     "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
     "gemma3n_text": dict(
