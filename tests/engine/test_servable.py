@@ -117,7 +117,11 @@ def deliver(policy, folder) -> None:
         engine.load_weights(iter(sent.items()))
     loaded = layout.sums()
     writer = Writer(layout, recipe)
-    writer.write(((name, parameter.bfloat16()) for name, parameter in policy.named_parameters()), buffers.items())
+    high = (  # as it was loaded
+        (name, parameter if name.endswith(names.IN_FP32) else parameter.bfloat16())
+        for name, parameter in policy.named_parameters()
+    )
+    writer.write(high, buffers.items())
     audit(layout, writer, None)
     assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
     for name, piece in layout.pieces.items():

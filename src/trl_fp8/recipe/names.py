@@ -19,9 +19,15 @@ if TYPE_CHECKING:
 
 
 # Projections of a decoder layer. vLLM shards N (columns of x @ W.T) of those it fuses, and K of the others.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-COLUMN_PARALLEL = tuple(kind for group in FUSED for kind in group)
+FUSED = (
+    *(("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")),
+    *(("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")),  # of Qwen3.5's linear attention
+)
+COLUMN_PARALLEL = tuple(kind for group in FUSED[:2] for kind in group)
 ROW_PARALLEL = ("o_proj", "down_proj")
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED[2], "out_proj")  # its large projections; the last one is row parallel
+PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
+IN_FP32 = (".A_log",)  # ends of names that engines and checkpoints keep in FP32: an exponent
 
 
 @dataclass(frozen=True)

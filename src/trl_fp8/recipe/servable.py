@@ -20,9 +20,9 @@ TRANSFORMERS_BACKED = (
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
     r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
-    r"\.(?:conv1d|conv\.conv)\.|\.A_log$": (
-        "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
-        "rearranges, so that they cannot be read back"
+    r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
+        "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so that "
+        "they cannot be read back"
     ),
     r"\.kv_(?:a_proj_with_mqa|b_proj)\.": (
         "its attention is latent (MLA), and vLLM derives further weights from kv_b_proj, which cannot be read back"
@@ -53,7 +53,7 @@ TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_mo
 DELIVERED = (
     *("apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
     *("gemma3_text", "glm4_moe", "granite", "granite_swa", "hyperclovax", "jais2", "mellum", "ministral3", "mistral"),
-    *("nemotron", "opt", "phi", "seed_oss"),
+    *("nemotron", "opt", "phi", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}

@@ -26,6 +26,21 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Several spans of one dim, which an engine holds one after the other."""
+
+    parts: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    def blocks(self, block: int) -> "Spans":
+        """As `Span.blocks`."""
+        return Spans(tuple(part.blocks(block) for part in self.parts))
+
+
+@dataclass(frozen=True)
 class Piece:
     """One checkpoint tensor's part in one engine parameter."""
 
@@ -33,7 +48,7 @@ class Piece:
     module: nn.Module
     attribute: str  # of `module`: the engine parameter
     dtype: torch.dtype  # of the engine parameter
-    sent: tuple[Span | None, ...] = ()  # for each dim, what of the checkpoint tensor this rank holds; None: all
+    sent: tuple[Span | Spans | None, ...] = ()  # by dim, what of the checkpoint tensor this rank holds; None: all
     held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
     halved: bool = False  # dim 1 is two halves, the gate's rows and the up projection's, each a dim in `sent`
     transposed: bool = False  # the engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`
@@ -44,7 +59,9 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view. `ValueError` if it is of another size."""
+        """This rank's part of a checkpoint tensor, or of its scales; a view, or a copy of several spans. `ValueError`
+        if it is of another size.
+        """
         return self._cut(tensor, self.sent)
 
     def of_engine(self) -> torch.Tensor:
@@ -52,19 +69,22 @@ class Piece:
         parameter = self.parameter.detach()
         return self._cut(parameter.t() if self.transposed else parameter, self.held)
 
-    def _cut(self, tensor: torch.Tensor, spans: tuple[Span | None, ...]) -> torch.Tensor:
+    def _cut(self, tensor: torch.Tensor, spans: tuple[Span | Spans | None, ...]) -> torch.Tensor:
         tensor = tensor.unflatten(1, (2, -1)) if self.halved else tensor
         for dim, span in enumerate(spans):
-            if span is not None:
-                if span.whole not in (None, tensor.shape[dim]):
-                    raise ValueError(
-                        f"{self.name} has {tensor.shape[dim]} elements in dim {dim} where the engine has its part of "
-                        f"{span.whole}. Was the model resized after its folder or the engine was made? Save it with "
-                        "save_pretrained, and start from there."
-                    )
-                if span.size != tensor.shape[dim]:
-                    tensor = tensor.narrow(dim, span.start, span.size)
+            parts = span.parts if isinstance(span, Spans) else [span] if span else []
+            if cuts := [self._narrowed(tensor, dim, part) for part in parts]:
+                tensor = torch.cat(cuts, dim) if len(cuts) > 1 else cuts[0]
         return tensor
+
+    def _narrowed(self, tensor: torch.Tensor, dim: int, span: Span) -> torch.Tensor:
+        if span.whole not in (None, tensor.shape[dim]):
+            raise ValueError(
+                f"{self.name} has {tensor.shape[dim]} elements in dim {dim} where the engine has its part of "
+                f"{span.whole}. Was the model resized after its folder or the engine was made? Save it with "
+                "save_pretrained, and start from there."
+            )
+        return tensor if span.size == tensor.shape[dim] else tensor.narrow(dim, span.start, span.size)
 
 
 class Layout:

@@ -33,6 +33,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
     f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
+    f"{_LAYERS}.mamba.ops.cpu.gdn_attention": {"_cpu_gdn_attention_nonspec": "engine"},
     "vllm.v1.attention.selector": {"_cached_get_attn_backend": "upstream"},
 }
 

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
+from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.adapters import A, B
-from trl_fp8.sync.pieces import Layout, Piece, Span
+from trl_fp8.sync.pieces import Layout, Piece, Span, Spans
 
 from .cpu.experts import ReferenceUnquantizedExperts
 
@@ -114,7 +115,9 @@ def _adapter_pieces(module: nn.Module, layers: list[tuple[str, Span | None, Span
         yield Piece(f"{name}.{B}.weight", module.lora_b, "weight", dtype, sent=(rows, None), held=(held_rows, None))
 
 
-def shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
+def shards(
+    model: nn.Module, prefix: str, module: nn.Module
+) -> Iterator[tuple[str, Span | Spans | None, Span | None, int]]:
     """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) of each part."""
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
@@ -122,6 +125,9 @@ def shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[s
     elif isinstance(module, VocabParallelEmbedding):
         indices = module.shard_indices
         yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements, module.org_vocab_size), None, 0
+    elif isinstance(module, GatedDeltaNetAttention):
+        heads = module.num_v_heads // module.tp_size
+        yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
         names, sizes, ranks, copies = [leaf], [module.output_size_per_partition], [module.tp_rank], [1]
@@ -133,14 +139,30 @@ def shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[s
             names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
             ranks, copies = ranks * len(sizes), copies * len(sizes)
-        if len(names) != len(sizes):
+        elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention):  # a convolution of q, k and v
+            sizes = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)]
+            yield prefix, _dealt(sizes, module.tp_rank, module.tp_size), None, 0
+            return
+        if sum(PARTS.get(name, 1) for name in names) != len(sizes):
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} fuses {prefix} from {len(sizes)} parts, its packed_modules_mapping "
                 f"names {list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
             )
-        offset = 0
-        for name, size, rank, same in zip(names, sizes, ranks, copies, strict=True):
-            yield f"{parent}.{name}", Span(rank * size, size, module.tp_size // same * size), None, offset
-            offset += size
+        offset, first = 0, 0
+        for name in names:
+            end = first + PARTS.get(name, 1)
+            rows = _dealt(sizes[first:end], ranks[first], module.tp_size // copies[first])
+            yield f"{parent}.{name}", rows, None, offset
+            offset, first = offset + rows.size, end
     else:
         yield prefix, None, None, 0
+
+
+def _dealt(sizes: list[int], rank: int, ranks: int) -> Span | Spans:
+    """Rows of a checkpoint's tensor that `rank` of `ranks` holds: of each of its parts so many (`sizes`)."""
+    whole = ranks * sum(sizes)
+    if ranks == 1:
+        return Span(0, whole, whole)
+    starts = [ranks * sum(sizes[:number]) + rank * size for number, size in enumerate(sizes)]
+    spans = tuple(Span(start, size, whole) for start, size in zip(starts, sizes, strict=True))
+    return Spans(spans) if len(spans) > 1 else spans[0]
