@@ -59,10 +59,10 @@ def config(model_type: str, **overrides) -> PretrainedConfig:
     return config_class(**{name: value for name, value in values.items() if value is not None})
 
 
-def policy(model_type: str) -> PreTrainedModel:
+def policy(model_type: str, **overrides) -> PreTrainedModel:
     """A causal LM with random weights, none of them zero."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(model_type), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config(model_type, **overrides), dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)
