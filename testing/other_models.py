@@ -25,7 +25,7 @@ _COMMON = dict(
     ),
 )
 _MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
-_HYBRID = dict(layer_types=["linear_attention", "full_attention"])
+_HYBRID = dict(full_attention_interval=2)
 _SPECIAL = {
     "bloom": dict(head_dim=None),
     "falcon": dict(head_dim=None),

@@ -267,8 +267,8 @@ def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[in
         raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
     if without := [layer for layer in skipped if layer not in cached]:
         raise ValueError(
-            f"kv_cache_skip_layers names layers {without}, which cache no keys and values (linear attention), and stay "
-            f"in their own dtype anyway. Remove them: those that cache any are {list(cached)}."
+            f"kv_cache_skip_layers names layers {without}, which cache no keys and values (linear attention). Name "
+            f"others: those that do are {list(cached)}."
         )
     if len(set(skipped)) == len(cached):
         raise ValueError(

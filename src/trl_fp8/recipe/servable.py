@@ -21,8 +21,8 @@ TRANSFORMERS_BACKED = (
 _GIVEN_AWAY = {
     r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
     r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
-        "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so that "
-        "they cannot be read back"
+        "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
+        "that they cannot be read back"
     ),
     r"\.kv_(?:a_proj_with_mqa|b_proj)\.": (
         "its attention is latent (MLA), and vLLM derives further weights from kv_b_proj, which cannot be read back"

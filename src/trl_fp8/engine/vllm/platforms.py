@@ -141,8 +141,9 @@ class Cpu(Platform):
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         caches = caches_of(config, mamba_ssm_dtype="float32")
-        token, state = (max(sizes) for sizes in zip(*((c.elements * itemsize, c.state_bytes) for c in caches)))
-        block = self.block * max(1, -(-state // (self.block * token)))  # vLLM: a state fits into a block of a layer's
+        token = max(cache.elements for cache in caches) * itemsize
+        state = max(cache.state_bytes for cache in caches)
+        block = self.block * max(1, -(-state // (self.block * token)))  # vLLM: no state is larger than a block
         blocks = -(-(length or config.max_position_embeddings) // block) + 1
         per_seq = sum(block * token * (blocks if cache.elements else 2) for cache in caches)
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
