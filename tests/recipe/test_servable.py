@@ -52,7 +52,7 @@ def without_vllm(monkeypatch):
         ("stablelm", "packed_modules_mapping"),
         ("deepseek_v3", "latent (MLA)"),
         ("gpt_oss", "embeddings, attention and sinks"),
-        ("qwen3_next", "without ordinary attention"),
+        ("lfm2_moe", "without ordinary attention"),
         ("nemotron_h", "without ordinary attention"),
         ("mamba", "without ordinary attention"),
     ],
@@ -107,7 +107,8 @@ def test_published_models_are_refused_for_what_they_are():
         "gemma-3-12b-it": "of a vision-language model vLLM holds th",
         "phi-4": "its checkpoint has q, k, v as one tensor",
         "DeepSeek-V3": "its attention is latent (MLA), and vLLM ",
-        "Qwen3-Next-80B-A3B-Instruct": "it has layers without ordinary attention",
+        "Qwen3.5-27B": "of a vision-language model vLLM holds th",
+        "Qwen3.5-35B-A3B": "of a vision-language model vLLM holds th",
         "gpt-oss-20b": "vLLM holds its embeddings, attention and",
     }
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
