@@ -25,6 +25,7 @@ _COMMON = dict(
     ),
 )
 _MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
+_HYBRID = dict(full_attention_interval=2)
 _SPECIAL = {
     "bloom": dict(head_dim=None),
     "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
@@ -44,6 +45,7 @@ _SPECIAL = {
         **dict(ssm_state_size=16, num_hidden_layers=None),
     ),
     "phi": dict(intermediate_size=1024, num_key_value_heads=4),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _HYBRID),
 }
 
 
