@@ -37,13 +37,14 @@ TRANSFORMERS = ExpertNames("mlp", ("gate_up_proj", "down_proj"), (("gate_proj", 
 MIXTRAL = ExpertNames("block_sparse_moe", ("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
-# Model type -> parts of names, in transformers and in vLLM's class, which are replaced in this order
+# Model type of the language model -> parts of names, in transformers and in vLLM's class, which are replaced in this order
 _RENAMED = {
+    "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
     "mixtral": (
         (".mlp.", ".block_sparse_moe."),
         (".experts.gate_up_proj", ".experts.w13"),
         (".experts.down_proj", ".experts.w2"),
-    )
+    ),
 }
 
 

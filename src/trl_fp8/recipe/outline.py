@@ -41,6 +41,12 @@ class Outline:
     stored_as: str = ""  # quantization method of the checkpoint itself, e.g. "fp8"; empty: none
     is_text_only: bool = False  # a vision tower, which the model has, is not in `parameters`
 
+    @property
+    def decoder(self) -> str:
+        """The module that has the decoder layers; of a vision-language model it lies deeper."""
+        name = next((name for name in self.parameters if name.endswith(".embed_tokens.weight")), "model.")
+        return name.removesuffix("embed_tokens.weight").removesuffix(".")
+
 
 def outline_of_config(config: Any, name: str) -> Outline | None:
     """None if the architecture is none of those that are known. `config` is what a config.json holds, of any JSON.

@@ -6,7 +6,7 @@ unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
 and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
-embeddings, norms, routers and gates of shared experts stay in high precision.
+embeddings, norms, routers, gates of shared experts and vision towers stay in high precision.
 """
 
 import re
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
 _PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
-_VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
+_VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ class FP8Recipe:
     kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
     tensor_parallel_size: int = 1  # ranks that share one engine
     fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8
-    model_type: str = ""  # of the config; a few have other names in the engine
+    model_type: str = ""  # of the language model's config; a few have other names in the engine
+    decoder: str = "model"  # module of the policy that has the decoder layers
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
@@ -177,11 +178,12 @@ def recipe_for(
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
         model_type=outline.model_type,
+        decoder=outline.decoder,
     )
 
 
 def is_vision(name: str) -> bool:
-    """True for modules and parameters of a vision tower."""
+    """True for modules and parameters of a vision tower, or between it and the language model."""
     return _VISION.search(name) is not None
 
 
@@ -199,7 +201,9 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return f"experts of {intermediate / tp_size:g} x {hidden}{at}, not multiples of {spec.alignment}"
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
-    if not _PROJECTION.search(name) or is_vision(name):
+    if is_vision(name):
+        return "vision tower"
+    if not _PROJECTION.search(name):
         return "not named as a projection of Llama's decoder layers"
     rows, columns = _shard(outline, name, tp_size)
     if spec.fits(rows, columns):

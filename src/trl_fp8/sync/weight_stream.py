@@ -3,7 +3,7 @@
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
 any other    -> rounded to BF16
 buffers      -> as they are
-last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
+last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 """
 
 from collections.abc import Iterable, Iterator
@@ -38,4 +38,4 @@ def weight_stream(
     for layer, values in enumerate(kv_scales.values if kv_scales is not None else ()):
         if layer not in recipe.kv_cache_skip_layers:
             for which, value in zip(QKV, values, strict=True):
-                yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
+                yield recipe.engine_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
