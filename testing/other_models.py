@@ -74,14 +74,10 @@ def config(model_type: str, **overrides) -> PretrainedConfig:
     return config_class(**{name: value for name, value in values.items() if value is not None})
 
 
-def policy(model_type: str) -> PreTrainedModel:
+def policy(model_type: str, **overrides) -> PreTrainedModel:
     """What TRL would train, with random weights, none of them zero."""
-    return built(config(model_type))
-
-
-def built(made: PretrainedConfig) -> PreTrainedModel:
-    """As `policy`, of a config."""
     torch.manual_seed(0)
+    made = config(model_type, **overrides)
     auto = AutoModelForImageTextToText if hasattr(made, "vision_config") else AutoModelForCausalLM
     model = auto.from_config(made, dtype=torch.float32)
     with torch.no_grad():

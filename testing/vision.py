@@ -95,6 +95,7 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
         embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embeddings[:, 0] = 1
         head[never, 0] = -1
+    model.config.architectures = [type(model).__name__]
     return model
 
 

@@ -120,8 +120,9 @@ def deliver(policy, folder) -> None:
     writer.write(((name, parameter.bfloat16()) for name, parameter in policy.named_parameters()), buffers.items())
     audit(layout, writer, None)
     assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
+    held = {names.held_name(name, recipe.model_type, recipe.decoder): tensor for name, tensor in sent.items()}
     for name, piece in layout.pieces.items():
-        ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, sent[name]))
+        ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, held[name]))
         assert torch.equal(ours, theirs), "other bytes"
 
 

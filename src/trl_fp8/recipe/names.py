@@ -1,12 +1,13 @@
 """What tensors are called: in the policy, in the checkpoints that are published, and where vLLM loads and holds them.
 
     policy (transformers 5)                    ...mlp.experts.gate_up_proj            [E, 2I, K]
-    sent, loaded by vLLM   `engine_name`       the same; Mixtral: ...block_sparse_moe.experts.w13
-    held by vLLM's module  `sent_expert_name`  ...experts.routed_experts.w13_weight
+    a checkpoint           `stored_name`       the same; Mixtral: ...block_sparse_moe.experts.w13
+    vLLM's modules         `held_name`         the same but for what a class renames while it loads
+        of experts         `sent_expert_name`  ...experts.routed_experts.w13_weight
     published              `published_names`   ...experts.0.gate_proj.weight, ...experts.0.up_proj.weight, [I, K] each
 
-E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, K, I]. All but experts have one name
-everywhere, and vLLM fuses some of them.
+E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, K, I]. Most others have
+one name everywhere, and vLLM fuses some of them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,8 +38,9 @@ TRANSFORMERS = ExpertNames("mlp", ("gate_up_proj", "down_proj"), (("gate_proj", 
 MIXTRAL = ExpertNames("block_sparse_moe", ("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
-# Model type of the language model -> parts of names, in transformers and in vLLM's class, which are replaced in this order
-_RENAMED = {
+# Model type -> parts of names before and after, which are replaced in this order: what transformers renames while it
+# loads a checkpoint, and what vLLM's class does
+_STORED = {
     "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
     "mixtral": (
         (".mlp.", ".block_sparse_moe."),
@@ -46,6 +48,14 @@ _RENAMED = {
         (".experts.down_proj", ".experts.w2"),
     ),
 }
+_HELD: dict[str, tuple[tuple[str, str], ...]] = {}
+# The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
+WRAPPED = "model.language_model"
+_HELD_PARTS = (
+    (f"{WRAPPED}.", "language_model.model."),
+    ("lm_head", "language_model.lm_head"),
+    ("model.", ""),  # vision tower and projector
+)
 
 
 def checkpoint_name(name: str) -> str:
@@ -54,10 +64,21 @@ def checkpoint_name(name: str) -> str:
     return name.replace(".base_layer", "").replace(".modules_to_save.default", "")
 
 
-def engine_name(name: str, model_type: str) -> str:
-    """The name under which vLLM loads a parameter, or ignores a module, that transformers calls `name`."""
-    for ours, theirs in _RENAMED.get(model_type, ()):
-        name = name.replace(ours, theirs)
+def stored_name(name: str, model_type: str) -> str:
+    """What a checkpoint calls a parameter or module that transformers calls `name`; vLLM loads it by this name."""
+    return _replaced(name, _STORED.get(model_type, ()))
+
+
+def held_name(stored: str, model_type: str, decoder: str) -> str:
+    """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
+    parts = _HELD_PARTS if decoder == WRAPPED else ()
+    before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
+    return _replaced(after + stored.removeprefix(before), _HELD.get(model_type, ()))
+
+
+def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
+    for before, after in parts:
+        name = name.replace(before, after)
     return name
 
 

@@ -20,7 +20,7 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, engine_name, listed, router_name
+from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, held_name, listed, router_name, stored_name
 from .outline import Outline
 
 
@@ -63,9 +63,13 @@ class FP8Recipe:
     def has_experts(self) -> bool:
         return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
 
+    def stored_name(self, name: str) -> str:
+        """What a checkpoint calls a parameter or module of the policy."""
+        return stored_name(name, self.model_type)
+
     def engine_name(self, name: str) -> str:
         """What the engine calls a parameter or module of the policy."""
-        return engine_name(name, self.model_type)
+        return held_name(self.stored_name(name), self.model_type, self.decoder)
 
     def scale_name(self, name: str) -> str:
         """What the engine calls the scale of an FP8 weight of the policy."""
@@ -108,7 +112,7 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.engine_name(name) for name in self.kept_modules]
+        kept = [self.stored_name(name) for name in self.kept_modules]
         return self.format.quantization_config | {"modules_to_not_convert": kept}
 
 

@@ -1,4 +1,4 @@
-"""The policy as the tensors of an FP8 checkpoint, one at a time: what a sync writes, under the same names.
+"""The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names: what a sync writes.
 
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
 any other    -> rounded to BF16
@@ -19,7 +19,7 @@ from .writer import Named, by_scale
 def weight_stream(
     parameters: Iterable[Named], recipe: FP8Recipe, kv_scales: KVScales | None = None, buffers: Iterable[Named] = ()
 ) -> Iterator[Named]:
-    """`(name in the engine, tensor)` of a policy's `(checkpoint name, full tensor)`.
+    """`(name in a checkpoint, tensor)` of a policy's `(checkpoint name, full tensor)`.
 
     What is BF16 already is the policy's own: the consumer copies it before it asks for the next. Besides what it holds
     the copies of one parameter are alive, or of the two or three that share a scale.
@@ -29,13 +29,13 @@ def weight_stream(
         if recipe.fp8_tensors.issuperset(weights):
             quantized = recipe.format.quantize_weights(rounded, recipe.scale_format)
             for name, codes in zip(weights, quantized, strict=True):
-                yield recipe.engine_name(name), codes.qdata
-                yield recipe.scale_name(name), recipe.format.sent_scale(codes)
+                yield recipe.stored_name(name), codes.qdata
+                yield recipe.stored_name(name + recipe.format.scale_suffix), recipe.format.sent_scale(codes)
         else:
-            yield from zip(map(recipe.engine_name, weights), rounded, strict=True)
+            yield from zip(map(recipe.stored_name, weights), rounded, strict=True)
     for name, buffer in buffers:
-        yield recipe.engine_name(name), buffer.detach()
+        yield recipe.stored_name(name), buffer.detach()
     for layer, values in enumerate(kv_scales.values if kv_scales is not None else ()):
         if layer not in recipe.kv_cache_skip_layers:
             for which, value in zip(QKV, values, strict=True):
-                yield recipe.engine_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
+                yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()

@@ -22,7 +22,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.adapters import A, B, Slot
 from trl_fp8.upstream.patches import substituted
 
-from .layout import ADAPTERS, sent_modules, shards
+from .layout import ADAPTERS, shards
 
 
 class _WithAdapter:
@@ -49,7 +49,7 @@ def adapters_installed(recipe: FP8Recipe, ranks: Mapping[str, int]) -> AbstractC
 
 def _install(model: nn.Module, ranks: Mapping[str, int]) -> None:
     missing = set(ranks)
-    for prefix, module in list(sent_modules(model)):
+    for prefix, module in list(model.named_modules()):
         if not isinstance(module, LinearBase):
             continue
         layers = [name for name, *_ in shards(model, prefix, module)]
@@ -84,7 +84,7 @@ def _subclass(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
 def slots_of(model: nn.Module) -> dict[str, Slot]:
     """Each slot, by the name that the policy's layer has in the engine."""
     slots = {}
-    for prefix, module in sent_modules(model):
+    for prefix, module in model.named_modules():
         if isinstance(module, LinearBase) and hasattr(module, ADAPTERS[A]):
             layers = list(shards(model, prefix, module))
             rank = len(module.lora_a.weight) // len(layers)

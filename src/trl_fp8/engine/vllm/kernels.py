@@ -25,7 +25,7 @@ from trl_fp8.sync.pieces import Layout
 from trl_fp8.upstream.vllm import choose_experts
 
 from .kv_scales import attention_layers
-from .layout import ADAPTERS, sent_modules
+from .layout import ADAPTERS
 
 
 HEAD = "lm_head"
@@ -135,13 +135,12 @@ class VLLMKernels:
         """`attention`: The platform's, of a layer of the engine. `tokens`: The most that the engine computes at once,
         for which it has made room.
         """
-        self._modules = dict(sent_modules(model))
-        self._names = {module: name for name, module in self._modules.items()}
-        model = model.get_language_model() if supports_multimodal(model) else model
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
-        self._head = getattr(model, HEAD, None) or model.model.embed_tokens  # families that are always tied have none
+        text = model.get_language_model() if supports_multimodal(model) else model
+        self._head = getattr(text, HEAD, None) or text.model.embed_tokens  # families that are always tied have none
         self._layers = attention_layers(model)
         self._attend = cache(lambda number: attention(self._layers[number]))
+        self._names = {module: name for name, module in model.named_modules()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
     def linear(self, layer: str) -> EngineLinear:
@@ -175,11 +174,11 @@ class VLLMKernels:
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
         name = self._recipe.engine_name(mlp)
-        return without_gradients(self._modules[name].act_fn)
+        return without_gradients(self._model.get_submodule(name).act_fn)
 
     def rotary(self, layer: int) -> EngineRotary:
         attention = self._names[self._layers[layer]].rpartition(".")[0]
-        return EngineRotary(self._modules[attention].rotary_emb)
+        return EngineRotary(self._model.get_submodule(attention).rotary_emb)
 
     def attention(self, layer: int) -> object:
         return self._attend(layer)
@@ -237,7 +236,7 @@ class VLLMKernels:
         return piece.module
 
     def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
-        return next(each for each in self._modules[name].modules() if isinstance(each, kind))
+        return next(each for each in self._model.get_submodule(name).modules() if isinstance(each, kind))
 
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
         what = "nothing" if found is None else f"a {type(found).__name__}"

@@ -11,7 +11,6 @@ from torch import nn
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
-from vllm.model_executor.models.interfaces import supports_multimodal
 
 from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
@@ -30,7 +29,7 @@ def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
     `ValueError` if a kernel rearranges what it is given, so that no sync could write there.
     """
     pieces, seen, packed = [], set(), set()
-    for prefix, module in sent_modules(model):
+    for prefix, module in model.named_modules():
         if prefix.rpartition(".")[2] in ADAPTERS.values():
             continue
         if isinstance(module, linear.LinearBase):
@@ -52,17 +51,6 @@ def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
             "Remove moe_backend from vllm_engine_kwargs, or choose another model."
         )
     return Layout(pieces)
-
-
-def sent_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The engine's modules by the names that vLLM loads them under. A vision-language class holds its parts under
-    others, which its mapper turns names of checkpoints into; where several become one, the newest stands first.
-    """
-    mapped = model.hf_to_vllm_mapper.orig_to_new_prefix if supports_multimodal(model) else {}
-    held = [(theirs, sent) for sent, theirs in mapped.items() if theirs]
-    for name, module in model.named_modules():
-        found = next((pair for pair in held if f"{name}.".startswith(pair[0])), ("", ""))
-        yield (found[1] + f"{name}.".removeprefix(found[0])).removesuffix("."), module
 
 
 def _why_packed(module: nn.Module) -> str | None:

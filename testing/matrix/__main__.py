@@ -1,0 +1,80 @@
+"""Run the matrix, or some families of it, and write what docs/models.md is made from.
+
+python -m testing.matrix [FAMILY ...] [--workers N]
+
+Each family has a process of its own. Without names all of them run, and the result file is written:
+benchmarks/results/models_cpu.json.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from testing.processes import alone, free_port
+
+
+LIMIT = 600  # seconds of a family
+RESULT = "RESULT "
+
+
+def one(name: str) -> None:
+    """Print the row of a family."""
+    import os
+
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from .families import FAMILIES
+    from .row import row
+
+    with tempfile.TemporaryDirectory() as folder:
+        sys.stdout.write(RESULT + json.dumps(row(FAMILIES[name], Path(folder))) + "\n")
+
+
+def in_a_process(name: str) -> dict:
+    """The row of a family, or how it failed."""
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "testing.matrix", "--one", name]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=alone())
+        lines = ran.stdout.splitlines()
+        rows = [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
+        found = rows[0] if rows else {"failed": ran.stderr[-4000:]}
+    except subprocess.TimeoutExpired:
+        found = {"failed": f"was not done after {LIMIT} s"}
+    seconds = time.perf_counter() - start
+    sys.stdout.write(f"{name:20} {seconds:5.0f} s  {found.get('failed') or found}\n")
+    sys.stdout.flush()
+    return found | {"seconds": round(seconds)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        one(options.one)
+        return 0
+    from .families import FAMILIES
+
+    if unknown := set(options.families) - FAMILIES.keys():
+        parser.error(f"unknown families {sorted(unknown)}; known are {', '.join(FAMILIES)}")
+    names = options.families or list(FAMILIES)
+    with ThreadPoolExecutor(options.workers) as pool:
+        rows = dict(zip(names, pool.map(in_a_process, names), strict=True))
+    if not options.families:
+        from benchmarks import record
+
+        record.write("models", len(rows), rows)
+    return int(any("failed" in found for found in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""The families of the matrix: which published models they are, and how a tiny policy of each is made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from testing import other_models, tiny_models
+from testing.tokenizer import tokenizer
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row."""
+
+    title: str  # as people call it
+    save: Callable[[Path], object]  # writes a tiny checkpoint with its tokenizer into a folder
+    published: str = ""  # a model whose share of FP8 parameters is told; empty: the tiny one's
+    flags: Mapping[str, Any] = field(default_factory=dict)  # of `FP8GRPOConfig`, which its users need, too
+
+
+def trained(architecture: str, **overrides) -> Callable[[Path], object]:
+    """A checkpoint of `testing.tiny_models`."""
+    return lambda folder: tiny_models.save_checkpoint(folder, architecture, **overrides)
+
+
+def other(model_type: str, **overrides) -> Callable[[Path], object]:
+    """A checkpoint of any causal LM, see `testing.other_models`."""
+
+    def save(folder: Path) -> None:
+        policy = other_models.policy(model_type, **overrides)
+        for name, parameter in policy.named_parameters():  # so that log-probs differ from token to token
+            around = float("norm" in name and parameter.dim() == 1)
+            torch.nn.init.normal_(parameter, around, 0.1)
+        policy.bfloat16().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+
+    return save
+
+
+FAMILIES = {
+    "apertus": Family("Apertus", other("apertus")),
+    "arcee": Family("Arcee", other("arcee")),
+    "cohere": Family("Command R", trained("cohere")),
+    "cohere2": Family("Command R7B, Command A", other("cohere2")),
+    "ernie4_5": Family("ERNIE 4.5, dense", other("ernie4_5")),
+    "exaone4": Family("EXAONE 4", other("exaone4")),
+    "gemma": Family("Gemma", trained("gemma")),
+    "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
+    "gemma3_text": Family("Gemma 3, text", trained("gemma3_text"), "google/gemma-3-1b-it"),
+    "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
+    "granite": Family("Granite 3", trained("granite")),
+    "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
+    "ministral3": Family("Ministral 3", other("ministral3")),
+    "mistral": Family("Mistral", trained("mistral"), "mistralai/Mistral-7B-v0.3"),
+    "mixtral": Family("Mixtral", trained("mixtral"), "mistralai/Mixtral-8x7B-v0.1"),
+    "nemotron": Family("Nemotron, Minitron", other("nemotron")),
+    "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
+    "phi": Family("Phi 1 - 2", other("phi")),
+    "qwen2": Family("Qwen2, Qwen2.5", trained("qwen2"), "Qwen/Qwen2.5-7B"),
+    "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-57B-A14B", trained("qwen2_moe")),
+    "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
+    "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
+    "seed_oss": Family("Seed-OSS", other("seed_oss")),
+}

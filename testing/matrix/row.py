@@ -1,0 +1,114 @@
+"""What is asked of a family, and what came of it.
+
+Three steps of GRPO on a tiny policy with a real engine; its first sync, and one after the last step, against fresh
+engines that vLLM's own loader fills from disk, bit for bit; the export of `save_fp8_model`, read by vLLM and by
+transformers; and the same three steps with a full FP8 forward.
+"""
+
+from pathlib import Path
+from statistics import pstdev
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
+
+from testing import engines, published
+from testing.runs import arguments, column, recorded, training
+from trl_fp8.planning.plan import plan_for
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.outline import Outline, outline_of_config
+from trl_fp8.recipe.recipe import FP8Recipe, recipe_for
+
+from .families import Family
+
+
+DIFFERENCE = "sampling/sampling_logp_difference/mean"
+# Both sides take a log-softmax of the same logits, in FP32 and in other orders
+EXACT = 1e-5
+
+
+def row(family: Family, folder: Path) -> dict[str, Any]:
+    """What docs/models.md says of a family; `AssertionError` where it does not do what it has to."""
+    logging.set_verbosity_error()  # reports of tensors that are not as the config says fail a comparison here
+    model = folder / "policy"
+    family.save(model)
+    flags, synced = dict(family.flags), []
+    with training(str(model), arguments(folder / "run", **flags)) as trainer:
+        generation = trainer.vllm_generation
+
+        def note(result: None) -> None:
+            if not synced:
+                engines.write_checkpoint(folder / "first", generation, generation.last_sync.kv_scales)
+                synced.append(engines.log_probs(generation.llm))
+
+        recorded(generation, "sync_weights", note)
+        trainer.train()
+        mismatch, steps = column(trainer, DIFFERENCE), trainer.state.global_step
+        generation.sync_weights()
+        synced.append(engines.log_probs(generation.llm))
+        trainer.save_fp8_model(folder / "export")
+    recipe = generation.recipe
+    settings = generation.pinned | (generation.engine_kwargs or {})
+    assert steps == 3 and len(mismatch) == 3 and synced[0] != synced[1]
+    for name, expected in zip(("first", "export"), synced, strict=True):
+        assert engines.loaded_log_probs(folder / name, recipe, settings) == expected, (
+            f"a fresh engine of {name} differs"
+        )
+    # of log-probs that differ from token to token: a trainer that computed something else would be off by as much
+    spread = pstdev(value for _, _, prompt in synced[1] for value in prompt)
+    assert max(mismatch) < spread / 3, f"mismatch {mismatch} where log-probs differ by {spread} from token to token"
+    require_readable(folder / "export", trainer.model, recipe)
+    outline = outline_of(trainer.model)
+    return {
+        "title": family.title,
+        "model_type": outline.config_type,
+        "share_of": family.published,
+        "fp8_share": fp8_share(family, outline),
+        "kv": kv_words(recipe, trainer.model),
+        "mismatch": max(mismatch),
+        "spread": spread,
+        "full": full(model, folder / "full", flags),
+    }
+
+
+def require_readable(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
+    """transformers reads an export as the policy `model` with its FP8 weights dequantized, tensor by tensor."""
+    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    found = dict(read.named_parameters()) | dict(persistent_buffers(read))
+    sent = dict(model.named_parameters()) | dict(persistent_buffers(model))
+    assert found.keys() == sent.keys(), found.keys() ^ sent.keys()
+    for name, tensor in sent.items():
+        expected = tensor.detach().bfloat16()
+        if name in recipe.fp8_tensors:
+            expected = dequantize_weight(quantize_weight(expected), torch.bfloat16)
+        assert torch.equal(found[name].bfloat16(), expected), f"transformers reads another {name}"
+
+
+def full(model: Path, folder: Path, flags: dict) -> dict[str, Any]:
+    """The mismatch with a full FP8 forward, or why there is none."""
+    try:
+        with training(str(model), arguments(folder, fp8_forward="full", **flags)) as trainer:
+            trainer.train()
+            found = column(trainer, DIFFERENCE)
+    except ValueError as error:
+        assert str(error).startswith("fp8_forward='full'"), error
+        return {"refused": str(error)}
+    return {"mismatch": max(found), "exact": max(found) < EXACT, "bound": EXACT}
+
+
+def fp8_share(family: Family, tiny: Outline) -> float:
+    """Of the parameters of the published model, or of the tiny one; as an engine on a GPU holds them."""
+    outline = outline_of_config(published.CONFIGS[family.published], family.published) if family.published else tiny
+    return plan_for(outline, recipe_for(outline)).fp8_share
+
+
+def kv_words(recipe: FP8Recipe, model: PreTrainedModel) -> str:
+    """Which layers have an FP8 KV cache."""
+    if not recipe.fp8_kv_cache:
+        return "BF16"
+    caches = outline_of(model).caches
+    own = [layer for layer, cache in enumerate(caches) if cache.elements]
+    fp8 = [layer for layer in own if layer not in recipe.kv_cache_skip_layers]
+    return "FP8" if len(fp8) == len(caches) else f"FP8 in {len(fp8)} of {len(caches)} layers"
