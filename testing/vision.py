@@ -35,8 +35,6 @@ PIXELS = 32  # height and width of what a tower sees
 
 def _tokenizer(tokens: dict[str, str]) -> PreTrainedTokenizerFast:
     made = tokenizer(max_length=256)
-    made.add_special_tokens({"extra_special_tokens": list(tokens.values())})
-    made.model_specific_special_tokens = tokens
     return PreTrainedTokenizerFast(
         tokenizer_object=made.backend_tokenizer,
         extra_special_tokens=tokens,
@@ -90,11 +88,14 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
-        # One channel is the same for all tokens but these, which are so never sampled: there would be no image to them
-        never = [made.convert_tokens_to_ids(token) for token in made.extra_special_tokens]
+            if ".language_model." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter[0] = 0
+        # So one channel stays as it was embedded, and keeps tokens from being sampled that there would be no image to
+        tokens = _QWEN_TOKENS if model_type in QWEN else _GEMMA_TOKENS
+        never = [made.convert_tokens_to_ids(token) for token in tokens.values()]
         embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         embeddings[:, 0] = 1
-        head[never, 0] = -1
+        head[never, 0] = -8
     model.config.architectures = [type(model).__name__]
     return model
 

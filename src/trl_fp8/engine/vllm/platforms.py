@@ -70,6 +70,8 @@ class Platform(ABC):
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
+        arguments["mm_device_do_normalize"] = False
         if recipe.quantization_config is not None:
             arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
