@@ -123,7 +123,7 @@ def deliver(policy, folder) -> None:
     writer.write(high, buffers.items())
     audit(layout, writer, None)
     assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
-    held = {names.held_name(name, recipe.model_type): tensor for name, tensor in sent.items()}
+    held = {names.held_name(name, recipe.model_type, recipe.decoder): tensor for name, tensor in sent.items()}
     for name, piece in layout.pieces.items():
         if piece.derived is not None:  # its sum is compared above
             continue

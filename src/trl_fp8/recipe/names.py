@@ -58,12 +58,23 @@ _MIXTRAL = (
     (".experts.gate_up_proj", ".experts.w13"),
     (".experts.down_proj", ".experts.w2"),
 )
-_STORED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
+_STORED = {
+    "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
+    "minimax_m2": _MIXTRAL,
+    "mixtral": _MIXTRAL,
+}
 _HELD = {
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
 }
 # Model types whose published checkpoints have the experts of a layer in one tensor
 _TOGETHER = ("gpt_oss",)
+# The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
+WRAPPED = "model.language_model"
+_HELD_PARTS = (
+    (f"{WRAPPED}.", "language_model.model."),
+    ("lm_head", "language_model.lm_head"),
+    ("model.", ""),  # vision tower and projector
+)
 
 
 def checkpoint_name(name: str) -> str:
@@ -77,9 +88,11 @@ def stored_name(name: str, model_type: str) -> str:
     return _replaced(name, _STORED.get(model_type, ()))
 
 
-def held_name(stored: str, model_type: str) -> str:
-    """What vLLM's class calls a parameter or module of a checkpoint."""
-    return _replaced(stored, _HELD.get(model_type, ()))
+def held_name(stored: str, model_type: str, decoder: str) -> str:
+    """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
+    parts = _HELD_PARTS if decoder == WRAPPED else ()
+    before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
+    return _replaced(after + stored.removeprefix(before), _HELD.get(model_type, ()))
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:

@@ -6,7 +6,7 @@ unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
 and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
-embeddings, norms, routers, gates of shared experts and of linear attention stay in high precision.
+embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay in high precision.
 """
 
 import re
@@ -46,7 +46,7 @@ _KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
 _OF_LAYER = rf"(?:self_attn|mlp|mlp\.shared_experts?)\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
 _PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{_OF_LAYER})$")
 _GATES = re.compile(r"\.linear_attn\.in_proj_(?:ba|b|a)$")
-_VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
+_VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class FP8Recipe:
     kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
     tensor_parallel_size: int = 1  # ranks that share one engine
     fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8
-    model_type: str = ""  # of the config; a few have other names in the engine
+    model_type: str = ""  # of the language model's config; a few have other names in the engine
+    decoder: str = "model"  # module of the policy that has the decoder layers
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
@@ -89,7 +90,7 @@ class FP8Recipe:
 
     def engine_name(self, name: str) -> str:
         """What the engine calls a parameter or module of the policy."""
-        return held_name(self.stored_name(name), self.model_type)
+        return held_name(self.stored_name(name), self.model_type, self.decoder)
 
     def scale_name(self, name: str) -> str:
         """What the engine calls the scale of an FP8 weight of the policy."""
@@ -206,11 +207,12 @@ def recipe_for(
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
         model_type=outline.model_type,
+        decoder=outline.decoder,
     )
 
 
 def is_vision(name: str) -> bool:
-    """True for modules and parameters of a vision tower."""
+    """True for modules and parameters of a vision tower, or between it and the language model."""
     return _VISION.search(name) is not None
 
 
@@ -230,7 +232,9 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return "output head"
     if _GATES.search(name):
         return "gates of linear attention"
-    if not _PROJECTION.search(name) or is_vision(name):
+    if is_vision(name):
+        return "vision tower"
+    if not _PROJECTION.search(name):
         return "not named as a projection of Llama's decoder layers"
     for rows, columns in _shards(outline, name, tp_size):
         if not spec.fits(rows, columns):

@@ -19,7 +19,6 @@ TRANSFORMERS_BACKED = (
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
-    r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
     r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
         "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
         "that they cannot be read back"

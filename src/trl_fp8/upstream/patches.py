@@ -103,6 +103,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.GRPOTrainer._last_loaded_step": ("features/syncs.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
+        "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
+            "engine/vllm/images.py",
+            "It repeats image tokens that are there.",
+        ),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },

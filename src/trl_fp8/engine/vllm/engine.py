@@ -59,3 +59,4 @@ class ColocatedEngine:
                 "vLLM did not reset its prefix cache after a weight sync, because requests are still running: cached "
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
+        self.llm.llm_engine.reset_encoder_cache()  # what a vision tower made of images

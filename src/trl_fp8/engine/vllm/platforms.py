@@ -74,6 +74,8 @@ class Platform(ABC):
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
+        arguments["mm_device_do_normalize"] = False
         if overrides := engine_fields(config.get_text_config().to_dict()):
             arguments["hf_overrides"] = overrides
         if recipe.quantization_config is not None:
