@@ -46,6 +46,12 @@ class Outline:
         """Numbers of the decoder layers that cache keys and values."""
         return kv_layers(self.caches)
 
+    @property
+    def decoder(self) -> str:
+        """The module that has the decoder layers; of a vision-language model it lies deeper."""
+        name = next((name for name in self.parameters if name.endswith(".embed_tokens.weight")), "model.")
+        return name.removesuffix("embed_tokens.weight").removesuffix(".")
+
 
 def outline_of_config(config: Any, name: str) -> Outline | None:
     """None if the architecture is none of those that are known. `config` is what a config.json holds, of any JSON.

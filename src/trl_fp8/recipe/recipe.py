@@ -6,7 +6,7 @@ unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
 and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
-embeddings, norms, routers, gates of shared experts and of linear attention stay in high precision.
+embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay in high precision.
 """
 
 import re
@@ -24,8 +24,12 @@ from .names import (
     COLUMN_PARALLEL,
     FUSED,
     LINEAR_ATTENTION,
+    PARTS,
+    REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
+    UNPACKED,
+    fused_name,
     held_name,
     listed,
     router_name,
@@ -38,11 +42,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
-_OF_LAYER = rf"(?:self_attn|mlp|mlp\.shared_expert)\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
+_KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
+_OF_LAYER = rf"(?:self_attn|mlp|mlp\.shared_experts?)\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
 _PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{_OF_LAYER})$")
 _GATES = re.compile(r"\.linear_attn\.in_proj_(?:ba|b|a)$")
-_VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
+_VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class FP8Recipe:
     kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
     tensor_parallel_size: int = 1  # ranks that share one engine
     fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8
-    model_type: str = ""  # of the config; a few have other names in the engine
+    model_type: str = ""  # of the language model's config; a few have other names in the engine
+    decoder: str = "model"  # module of the policy that has the decoder layers
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
@@ -74,13 +79,18 @@ class FP8Recipe:
     def has_experts(self) -> bool:
         return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
 
+    @cached_property
+    def linears(self) -> dict[str, str]:
+        """What the engine calls each linear layer and expert module of the policy -> what the policy calls it."""
+        return {self.engine_name(name): name for name in (*self.fp8_modules, *self.kept_modules)}
+
     def stored_name(self, name: str) -> str:
         """What a checkpoint calls a parameter or module of the policy."""
         return stored_name(name, self.model_type)
 
     def engine_name(self, name: str) -> str:
         """What the engine calls a parameter or module of the policy."""
-        return held_name(self.stored_name(name), self.model_type)
+        return held_name(self.stored_name(name), self.model_type, self.decoder)
 
     def scale_name(self, name: str) -> str:
         """What the engine calls the scale of an FP8 weight of the policy."""
@@ -109,8 +119,8 @@ class FP8Recipe:
         """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
         rows = Counter()
         for name in self.fp8_modules:
-            part, columns = _shard(outline, name, self.tensor_parallel_size)
-            rows[(_fused_with(name) or [name])[0], int(columns)] += int(part)
+            for part, columns in _shards(outline, name, self.tensor_parallel_size):
+                rows[fused_name(name), int(columns)] += int(part)
         return Counter((part, columns) for (_, columns), part in rows.items())
 
     @property
@@ -123,8 +133,11 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.stored_name(name) for name in self.kept_modules]
-        return self.format.quantization_config | {"modules_to_not_convert": kept}
+        # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
+        if self.model_type in UNPACKED:
+            kept |= dict.fromkeys(map(fused_name, kept))
+        return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
@@ -182,10 +195,11 @@ def recipe_for(
             f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}another model, or set "
             "fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
+    holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
         fp8_experts=tuple(name for name in experts if name not in kept),
-        kept_modules=kept | {router_name(name): "router" for name in experts},
+        kept_modules=kept | {router_name(name, holding): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         format=spec,
@@ -193,11 +207,12 @@ def recipe_for(
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
         model_type=outline.model_type,
+        decoder=outline.decoder,
     )
 
 
 def is_vision(name: str) -> bool:
-    """True for modules and parameters of a vision tower."""
+    """True for modules and parameters of a vision tower, or between it and the language model."""
     return _VISION.search(name) is not None
 
 
@@ -217,38 +232,38 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return "output head"
     if _GATES.search(name):
         return "gates of linear attention"
-    if not _PROJECTION.search(name) or is_vision(name):
+    if is_vision(name):
+        return "vision tower"
+    if not _PROJECTION.search(name):
         return "not named as a projection of Llama's decoder layers"
-    rows, columns = _shard(outline, name, tp_size)
-    for part in _parts(outline, name, rows):
-        if not spec.fits(part, columns):
-            return f"{part:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    for rows, columns in _shards(outline, name, tp_size):
+        if not spec.fits(rows, columns):
+            return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
     return None
 
 
-def _shard(outline: Outline, name: str, tp_size: int) -> tuple[float, float]:
-    """N and K of one rank's part of a projection; fractions where `tp_size` does not divide."""
+def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
+    """N and K of one rank's part of each of the projections in a weight; fractions where `tp_size` does not divide."""
     rows, columns = outline.linears[name]
-    kind = name.rpartition(".")[2]
-    if kind in (*ROW_PARALLEL, LINEAR_ATTENTION[-1]):
-        return rows, columns / tp_size
-    # with fewer KV heads than ranks, heads are replicated
-    return rows / (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size), columns
-
-
-def _parts(outline: Outline, name: str, rows: float) -> tuple[float, ...]:
-    """The parts of a projection's `rows`, on one rank, that an engine deals each by itself: see `names.PARTS`."""
     parent, _, kind = name.rpartition(".")
-    if kind != "in_proj_qkv":
-        return (rows,)
-    values = rows * outline.linears[f"{parent}.in_proj_z"][0] / outline.linears[name][0]
-    return (rows - values) / 2, values
+    if kind in (*ROW_PARALLEL, LINEAR_ATTENTION[-1]):
+        return [(rows, columns / tp_size)]
+    if kind in REPLICATED:
+        return [(rows, columns)]
+    if kind in LINEAR_ATTENTION:
+        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows
+        return [(part / tp_size, columns) for part in ((rows - values) / 2, values) if part]
+    kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
+    sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
+    # with fewer KV heads than ranks, heads are replicated
+    ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)
+    return [(size / count, columns) for size, count in zip(sizes, ranks, strict=True)]
 
 
 def _fused_with(name: str) -> list[str]:
     """What vLLM fuses a module with, itself included; empty if nothing."""
     parent, _, kind = name.rpartition(".")
-    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
+    return [f"{parent}.{peer}" for group in FUSED.values() if kind in group for peer in group]
 
 
 def _fused_reason(peer: str) -> str:

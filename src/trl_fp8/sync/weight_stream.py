@@ -3,7 +3,7 @@
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
 any other    -> rounded to BF16, but for `names.IN_FP32`
 buffers      -> as they are
-last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
+last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 """
 
 from collections.abc import Iterable, Iterator
@@ -39,7 +39,7 @@ def weight_stream(
     for layer in kv_scales.layers if kv_scales is not None else ():
         if layer not in recipe.kv_cache_skip_layers:
             for which, value in zip(QKV, kv_scales.values[layer], strict=True):
-                yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
+                yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
 
 
 def _kept_dtype(name: str) -> torch.dtype:

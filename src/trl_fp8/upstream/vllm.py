@@ -19,6 +19,9 @@ _LAYERS = "vllm.model_executor.layers"
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "vllm.model_executor.models.registry": dict.fromkeys(["_LazyRegisteredModel", "_RegisteredModel"], "upstream"),
     "vllm": {"_custom_ops": "engine"},
+    "vllm.multimodal.processing.BaseMultiModalProcessor": dict.fromkeys(
+        ["_apply_prompt_updates", "_find_mm_placeholders"], "engine"
+    ),
     "torch.ops": {"_C": "engine"},
     "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
     "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},

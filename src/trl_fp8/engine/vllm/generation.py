@@ -25,7 +25,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.adapters import adapter_tensors, factors, merged, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
-from trl_fp8.sync.policy_checks import require_servable
+from trl_fp8.sync.policy_checks import require_same_positions, require_servable
 from trl_fp8.sync.shards import Sharded, gathered
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
@@ -34,6 +34,7 @@ from trl_fp8.upstream.patches import substituted
 from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
+from .images import require_same_prompts
 from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
@@ -88,6 +89,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         require_servable(self.model, upstream.engine_class)
+        require_same_positions(self.model, self.max_model_length)
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
         wanted = {"return_routes": self.return_routes, "share_kernels": self.share_kernels}
@@ -229,7 +231,9 @@ class FP8VLLMGeneration(VLLMGeneration):
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first
             self.delivery.require_whole()
-        return super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
+        output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
+        require_same_prompts(prompts, output[0])
+        return output
 
     def prefill(self, tokens: list[int]) -> list[int]:
         """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.

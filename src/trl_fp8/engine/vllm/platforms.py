@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
+from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
@@ -33,6 +34,7 @@ from trl_fp8.upstream.vllm import forget_choices
 from .cpu.attention import reference_attention
 from .cpu.delta_net import register_cpu_delta_net
 from .cpu.experts import register_cpu_experts
+from .cpu.latent import reference_latent_attention
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .cpu.packed import PackedAttention
@@ -72,8 +74,12 @@ class Platform(ABC):
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
+        arguments["mm_device_do_normalize"] = False
+        if overrides := engine_fields(config.get_text_config().to_dict()):
+            arguments["hf_overrides"] = overrides
         if recipe.quantization_config is not None:
-            arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
+            arguments["hf_overrides"] = overrides | {"quantization_config": recipe.quantization_config}
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
@@ -132,7 +138,7 @@ class Cpu(Platform):
         forget_choices()
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops, register_cpu_delta_net:
             register()
-        with reference_attention(), _memory_bound_quietly():
+        with reference_attention(), reference_latent_attention(), _memory_bound_quietly():
             yield
 
     def attention(self, layer: Attention) -> PackedAttention:
@@ -152,7 +158,8 @@ class Cpu(Platform):
         # States are those of single tokens (cpu/delta_net.py): BF16 would round each. vLLM keeps some between prompts,
         # each as large as a block
         hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state else {}
-        return arguments | hybrid
+        latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
+        return arguments | hybrid | latent
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
@@ -218,6 +225,12 @@ class Cuda(Platform):
             yield
 
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
+        if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+            raise ValueError(
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
+                "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
+                "fp8_forward='off'."
+            )
         if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
             raise ValueError(
                 f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "
