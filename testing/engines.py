@@ -120,7 +120,7 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     exact = [name for name, piece in generation.engine.layout.pieces.items() if piece.dtype == torch.float32]
     exact = {name: whole[name].detach() for name in exact if name in whole}
     stream = ((name, exact.get(name, tensor)) for name, tensor in stream)
-    stream = published(stream, generation.recipe.format.scale_suffix)
+    stream = published(stream, generation.recipe)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 
