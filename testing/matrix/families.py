@@ -45,7 +45,7 @@ FAMILIES = {
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
     "gemma3_text": Family("Gemma 3, text", trained("gemma3_text"), "google/gemma-3-1b-it"),
     "glm": Family("GLM-4 (0520), GLM-Edge", trained("glm", attention_bias=True)),
-    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True), "zai-org/GLM-4-9B-0414"),
+    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True)),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
     "granite": Family("Granite 3", trained("granite")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
