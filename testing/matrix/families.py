@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from testing import other_models, tiny_models
 from testing.tokenizer import tokenizer
 
@@ -28,7 +30,11 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
     """A checkpoint of any causal LM, see `testing.other_models`."""
 
     def save(folder: Path) -> None:
-        other_models.policy(model_type, **overrides).bfloat16().save_pretrained(folder)
+        policy = other_models.policy(model_type, **overrides)
+        for name, parameter in policy.named_parameters():  # so that log-probs differ from token to token
+            around = float("norm" in name and parameter.dim() == 1)
+            torch.nn.init.normal_(parameter, around, 0.1)
+        policy.bfloat16().save_pretrained(folder)
         tokenizer().save_pretrained(folder)
 
     return save
@@ -47,6 +53,7 @@ FAMILIES = {
     "glm": Family("GLM-4 (0520), GLM-Edge", trained("glm", attention_bias=True)),
     "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True)),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
+    "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
     "ministral3": Family("Ministral 3", other("ministral3")),
@@ -60,6 +67,9 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-57B-A14B", trained("qwen2_moe")),
     "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
     "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
+    "qwen3_5_moe_text": Family("Qwen3.5-MoE, text", other("qwen3_5_moe_text"), "Qwen/Qwen3.5-35B-A3B"),
+    "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
+    "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     "seed_oss": Family("Seed-OSS", other("seed_oss")),
     "stablelm": Family("StableLM 2", other("stablelm")),
 }

@@ -6,6 +6,7 @@ transformers; and the same three steps with a full FP8 forward.
 """
 
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import torch
@@ -55,6 +56,9 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
         assert engines.loaded_log_probs(folder / name, recipe, settings) == expected, (
             f"a fresh engine of {name} differs"
         )
+    # of log-probs that differ from token to token: a trainer that computed something else would be off by as much
+    spread = pstdev(value for _, _, prompt in synced[1] for value in prompt)
+    assert max(mismatch) < spread / 3, f"mismatch {mismatch} where log-probs differ by {spread} from token to token"
     require_readable(folder / "export", trainer.model, recipe)
     outline = outline_of(trainer.model)
     return {
@@ -64,6 +68,7 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
         "fp8_share": fp8_share(family, outline),
         "kv": kv_words(recipe, trainer.model),
         "mismatch": max(mismatch),
+        "spread": spread,
         "full": full(model, folder / "full", flags),
     }
 

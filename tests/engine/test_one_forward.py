@@ -59,6 +59,7 @@ CASES = [
     ("qwen2_moe", {"shared_expert_intermediate_size": 192}, FP8_EXPERTS | BF16_CACHE),
     ("mixtral", {}, TENSOR),
     ("mixtral", {}, FP8_EXPERTS),
+    ("gpt_oss", {}, {}),
     ("olmoe", {}, {}),
     ("olmoe", {}, FP8_EXPERTS),
 ]

@@ -3,7 +3,7 @@
 An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +64,10 @@ class Piece:
     held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
     # (dim, count): that dim is so many equal parts, the gate's and up's rows for example, and two dims in `sent`
     equal: tuple[int, int] | None = None
-    transposed: bool = False  # the engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`
+    transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
+    zero: bool = False  # this rank holds zeros instead
+    sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
+    derived: Callable[[], torch.Tensor] | None = None  # makes it of what the engine was sent; None: it is sent itself
 
     @property
     def is_copied(self) -> bool:
@@ -77,16 +80,17 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`.
+        """This rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`, or zeros.
 
         `ValueError` if it is of another size.
         """
-        return self._cut(tensor, self.sent)
+        part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
+        return torch.zeros_like(part) if self.zero else part
 
     def of_engine(self) -> torch.Tensor:
         """The same part where the engine holds it; a view."""
         parameter = self.parameter.detach()
-        return self._cut(parameter.t() if self.transposed else parameter, self.held)
+        return self._cut(parameter.mT if self.transposed else parameter, self.held)
 
     def _cut(self, tensor: torch.Tensor, spans: tuple[Span | Joined | None, ...]) -> torch.Tensor:
         if self.equal is not None:
@@ -111,11 +115,13 @@ class Layout:
     Attributes:
         pieces: Where each checkpoint tensor is, by name.
         names: The same names, in order.
+        derived: Those of the pieces that no policy has, which follow from others.
     """
 
     def __init__(self, pieces: Iterable[Piece]):
         self.pieces = {piece.name: piece for piece in pieces}
         self.names = tuple(self.pieces)
+        self.derived = tuple(piece for piece in self.pieces.values() if piece.derived is not None)
         self._places: list[tuple] | None = None
         self._held: dict[str, torch.Tensor] = {}
 

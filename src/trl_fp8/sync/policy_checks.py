@@ -29,7 +29,7 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
         )
     head = model.get_output_embeddings()
-    if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+    if model.config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(
             "the model's config says tie_word_embeddings=True, but its input and output embeddings are two tensors, "
             "as with modules_to_save=['embed_tokens'] or ['lm_head'] under PEFT. vLLM ties them, so the engine would "
@@ -67,7 +67,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
             blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
             sent[recipe.scale_name(name)] = blocks, torch.float32
     unknown = [name for name in sent if name not in layout.pieces]
-    empty = [name for name in layout.names if name not in sent]
+    empty = [name for name, piece in layout.pieces.items() if name not in sent and piece.derived is None]
     if unknown or empty:
         reason = (
             f"vLLM's class has {len(empty)} tensors under names that the policy does not have "

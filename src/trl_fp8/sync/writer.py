@@ -4,6 +4,7 @@
     FP8 codes      this rank's part -> codes and scales as they are
     any other      this rank's part -> copied, and so rounded to the engine's dtype
     buffers        as they are
+    derived        what the engine's kernels make of weights that it was sent, made anew of those
 
 Each leaves a checksum of what was computed, for comparing it with what is held afterwards. No weight is copied on the
 way, but for a rank's part of one that is q, k and v, and writing waits for no device. vLLM's own loader, which would
@@ -58,7 +59,7 @@ class Writer:
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
         """`at_once`: A tensor is written before the next one is asked for, which may change it (merged, gathered)."""
-        self._pieces, self._held = layout.pieces, layout.held
+        self._pieces, self._held, self._derived = layout.pieces, layout.held, layout.derived
         self._recipe, self._at_once = recipe, at_once
         self._weights: list[tuple[str, Destination]] = []  # what is due: FP8 weights, and the others
         self._copies: list[tuple[str, torch.Tensor]] = []
@@ -93,6 +94,9 @@ class Writer:
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
+        for piece in self._derived:  # one at a time: together they are as large as many weights
+            self._copy(piece.name, piece.derived())
+            self._flush()
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
         """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits once, or twice if blocks are dead.

@@ -25,6 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of
 
 from .observation import QKVObservation
 from .packed import packed_attention
@@ -39,6 +41,7 @@ EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
 # A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
 SEQUENCES = "trl_fp8_sequences"
+SINKS = "s_aux"  # transformers' keyword for attention sinks
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
@@ -48,6 +51,7 @@ class AttentionHook:
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
+        self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: QKVObservation | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too
@@ -114,10 +118,12 @@ class AttentionHook:
             self.observation.add(layer, (query, key, value), self._real_BT, scaling)
         sequences = kwargs.pop(SEQUENCES, None)
         if self._followed:
-            return self._attend_as_engine(layer, sequences, query, key, value), None
+            return self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
         return attend(module, *self._as_cached(layer, query, key, value), *args, **kwargs)
 
-    def _attend_as_engine(self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_as_engine(
+        self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
+    ) -> Tensor:
         """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
         engine = self._flow.kernels.attention(layer)
         scales = self.scales_L3[layer] if self._simulates(layer) else None
@@ -128,7 +134,7 @@ class AttentionHook:
 
         states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
         mask = engine.scaling, engine.window, engine.softcap
-        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
+        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask, sinks_H))
 
     @property
     def _followed(self) -> bool:

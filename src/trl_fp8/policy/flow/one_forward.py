@@ -131,6 +131,8 @@ class OneForward:
             self._swap(path, module, FollowedParallelLayer)
         elif mlp := next((kind for kind, parts in MLPS.items() if all(hasattr(module, part) for part in parts)), None):
             self._swap(path, module, mlp, engine=kernels.activation(name))
+        elif hasattr(module, "sinks"):
+            return  # attention, which `AttentionHook` lets follow
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
             self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
 
