@@ -53,7 +53,7 @@ FAMILIES = {
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
     "gemma3_text": Family("Gemma 3, text", trained("gemma3_text"), "google/gemma-3-1b-it"),
     "glm": Family("GLM-4 (0520), GLM-Edge", trained("glm", attention_bias=True)),
-    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True), "zai-org/GLM-4-9B-0414"),
+    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True)),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
     "glm4_moe_lite": Family("GLM 4.7 Flash", other("glm4_moe_lite")),
     "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
