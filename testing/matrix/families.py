@@ -53,7 +53,7 @@ FAMILIES = {
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
     "gemma3_text": Family("Gemma 3, text", trained("gemma3_text"), "google/gemma-3-1b-it"),
     "glm": Family("GLM-4 (0520), GLM-Edge", trained("glm", attention_bias=True)),
-    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True), "zai-org/GLM-4-9B-0414"),
+    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True)),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
     "glm4_moe_lite": Family("GLM 4.7 Flash", other("glm4_moe_lite")),
     "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
@@ -71,6 +71,9 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-57B-A14B", trained("qwen2_moe")),
     "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
     "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
+    "qwen3_5_moe_text": Family("Qwen3.5-MoE, text", other("qwen3_5_moe_text"), "Qwen/Qwen3.5-35B-A3B"),
+    "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
+    "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     "seed_oss": Family("Seed-OSS", other("seed_oss")),
     "stablelm": Family("StableLM 2", other("stablelm")),
 }

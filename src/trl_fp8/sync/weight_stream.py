@@ -3,7 +3,7 @@
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
 any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
 buffers      -> as they are
-last: "model.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
+last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 """
 
 from collections.abc import Iterable, Iterator
@@ -36,10 +36,10 @@ def weight_stream(
             yield from zip(map(recipe.stored_name, weights), rounded, strict=True)
     for name, buffer in buffers:
         yield recipe.stored_name(name), buffer.detach()
-    for layer, values in enumerate(kv_scales.values if kv_scales is not None else ()):
+    for layer in kv_scales.layers if kv_scales is not None else ():
         if layer not in recipe.kv_cache_skip_layers:
-            for which, value in zip(QKV, values, strict=True):
-                yield f"model.layers.{layer}.self_attn.{which}_scale", value.clone()
+            for which, value in zip(QKV, kv_scales.values[layer], strict=True):
+                yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
 
 
 def _dtype(name: str, recipe: FP8Recipe) -> torch.dtype:
