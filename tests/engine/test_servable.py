@@ -110,7 +110,7 @@ def deliver(policy, folder) -> None:
     require_same_tensors(policy, recipe, layout)
     sent = dict(weight_stream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):
-        engine.load_weights(published(sent.items(), recipe.format.scale_suffix))
+        engine.load_weights(published(sent.items(), recipe))
     finish(engine)
     loaded = layout.sums()
     writer = Writer(layout, recipe)

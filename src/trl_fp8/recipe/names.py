@@ -54,11 +54,14 @@ _MIXTRAL = (
     (".experts.down_proj", ".experts.w2"),
 )
 _STORED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
+_GRANITE = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _HELD = {
+    "ernie4_5_moe": ((".gate.moe_statics.", ".gate."),),
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
+    **dict.fromkeys(_GRANITE, ((".router.", ".gate."),)),
 }
 # Model types whose published checkpoints have the experts of a layer in one tensor
-_TOGETHER = ("gpt_oss",)
+_TOGETHER = ("gpt_oss", *_GRANITE)
 
 
 def checkpoint_name(name: str) -> str:
@@ -133,8 +136,11 @@ def router_name(experts: str, modules: Container[str]) -> str:
 
 
 def is_router(module: "nn.Module") -> bool:
-    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
-    return type(module).__name__.endswith("TopKRouter")
+    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE, and return
+    the choice after logits and weights; Granite's return it before them.
+    """
+    name = type(module).__name__
+    return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")
 
 
 def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
