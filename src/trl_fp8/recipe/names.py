@@ -28,8 +28,9 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": REPLICATED,
 }
-COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
+GATE_UP = "input_linear"  # Granite's of shared experts, gate and up; nothing is called gate_proj or up_proj there
+COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj", GATE_UP)
+ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
 UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
@@ -53,12 +54,33 @@ _MIXTRAL = (
     (".experts.gate_up_proj", ".experts.w13"),
     (".experts.down_proj", ".experts.w2"),
 )
-_STORED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
+_STORED = {
+    "ernie4_5_moe": ((".gate.moe_statics.", ".moe_statics."),),
+    "granitemoehybrid": (
+        (".router.", ".router.layer."),
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+    ),
+    "hy_v3": (
+        (".mlp.gate.weight", ".mlp.router.gate.weight"),
+        (".e_score_correction_bias", ".expert_bias"),
+        (".shared_experts.", ".shared_mlp."),
+    ),
+    "minimax_m2": _MIXTRAL,
+    "mixtral": _MIXTRAL,
+}
 _GRANITE = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _HELD = {
-    "ernie4_5_moe": ((".gate.moe_statics.", ".gate."),),
+    "afmoe": ((".router.gate.", ".gate."),),
+    "ernie4_5_moe": ((".moe_statics.", ".gate."),),
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
     **dict.fromkeys(_GRANITE, ((".router.", ".gate."),)),
+    "granitemoehybrid": (
+        (".router.layer.", ".gate."),
+        (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+        (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    ),
+    "hy_v3": ((".router.gate.", ".gate."),),
 }
 # Model types whose published checkpoints have the experts of a layer in one tensor
 _TOGETHER = ("gpt_oss", *_GRANITE)

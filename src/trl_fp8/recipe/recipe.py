@@ -23,6 +23,7 @@ from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
+    GATE_UP,
     REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
 
 
 _KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
-_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_experts?)\.(?P<kind>{_KINDS})$")
+_BLOCKS = r"self_attn|mlp|mlp\.shared_experts?|shared_mlp"
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{_BLOCKS})\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 
@@ -240,7 +242,8 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
         return [(rows, columns / tp_size)]
     if kind in REPLICATED:
         return [(rows, columns)]
-    kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
+    kinds = FUSED.get("gate_up_proj" if kind == GATE_UP else kind, (kind,))
+    key_rows = outline.kv_heads * outline.head_dim
     sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated
     ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)
