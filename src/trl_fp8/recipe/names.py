@@ -20,17 +20,21 @@ if TYPE_CHECKING:
 
 
 # Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
-# vLLM shards N (columns of x @ W.T) of these, part by part, K of those
-# in ROW_PARALLEL, and nothing of REPLICATED.
+# vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of
+# REPLICATED.
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": REPLICATED,
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),  # of Qwen3.5's linear attention
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 GATE_UP = "input_linear"  # Granite's of shared experts, gate and up; nothing is called gate_proj or up_proj there
 COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj", GATE_UP)
 ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
+PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
 UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
@@ -56,6 +60,7 @@ _MIXTRAL = (
 )
 _STORED = {
     "ernie4_5_moe": ((".gate.moe_statics.", ".moe_statics."),),
+    "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
     "granitemoehybrid": (
         (".router.", ".router.layer."),
         (".experts.gate_up_proj", ".input_linear.weight"),
@@ -70,6 +75,9 @@ _STORED = {
     "mixtral": _MIXTRAL,
 }
 _GRANITE = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
+# Model type -> end of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
+_FP32 = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2"), ".mlp.gate.weight")
+_FP32 |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ".linear_attn.A_log")  # an exponent
 _HELD = {
     "afmoe": ((".router.gate.", ".gate."),),
     "ernie4_5_moe": ((".moe_statics.", ".gate."),),
@@ -84,6 +92,13 @@ _HELD = {
 }
 # Model types whose published checkpoints have the experts of a layer in one tensor
 _TOGETHER = ("gpt_oss", *_GRANITE)
+# The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
+WRAPPED = "model.language_model"
+_HELD_PARTS = (
+    (f"{WRAPPED}.", "language_model.model."),
+    ("lm_head", "language_model.lm_head"),
+    ("model.", ""),  # vision tower and projector
+)
 
 
 def checkpoint_name(name: str) -> str:
@@ -97,9 +112,16 @@ def stored_name(name: str, model_type: str) -> str:
     return _replaced(name, _STORED.get(model_type, ()))
 
 
-def held_name(stored: str, model_type: str) -> str:
-    """What vLLM's class calls a parameter or module of a checkpoint."""
-    return _replaced(stored, _HELD.get(model_type, ()))
+def is_fp32(name: str, model_type: str) -> bool:
+    """True for a parameter that transformers calls `name` if an engine holds it in FP32, and gets it unrounded."""
+    return model_type in _FP32 and name.endswith(_FP32[model_type])
+
+
+def held_name(stored: str, model_type: str, decoder: str) -> str:
+    """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
+    parts = _HELD_PARTS if decoder == WRAPPED else ()
+    before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
+    return _replaced(after + stored.removeprefix(before), _HELD.get(model_type, ()))
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:

@@ -19,16 +19,16 @@ TRANSFORMERS_BACKED = (
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
-    r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
-    r"\.(?:conv1d|conv\.conv)\.|\.A_log$": (
-        "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
-        "rearranges, so that they cannot be read back"
+    r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
+        "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
+        "that they cannot be read back"
     ),
     r"\.(?:query_key_value|c_attn|Wqkv)\.weight$": (
         "its checkpoint has q, k, v as one tensor, whose rows vLLM may rearrange, so that they cannot be read back"
     ),
 }
 _MODEL_TYPES = {
+    "axk1": "vLLM holds its norms behind experts under another name",
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
     "gemma3n_text": "vLLM's class of the text model computes without its per-layer embeddings: it is another model",
     "hrm_text": "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
@@ -43,7 +43,7 @@ DELIVERED = (
     *("ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
     *("glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
     *("granitemoeshared", "hy_v3", "hyperclovax", "jais2", "mellum", "minimax_m2", "ministral3", "mistral"),
-    *("nemotron", "opt", "phi", "phi3", "seed_oss", "stablelm"),
+    *("nemotron", "opt", "phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "stablelm"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}

@@ -56,6 +56,10 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} a kernel before others."),
         "vllm._custom_ops.scaled_fp8_quant": (f"{_CPU}/linear.py", "Loads per-tensor weights, and CPU has no body."),
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
+        f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
+            f"{_CPU}/delta_net.py",
+            "It reads packed weights, and a prefill gives other bits than decode steps.",
+        ),
         f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
@@ -80,6 +84,7 @@ _PATCHES = {  # how -> target -> (by, why)
             f"{_CPU}/attention.py",
             "vLLM's depends on the batch.",
         ),
+        "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),
         "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
             "engine/vllm/cuda/attention.py",
             "Prefill and decode would run different kernels.",
@@ -99,6 +104,14 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.GRPOTrainer._last_loaded_step": ("features/syncs.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
+        "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
+            "engine/vllm/images.py",
+            "It repeats image tokens that are there.",
+        ),
+        "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
+            "policy/attention/hook.py",
+            "Its latents are cached; this and its like call `expand_kv` on them.",
+        ),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },

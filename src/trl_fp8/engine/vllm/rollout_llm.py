@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 
+from .images import leave_image_tokens
 from .routes import RouteLog, RouterCapture, returned_routes
 
 
@@ -58,6 +59,7 @@ class RolloutLLM(LLM):
                     "Otherwise set router_replay='off'."
                 ) from error
             raise
+        leave_image_tokens(self)
         if routes_from is not None:
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
