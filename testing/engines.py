@@ -21,8 +21,10 @@ from vllm.platforms.cpu import CpuPlatform
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.export.export import published
 from trl_fp8.policy.base.base import HeldBase, SharedBase
 from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import delivery
@@ -109,10 +111,16 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     source = Path(generation.model.name_or_path)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = generation.recipe.quantization_config
+    config |= {"quantization_config": generation.recipe.quantization_config} | engine_fields(config)
     (folder / "config.json").write_text(json.dumps(config))
     model = generation.model
     stream = weight_stream(model.named_parameters(), generation.recipe, kv_scales, persistent_buffers(model))
+    # what the engine holds in FP32 it got in FP32, and a BF16 checkpoint would round it
+    whole = {generation.recipe.engine_name(name): parameter for name, parameter in model.named_parameters()}
+    exact = [name for name, piece in generation.engine.layout.pieces.items() if piece.dtype == torch.float32]
+    exact = {name: whole[name].detach() for name in exact if name in whole}
+    stream = ((name, exact.get(name, tensor)) for name, tensor in stream)
+    stream = published(stream, generation.recipe.format.scale_suffix)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 
@@ -122,7 +130,7 @@ def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> 
     arguments = platform.arguments(recipe, AutoConfig.from_pretrained(folder), **sizes, user=engine_kwargs)
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     arguments = {"max_num_batched_tokens": 4096} | arguments  # as TRL: the compiler fuses by it
-    del arguments["hf_overrides"]  # the checkpoint's own config says it
+    arguments.pop("hf_overrides", None)  # the checkpoint's own config says it
     with platform.ready(recipe):
         return LLM(
             model=str(folder),

@@ -27,7 +27,7 @@ _COMMON = dict(
 _MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
 _SPECIAL = {
     "bloom": dict(head_dim=None),
-    "falcon": dict(head_dim=None),
+    "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
     "gemma3n_text": dict(
         **dict(vocab_size_per_layer_input=256, hidden_size_per_layer_input=64, num_hidden_layers=4, laurel_rank=64),
         **dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2),

@@ -33,7 +33,7 @@ def one(name: str) -> None:
     from .row import row
 
     with tempfile.TemporaryDirectory() as folder:
-        print(RESULT + json.dumps(row(FAMILIES[name], Path(folder))), flush=True)
+        sys.stdout.write(RESULT + json.dumps(row(FAMILIES[name], Path(folder))) + "\n")
 
 
 def in_a_process(name: str) -> dict:
@@ -48,7 +48,8 @@ def in_a_process(name: str) -> dict:
     except subprocess.TimeoutExpired:
         found = {"failed": f"was not done after {LIMIT} s"}
     seconds = time.perf_counter() - start
-    print(f"{name:20} {seconds:5.0f} s  {found.get('failed') or found}", flush=True)
+    sys.stdout.write(f"{name:20} {seconds:5.0f} s  {found.get('failed') or found}\n")
+    sys.stdout.flush()
     return found | {"seconds": round(seconds)}
 
 

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from testing import other_models, tiny_models
 from testing.tokenizer import tokenizer
 
@@ -28,7 +30,11 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
     """A checkpoint of any causal LM, see `testing.other_models`."""
 
     def save(folder: Path) -> None:
-        other_models.policy(model_type, **overrides).bfloat16().save_pretrained(folder)
+        policy = other_models.policy(model_type, **overrides)
+        for name, parameter in policy.named_parameters():  # so that log-probs differ from token to token
+            around = float("norm" in name and parameter.dim() == 1)
+            torch.nn.init.normal_(parameter, around, 0.1)
+        policy.bfloat16().save_pretrained(folder)
         tokenizer().save_pretrained(folder)
 
     return save
@@ -44,7 +50,10 @@ FAMILIES = {
     "gemma": Family("Gemma", trained("gemma")),
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
     "gemma3_text": Family("Gemma 3, text", trained("gemma3_text"), "google/gemma-3-1b-it"),
+    "glm": Family("GLM-4 (0520), GLM-Edge", trained("glm", attention_bias=True)),
+    "glm4": Family("GLM-4 (0414), GLM-Z1", trained("glm4", attention_bias=True), "zai-org/GLM-4-9B-0414"),
     "glm4_moe": Family("GLM 4.5 - 4.7", trained("glm4_moe")),
+    "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
     "ministral3": Family("Ministral 3", other("ministral3")),
@@ -53,9 +62,11 @@ FAMILIES = {
     "nemotron": Family("Nemotron, Minitron", other("nemotron")),
     "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
     "phi": Family("Phi 1 - 2", other("phi")),
+    "phi3": Family("Phi-3, Phi-3.5, Phi-4", trained("phi3"), "microsoft/phi-4"),
     "qwen2": Family("Qwen2, Qwen2.5", trained("qwen2"), "Qwen/Qwen2.5-7B"),
     "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-57B-A14B", trained("qwen2_moe")),
     "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
     "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
     "seed_oss": Family("Seed-OSS", other("seed_oss")),
+    "stablelm": Family("StableLM 2", other("stablelm")),
 }

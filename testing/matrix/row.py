@@ -6,6 +6,7 @@ transformers; and the same three steps with a full FP8 forward.
 """
 
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import torch
@@ -55,13 +56,19 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
         assert engines.loaded_log_probs(folder / name, recipe, settings) == expected, (
             f"a fresh engine of {name} differs"
         )
+    # of log-probs that differ from token to token: a trainer that computed something else would be off by as much
+    spread = pstdev(value for _, _, prompt in synced[1] for value in prompt)
+    assert max(mismatch) < spread / 3, f"mismatch {mismatch} where log-probs differ by {spread} from token to token"
     require_readable(folder / "export", trainer.model, recipe)
     outline = outline_of(trainer.model)
     return {
+        "title": family.title,
         "model_type": outline.config_type,
+        "share_of": family.published,
         "fp8_share": fp8_share(family, outline),
         "kv": kv_words(recipe, trainer.model),
         "mismatch": max(mismatch),
+        "spread": spread,
         "full": full(model, folder / "full", flags),
     }
 
@@ -88,7 +95,7 @@ def full(model: Path, folder: Path, flags: dict) -> dict[str, Any]:
     except ValueError as error:
         assert str(error).startswith("fp8_forward='full'"), error
         return {"refused": str(error)}
-    return {"mismatch": max(found), "exact": max(found) < EXACT}
+    return {"mismatch": max(found), "exact": max(found) < EXACT, "bound": EXACT}
 
 
 def fp8_share(family: Family, tiny: Outline) -> float:

@@ -20,7 +20,19 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, held_name, listed, router_name, stored_name
+from .names import (
+    COLUMN_PARALLEL,
+    FUSED,
+    REPLICATED,
+    ROW_PARALLEL,
+    TRANSFORMERS,
+    UNPACKED,
+    fused_name,
+    held_name,
+    listed,
+    router_name,
+    stored_name,
+)
 from .outline import Outline
 
 
@@ -28,8 +40,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
-_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
+_KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_experts?)\.(?P<kind>{_KINDS})$")
 _VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
 
 
@@ -61,6 +73,11 @@ class FP8Recipe:
     @property
     def has_experts(self) -> bool:
         return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
+
+    @cached_property
+    def linears(self) -> dict[str, str]:
+        """What the engine calls each linear layer and expert module of the policy -> what the policy calls it."""
+        return {self.engine_name(name): name for name in (*self.fp8_modules, *self.kept_modules)}
 
     def stored_name(self, name: str) -> str:
         """What a checkpoint calls a parameter or module of the policy."""
@@ -97,8 +114,8 @@ class FP8Recipe:
         """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
         rows = Counter()
         for name in self.fp8_modules:
-            part, columns = _shard(outline, name, self.tensor_parallel_size)
-            rows[(_fused_with(name) or [name])[0], int(columns)] += int(part)
+            for part, columns in _shards(outline, name, self.tensor_parallel_size):
+                rows[fused_name(name), int(columns)] += int(part)
         return Counter((part, columns) for (_, columns), part in rows.items())
 
     @property
@@ -111,8 +128,11 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.stored_name(name) for name in self.kept_modules]
-        return self.format.quantization_config | {"modules_to_not_convert": kept}
+        # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
+        if self.model_type in UNPACKED:
+            kept |= dict.fromkeys(map(fused_name, kept))
+        return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
@@ -170,10 +190,11 @@ def recipe_for(
             f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}another model, or set "
             "fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
+    holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
         fp8_experts=tuple(name for name in experts if name not in kept),
-        kept_modules=kept | {router_name(name): "router" for name in experts},
+        kept_modules=kept | {router_name(name, holding): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         format=spec,
@@ -205,26 +226,31 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return "output head"
     if not _PROJECTION.search(name) or is_vision(name):
         return "not named as a projection of Llama's decoder layers"
-    rows, columns = _shard(outline, name, tp_size)
-    if spec.fits(rows, columns):
-        return None
-    return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    for rows, columns in _shards(outline, name, tp_size):
+        if not spec.fits(rows, columns):
+            return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    return None
 
 
-def _shard(outline: Outline, name: str, tp_size: int) -> tuple[float, float]:
-    """N and K of one rank's part of a projection; fractions where `tp_size` does not divide."""
+def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
+    """N and K of one rank's part of each of the projections in a weight; fractions where `tp_size` does not divide."""
     rows, columns = outline.linears[name]
     kind = name.rpartition(".")[2]
     if kind in ROW_PARALLEL:
-        return rows, columns / tp_size
+        return [(rows, columns / tp_size)]
+    if kind in REPLICATED:
+        return [(rows, columns)]
+    kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
+    sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated
-    return rows / (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size), columns
+    ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)
+    return [(size / count, columns) for size, count in zip(sizes, ranks, strict=True)]
 
 
 def _fused_with(name: str) -> list[str]:
     """What vLLM fuses a module with, itself included; empty if nothing."""
     parent, _, kind = name.rpartition(".")
-    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
+    return [f"{parent}.{peer}" for group in FUSED.values() if kind in group for peer in group]
 
 
 def _fused_reason(peer: str) -> str:

@@ -31,8 +31,8 @@ _BLOCK_GEMM = f"{_LAYERS}.quantization.utils.fp8_utils"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
 # Families of transformers' models whose decoder layers a policy with one forward is known to share with vLLM's
-FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral", "qwen2", "qwen3")
-FAMILIES += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite", "llama", "mistral", "phi3", "qwen2")
+FAMILIES += ("qwen3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
@@ -66,6 +66,7 @@ _PATCHES = {  # how -> target -> (by, why)
             ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
         f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),
+        f"{_MOE}.router.router_factory.CPURouter": (f"{_CPU}/ops.py", "It knows no sigmoid without groups."),
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
         f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),

@@ -33,10 +33,9 @@ class ColocatedEngine:
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
-        self.layout = engine_layout(self.model, buffers)
-        found = slots_of(self.model)
-        modules = {recipe.engine_name(name): name for name in (*recipe.fp8_modules, *recipe.kept_modules)}
-        self.slots = {modules[name]: slot for name, slot in found.items()}  # by the policy's names
+        self.layout = engine_layout(self.model, recipe.linears, buffers)
+        found = slots_of(self.model, recipe.linears)
+        self.slots = {recipe.linears[name]: slot for name, slot in found.items()}  # by the policy's names
         adapters = {f"{name}.{which}.weight" for name in found for which in (A, B)}
         require_same_tensors(policy, recipe, self.layout.part(set(self.layout.names) - adapters))
         self._attention = {}

@@ -24,6 +24,7 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
+from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
@@ -31,6 +32,7 @@ from trl_fp8.upstream.vllm import forget_choices
 
 from .cpu.attention import reference_attention
 from .cpu.experts import register_cpu_experts
+from .cpu.latent import reference_latent_attention
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .cpu.packed import PackedAttention
@@ -73,8 +75,10 @@ class Platform(ABC):
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        if overrides := engine_fields(config.get_text_config().to_dict()):
+            arguments["hf_overrides"] = overrides
         if recipe.quantization_config is not None:
-            arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
+            arguments["hf_overrides"] = overrides | {"quantization_config": recipe.quantization_config}
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
@@ -136,7 +140,7 @@ class Cpu(Platform):
         forget_choices()
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
             register()
-        with reference_attention(), _memory_bound_quietly():
+        with reference_attention(), reference_latent_attention(), _memory_bound_quietly():
             yield
 
     def attention(self, layer: Attention) -> PackedAttention:
@@ -147,10 +151,13 @@ class Cpu(Platform):
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
-        per_seq = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize * self.block * blocks
+        latent = (getattr(config, "kv_lora_rank", None) or 0) and config.kv_lora_rank + config.qk_rope_head_dim
+        elements = latent or 2 * kv_heads * head_dim
+        per_seq = config.num_hidden_layers * elements * itemsize * self.block * blocks
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
         budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
-        return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.invariance.arguments()
+        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.invariance.arguments()
+        return arguments | ({"attention_backend": "CPU_MLA"} if latent else {})
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
@@ -217,6 +224,12 @@ class Cuda(Platform):
             yield
 
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
+        if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+            raise ValueError(
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
+                "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
+                "fp8_forward='off'."
+            )
         if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
             raise ValueError(
                 f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "

@@ -39,6 +39,7 @@ EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
 # A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
 SEQUENCES = "trl_fp8_sequences"
+SINKS = "s_aux"  # transformers' keyword for attention sinks
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
@@ -114,10 +115,12 @@ class AttentionHook:
             self.observation.add(layer, (query, key, value), self._real_BT, scaling)
         sequences = kwargs.pop(SEQUENCES, None)
         if self._followed:
-            return self._attend_as_engine(layer, sequences, query, key, value), None
+            return self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
         return attend(module, *self._as_cached(layer, query, key, value), *args, **kwargs)
 
-    def _attend_as_engine(self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_as_engine(
+        self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
+    ) -> Tensor:
         """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
         engine = self._flow.kernels.attention(layer)
         scales = self.scales_L3[layer] if self._simulates(layer) else None
@@ -128,7 +131,7 @@ class AttentionHook:
 
         states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
         mask = engine.scaling, engine.window, engine.softcap
-        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
+        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask, sinks_H))
 
     @property
     def _followed(self) -> bool:
