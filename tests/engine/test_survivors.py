@@ -8,6 +8,7 @@ from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput, SamplingMask
 
+from testing import tiny_models
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.engine.vllm.survivors import SurvivorLog, returned_survivors
@@ -50,8 +51,9 @@ def test_turns_of_a_conversation_are_joined():
 
 
 def test_an_engine_is_asked_for_survivors_where_vllm_can_return_them():
+    options = {"max_num_seqs": 8, "max_model_len": 64, "return_survivors": True}
     told = [
-        platform.arguments(FP8Recipe((), kv_cache_dtype="auto"), CONFIG, **SIZES, return_survivors=True)
+        platform.arguments(FP8Recipe((), kv_cache_dtype="auto"), tiny_models.config("qwen3"), **options)
         for platform in (Cuda((9, 0)), Cpu())
     ]
     assert [arguments.get("return_sampling_mask") for arguments in told] == [True, None]
@@ -68,10 +70,3 @@ def test_an_engine_that_cannot_return_survivors_says_which_flags_asked(monkeypat
     monkeypatch.setattr(LLM, "__init__", refuse)
     with pytest.raises(ValueError, match=r"top_p, top_k or min_p .*Model Runner V2\. Otherwise set top_p=1.0"):
         RolloutLLM(survivors_from="vllm")
-
-
-SIZES = {"max_num_seqs": 8, "max_model_len": 64}
-CONFIG = SimpleNamespace(
-    head_dim=64, num_key_value_heads=2, num_attention_heads=2, num_hidden_layers=2, hidden_size=128
-)
-CONFIG.get_text_config = lambda: CONFIG

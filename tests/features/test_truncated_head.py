@@ -1,4 +1,4 @@
-"""The output head over survivors: values and gradients of the distribution that was sampled, by an oracle in float64."""
+"""The output head over survivors: values and gradients of what was sampled from, by an oracle in float64."""
 
 import math
 

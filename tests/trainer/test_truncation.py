@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p in training, on a real engine: the trainer's log-probs are of what the engine sampled from."""
+"""Top-k, top-p and min-p on a real engine: the trainer's log-probs are of what the engine sampled from."""
 
 import pytest
 import torch

@@ -53,13 +53,13 @@ class SamplerCapture:
         upstream.sampler(llm).register_forward_hook(self._capture)
 
     def __call__(self, outputs: list[RequestOutput]) -> list[Survivors]:
-        """Survivors of the requests that just finished."""
+        """Survivors of the requests that just finished; none where a token was not drawn (temperature 0)."""
         chunks, self._chunks = self._chunks, {}
         found = []
         for output in outputs:
-            start, of_request = len(output.prompt_token_ids), chunks[output.request_id]
+            start, of_request = len(output.prompt_token_ids), chunks.get(output.request_id, {})
             sampled = range(start, start + len(output.outputs[0].token_ids))
-            found.append(_survivors(output, [of_request[position] for position in sampled]))
+            found.append(_survivors(output, [of_request.get(position, ()) for position in sampled]))
         return found
 
     def _capture(self, sampler: nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
