@@ -1,7 +1,13 @@
 """Tiny policies of any model type that transformers and vLLM can both build on a CPU; most of them no test trains."""
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 
 # What a config takes of these, whatever its model type
@@ -25,6 +31,8 @@ _COMMON = dict(
     ),
 )
 _MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
+_HYBRID = dict(full_attention_interval=2)
+_TURNED = dict(rope_type="default", rope_theta=1e6)
 _SPECIAL = {
     "bloom": dict(head_dim=None),
     "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
@@ -44,6 +52,21 @@ _SPECIAL = {
         **dict(ssm_state_size=16, num_hidden_layers=None),
     ),
     "phi": dict(intermediate_size=1024, num_key_value_heads=4),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _HYBRID),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"), dict(rope_parameters=_TURNED | dict(mrope_section=[8, 12, 12]))
+    ),
+    "qwen3_vl_text": dict(rope_parameters=_TURNED | dict(mrope_section=[12, 10, 10], mrope_interleaved=True)),
+}
+_QWEN = dict(depth=2, hidden_size=64, num_heads=2, patch_size=8, spatial_merge_size=2)
+_TOWER = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, patch_size=8)
+VISION = {  # vision-language models -> their towers
+    "gemma3": _TOWER | dict(image_size=32, vision_use_head=False),
+    "mistral3": _TOWER | dict(image_size=64),
+    "qwen2_vl": _QWEN | dict(embed_dim=64, hidden_size=256),
+    "qwen2_5_vl": _QWEN | dict(intermediate_size=128, out_hidden_size=256, window_size=32, fullatt_block_indexes=[1]),
+    "qwen3_vl": _QWEN
+    | dict(intermediate_size=128, out_hidden_size=256, deepstack_visual_indexes=[0], num_position_embeddings=16),
 }
 
 
@@ -51,6 +74,9 @@ def config(model_type: str, **overrides) -> PretrainedConfig:
     """What its class makes of tiny sizes; `overrides` as they are."""
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
+    if hasattr(default, "vision_config"):
+        parts = {"vision_config": VISION[model_type]} | overrides
+        return config_class(text_config=config(default.text_config.model_type).to_dict(), **parts)
     always = ("vocab_size", "hidden_size", "num_hidden_layers")
     values = {name: value for name, value in _COMMON.items() if hasattr(default, name) or name in always}
     values |= _SPECIAL.get(model_type, {}) | overrides
@@ -58,9 +84,11 @@ def config(model_type: str, **overrides) -> PretrainedConfig:
 
 
 def policy(model_type: str, **overrides) -> PreTrainedModel:
-    """A causal LM with random weights, none of them zero."""
+    """What TRL would train, with random weights, none of them zero."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config(model_type, **overrides), dtype=torch.float32)
+    made = config(model_type, **overrides)
+    auto = AutoModelForImageTextToText if hasattr(made, "vision_config") else AutoModelForCausalLM
+    model = auto.from_config(made, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.05)

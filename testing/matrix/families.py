@@ -67,6 +67,9 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen1.5-MoE, Qwen2-57B-A14B", trained("qwen2_moe")),
     "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
     "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
+    "qwen3_5_moe_text": Family("Qwen3.5-MoE, text", other("qwen3_5_moe_text"), "Qwen/Qwen3.5-35B-A3B"),
+    "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
+    "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     "seed_oss": Family("Seed-OSS", other("seed_oss")),
     "stablelm": Family("StableLM 2", other("stablelm")),
 }

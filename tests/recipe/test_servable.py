@@ -48,9 +48,8 @@ def without_vllm(monkeypatch):
         ("olmo2", "no class of its own"),
         ("smollm3", "no class of its own"),
         ("gpt_neox", "q, k, v as one tensor"),
-        ("deepseek_v3", "latent (MLA)"),
         ("llama4_text", "permutes the rows"),
-        ("qwen3_next", "without ordinary attention"),
+        ("lfm2_moe", "without ordinary attention"),
         ("nemotron_h", "without ordinary attention"),
         ("mamba", "without ordinary attention"),
     ],
@@ -103,8 +102,8 @@ def test_published_models_are_refused_for_what_they_are():
     assert {name.partition("/")[2]: reason[:40] for name, reason in reasons.items()} == {
         "gemma-3-4b-it": "of a vision-language model vLLM holds th",
         "gemma-3-12b-it": "of a vision-language model vLLM holds th",
-        "DeepSeek-V3": "its attention is latent (MLA), and vLLM ",
-        "Qwen3-Next-80B-A3B-Instruct": "it has layers without ordinary attention",
+        "Qwen3.5-27B": "of a vision-language model vLLM holds th",
+        "Qwen3.5-35B-A3B": "of a vision-language model vLLM holds th",
     }
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
     assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]

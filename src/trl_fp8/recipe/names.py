@@ -20,16 +20,21 @@ if TYPE_CHECKING:
 
 
 # Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
-# vLLM shards N (columns of x @ W.T) of these, part by part, K of those
-# in ROW_PARALLEL, and nothing of REPLICATED.
+# vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of
+# REPLICATED.
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": REPLICATED,
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),  # of Qwen3.5's linear attention
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
 COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
+PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
+IN_FP32 = (".A_log",)  # ends of names that engines and checkpoints keep in FP32: an exponent
 UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
@@ -53,12 +58,23 @@ _MIXTRAL = (
     (".experts.gate_up_proj", ".experts.w13"),
     (".experts.down_proj", ".experts.w2"),
 )
-_STORED = {"minimax_m2": _MIXTRAL, "mixtral": _MIXTRAL}
+_STORED = {
+    "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
+    "minimax_m2": _MIXTRAL,
+    "mixtral": _MIXTRAL,
+}
 _HELD = {
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
 }
 # Model types whose published checkpoints have the experts of a layer in one tensor
 _TOGETHER = ("gpt_oss",)
+# The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
+WRAPPED = "model.language_model"
+_HELD_PARTS = (
+    (f"{WRAPPED}.", "language_model.model."),
+    ("lm_head", "language_model.lm_head"),
+    ("model.", ""),  # vision tower and projector
+)
 
 
 def checkpoint_name(name: str) -> str:
@@ -72,9 +88,11 @@ def stored_name(name: str, model_type: str) -> str:
     return _replaced(name, _STORED.get(model_type, ()))
 
 
-def held_name(stored: str, model_type: str) -> str:
-    """What vLLM's class calls a parameter or module of a checkpoint."""
-    return _replaced(stored, _HELD.get(model_type, ()))
+def held_name(stored: str, model_type: str, decoder: str) -> str:
+    """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
+    parts = _HELD_PARTS if decoder == WRAPPED else ()
+    before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
+    return _replaced(after + stored.removeprefix(before), _HELD.get(model_type, ()))
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:

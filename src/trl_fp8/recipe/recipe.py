@@ -6,7 +6,7 @@ unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
 and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
-embeddings, norms, routers and gates of shared experts stay in high precision.
+embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay in high precision.
 """
 
 import re
@@ -23,6 +23,8 @@ from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
+    LINEAR_ATTENTION,
+    PARTS,
     REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
@@ -41,8 +43,10 @@ if TYPE_CHECKING:
 
 
 _KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
-_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_experts?)\.(?P<kind>{_KINDS})$")
-_VISION = re.compile(r"(?:^|\.)vis(?:ion|ual)")
+_OF_LAYER = rf"(?:self_attn|mlp|mlp\.shared_experts?)\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{_OF_LAYER})$")
+_GATES = re.compile(r"\.linear_attn\.in_proj_(?:ba|b|a)$")
+_VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class FP8Recipe:
     kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
     tensor_parallel_size: int = 1  # ranks that share one engine
     fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8
-    model_type: str = ""  # of the config; a few have other names in the engine
+    model_type: str = ""  # of the language model's config; a few have other names in the engine
+    decoder: str = "model"  # module of the policy that has the decoder layers
 
     @cached_property
     def fp8_tensors(self) -> frozenset[str]:
@@ -85,7 +90,7 @@ class FP8Recipe:
 
     def engine_name(self, name: str) -> str:
         """What the engine calls a parameter or module of the policy."""
-        return held_name(self.stored_name(name), self.model_type)
+        return held_name(self.stored_name(name), self.model_type, self.decoder)
 
     def scale_name(self, name: str) -> str:
         """What the engine calls the scale of an FP8 weight of the policy."""
@@ -169,7 +174,7 @@ def recipe_for(
     """
     linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
     modules = [*linears, *experts]
-    _check_named(ignored_modules, modules, kv_cache_skip_layers, outline.layers)
+    _check_named(ignored_modules, modules, kv_cache_skip_layers, outline)
     reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
     reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name in modules:
@@ -202,11 +207,12 @@ def recipe_for(
         kv_scale_margin=kv_scale_margin,
         tensor_parallel_size=tensor_parallel_size,
         model_type=outline.model_type,
+        decoder=outline.decoder,
     )
 
 
 def is_vision(name: str) -> bool:
-    """True for modules and parameters of a vision tower."""
+    """True for modules and parameters of a vision tower, or between it and the language model."""
     return _VISION.search(name) is not None
 
 
@@ -224,7 +230,11 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return f"experts of {intermediate / tp_size:g} x {hidden}{at}, not multiples of {spec.alignment}"
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
-    if not _PROJECTION.search(name) or is_vision(name):
+    if _GATES.search(name):
+        return "gates of linear attention"
+    if is_vision(name):
+        return "vision tower"
+    if not _PROJECTION.search(name):
         return "not named as a projection of Llama's decoder layers"
     for rows, columns in _shards(outline, name, tp_size):
         if not spec.fits(rows, columns):
@@ -235,11 +245,14 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
 def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
     """N and K of one rank's part of each of the projections in a weight; fractions where `tp_size` does not divide."""
     rows, columns = outline.linears[name]
-    kind = name.rpartition(".")[2]
-    if kind in ROW_PARALLEL:
+    parent, _, kind = name.rpartition(".")
+    if kind in (*ROW_PARALLEL, LINEAR_ATTENTION[-1]):
         return [(rows, columns / tp_size)]
     if kind in REPLICATED:
         return [(rows, columns)]
+    if kind in LINEAR_ATTENTION:
+        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows
+        return [(part / tp_size, columns) for part in ((rows - values) / 2, values) if part]
     kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
     sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated
@@ -257,8 +270,9 @@ def _fused_reason(peer: str) -> str:
     return f"fused with {peer.rpartition('.')[2]}, which is kept"
 
 
-def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], layers: int) -> None:
+def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], outline: Outline) -> None:
     """Refuse names of modules and numbers of layers that the model does not have, and skipping all layers."""
+    layers, cached = outline.layers, outline.kv_layers or range(outline.layers)
     if unknown := [name for name in ignored if name not in modules]:
         raise ValueError(
             f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
@@ -266,8 +280,13 @@ def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[in
         )
     if unknown := [layer for layer in skipped if not 0 <= layer < layers]:
         raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
-    if len(set(skipped)) == layers:
+    if without := [layer for layer in skipped if layer not in cached]:
         raise ValueError(
-            f"kv_cache_skip_layers names all {layers} layers, so nothing of the KV cache would be FP8. Set "
+            f"kv_cache_skip_layers names layers {without}, which cache no keys and values (linear attention). Name "
+            f"others: those that do are {list(cached)}."
+        )
+    if len(set(skipped)) == len(cached):
+        raise ValueError(
+            f"kv_cache_skip_layers names all {len(cached)} layers, so nothing of the KV cache would be FP8. Set "
             "kv_cache_dtype='auto' instead."
         )

@@ -19,10 +19,9 @@ TRANSFORMERS_BACKED = (
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
-    r"\.language_model\.": "of a vision-language model vLLM holds the language model under another name",
-    r"\.(?:conv1d|conv\.conv)\.|\.A_log$": (
-        "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
-        "rearranges, so that they cannot be read back"
+    r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
+        "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
+        "that they cannot be read back"
     ),
     r"\.(?:query_key_value|c_attn|Wqkv)\.weight$": (
         "its checkpoint has q, k, v as one tensor, whose rows vLLM may rearrange, so that they cannot be read back"
@@ -46,19 +45,8 @@ TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_mo
 DELIVERED = (
     *("apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
     *("deepseek_v2", "deepseek_v3", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite"),
-    *(
-        "granite_swa",
-        "hyperclovax",
-        "jais2",
-        "mellum",
-        "minimax_m2",
-        "ministral3",
-        "mistral",
-        "nemotron",
-        "opt",
-        "phi",
-    ),
-    *("phi3", "seed_oss", "stablelm"),
+    *("granite_swa", "hyperclovax", "jais2", "mellum", "minimax_m2", "ministral3", "mistral", "nemotron", "opt"),
+    *("phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "stablelm"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}

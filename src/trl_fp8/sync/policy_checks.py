@@ -29,7 +29,7 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS}."
         )
     head = model.get_output_embeddings()
-    if model.config.get_text_config().tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
+    if model.config.tie_word_embeddings and head.weight is not model.get_input_embeddings().weight:
         raise ValueError(
             "the model's config says tie_word_embeddings=True, but its input and output embeddings are two tensors, "
             "as with modules_to_save=['embed_tokens'] or ['lm_head'] under PEFT. vLLM ties them, so the engine would "

@@ -59,6 +59,10 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} a kernel before others."),
         "vllm._custom_ops.scaled_fp8_quant": (f"{_CPU}/linear.py", "Loads per-tensor weights, and CPU has no body."),
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
+        f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
+            f"{_CPU}/delta_net.py",
+            "It reads packed weights, and a prefill gives other bits than decode steps.",
+        ),
         f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
@@ -102,6 +106,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "trl.GRPOTrainer._last_loaded_step": ("features/syncs.py", "TRL takes weights of one step for the same."),
         "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
         "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
+        "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
+            "engine/vllm/images.py",
+            "It repeats image tokens that are there.",
+        ),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
     },

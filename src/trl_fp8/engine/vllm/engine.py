@@ -6,7 +6,8 @@ from torch import nn
 from vllm import LLM
 
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of, persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.adapters import A, B
 from trl_fp8.sync.policy_checks import require_same_tensors
@@ -40,7 +41,8 @@ class ColocatedEngine:
         require_same_tensors(policy, recipe, self.layout.part(set(self.layout.names) - adapters))
         self._attention = {}
         if recipe.fp8_kv_cache:
-            self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)
+            cached = kv_layers(caches_of(policy.config.get_text_config()))
+            self._attention = fp8_attention_layers(self.model, cached, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
         tokens = upstream.engine_config(llm).scheduler_config.max_num_batched_tokens
         self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention, tokens)
@@ -57,3 +59,4 @@ class ColocatedEngine:
                 "vLLM did not reset its prefix cache after a weight sync, because requests are still running: cached "
                 "prefixes of the old weights would be reused. Finish or abort running requests before the sync."
             )
+        self.llm.llm_engine.reset_encoder_cache()  # what a vision tower made of images

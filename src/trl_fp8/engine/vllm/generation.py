@@ -34,6 +34,7 @@ from trl_fp8.upstream.patches import substituted
 from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
+from .images import require_same_prompts
 from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
@@ -239,7 +240,9 @@ class FP8VLLMGeneration(VLLMGeneration):
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first
             self.delivery.require_whole()
-        return super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
+        output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
+        require_same_prompts(prompts, output[0])
+        return output
 
     def prefill(self, tokens: list[int]) -> list[int]:
         """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.

@@ -16,6 +16,7 @@ from vllm.model_executor.layers import layernorm
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models import commandr
+from vllm.model_executor.models.interfaces import supports_multimodal
 
 from trl_fp8.quantization.formats.spec import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -135,7 +136,8 @@ class VLLMKernels:
         for which it has made room.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
-        self._head = getattr(model, HEAD, None) or model.model.embed_tokens  # families that are always tied have none
+        text = model.get_language_model() if supports_multimodal(model) else model
+        self._head = getattr(text, HEAD, None) or text.model.embed_tokens  # families that are always tied have none
         self._layers = attention_layers(model)
         self._attend = cache(lambda number: attention(self._layers[number]))
         self._names = {module: name for name, module in model.named_modules()}

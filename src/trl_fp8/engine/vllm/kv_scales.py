@@ -34,13 +34,17 @@ def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
     return dict(sorted(layers.items()))
 
 
-def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) -> dict[int, Attention]:
-    """The attention modules whose cache is FP8. `RuntimeError` if another is, or one may keep copies of its scales."""
+def fp8_attention_layers(
+    model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
+) -> dict[int, Attention]:
+    """The attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError` if the
+    engine does in others, another one is FP8, or one may keep copies of its scales.
+    """
     layers = attention_layers(model)
-    if list(layers) != list(range(len(layers))):
+    if list(layers) != list(kv_layers):
         raise RuntimeError(
-            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)} only, so that "
-            f"scales cannot be assigned to decoder layers. {REMEDY}."
+            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)}, the policy in "
+            f"{list(kv_layers)}, so that scales cannot be assigned to decoder layers. {REMEDY}."
         )
     wrong = [
         f"layer {layer}: KV cache of type {module.kv_cache_dtype}"

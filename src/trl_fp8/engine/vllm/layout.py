@@ -13,10 +13,11 @@ from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
+from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.adapters import A, B
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
@@ -164,6 +165,9 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
     elif isinstance(module, VocabParallelEmbedding):
         indices = module.shard_indices
         yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements, module.org_vocab_size), None, 0
+    elif isinstance(module, GatedDeltaNetAttention):
+        heads = module.num_v_heads // module.tp_size
+        yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
         names, sizes, ranks, copies = [leaf], [module.output_size_per_partition], [module.tp_rank], [1]
@@ -175,21 +179,39 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
             names = getattr(model, "packed_modules_mapping", FUSED).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
             ranks, copies = ranks * len(sizes), copies * len(sizes)
-        spans = [
-            Span(rank * size, size, module.tp_size // same * size)
-            for size, rank, same in zip(sizes, ranks, copies, strict=True)
-        ]
-        if prefix in linears:
-            yield prefix, Joined(tuple(spans)) if len(spans) > 1 else spans[0], None, 0
+        elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention) and prefix not in linears:
+            sizes = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)]
+            yield (
+                prefix,
+                _joined(_dealt(sizes, module.tp_rank, module.tp_size)),
+                None,
+                0,
+            )  # a convolution of q, k and v
             return
-        if len(names) != len(sizes):
+        dealt = zip(sizes, ranks, copies, strict=True)
+        spans = [Span(rank * size, size, module.tp_size // same * size) for size, rank, same in dealt]
+        if prefix in linears:
+            yield prefix, _joined(spans), None, 0
+            return
+        if sum(PARTS.get(name, 1) for name in names) != len(sizes):
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} fuses {prefix} from {len(sizes)} parts, its packed_modules_mapping "
                 f"names {list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
             )
-        offset = 0
-        for name, span in zip(names, spans, strict=True):
-            yield f"{parent}.{name}", span, None, offset
-            offset += span.size
+        offset, first = 0, 0
+        for name in names:
+            end = first + PARTS.get(name, 1)
+            rows = _joined(spans[first:end])
+            yield f"{parent}.{name}", rows, None, offset
+            offset, first = offset + rows.size, end
     else:
         yield prefix, None, None, 0
+
+
+def _dealt(sizes: list[int], rank: int, ranks: int) -> list[Span]:
+    """What `rank` of `ranks` holds of parts of which each rank has so many rows (`sizes`)."""
+    return [Span(rank * size, size, ranks * size) for size in sizes]
+
+
+def _joined(spans: list[Span]) -> Span | Joined:
+    return Joined(tuple(spans)) if len(spans) > 1 else spans[0]

@@ -25,12 +25,14 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
 from trl_fp8.upstream.vllm import forget_choices
 
 from .cpu.attention import reference_attention
+from .cpu.delta_net import register_cpu_delta_net
 from .cpu.experts import register_cpu_experts
 from .cpu.latent import reference_latent_attention
 from .cpu.linear import register_cpu_kernel
@@ -75,6 +77,8 @@ class Platform(ABC):
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
+        arguments["mm_device_do_normalize"] = False
         if overrides := engine_fields(config.get_text_config().to_dict()):
             arguments["hf_overrides"] = overrides
         if recipe.quantization_config is not None:
@@ -138,7 +142,7 @@ class Cpu(Platform):
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         forget_choices()
-        for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
+        for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops, register_cpu_delta_net:
             register()
         with reference_attention(), reference_latent_attention(), _memory_bound_quietly():
             yield
@@ -147,17 +151,21 @@ class Cpu(Platform):
         return PackedAttention(layer)
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
-        blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
-        latent = (getattr(config, "kv_lora_rank", None) or 0) and config.kv_lora_rank + config.qk_rope_head_dim
-        elements = latent or 2 * kv_heads * head_dim
-        per_seq = config.num_hidden_layers * elements * itemsize * self.block * blocks
+        caches = caches_of(config, mamba_ssm_dtype="float32")
+        token = max(cache.elements for cache in caches) * itemsize
+        state = max(cache.state_bytes for cache in caches)
+        block = self.block * max(1, -(-state // (self.block * token)))  # vLLM: no state is larger than a block
+        blocks = -(-(length or config.max_position_embeddings) // block) + 1
+        per_seq = sum(block * token * (blocks if cache.elements else 2) for cache in caches)
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
         budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
         arguments = {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.invariance.arguments()
-        return arguments | ({"attention_backend": "CPU_MLA"} if latent else {})
+        # States are those of single tokens (cpu/delta_net.py): BF16 would round each. vLLM keeps some between prompts,
+        # each as large as a block
+        hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state else {}
+        latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
+        return arguments | hybrid | latent
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them

@@ -25,6 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of
 
 from .observation import QKVObservation
 from .packed import packed_attention
@@ -49,6 +51,7 @@ class AttentionHook:
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
+        self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: QKVObservation | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too

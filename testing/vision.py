@@ -1,0 +1,127 @@
+"""Tiny vision-language checkpoints with processors made in code, and prompts with generated images."""
+
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+
+from . import other_models
+from .tokenizer import tokenizer
+
+
+CHAT = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}IMAGE{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+_QWEN_TOKENS = {
+    "image_token": "<|image_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>",
+}
+_GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+PIXELS = 32  # height and width of what a tower sees
+
+
+def _tokenizer(tokens: dict[str, str]) -> PreTrainedTokenizerFast:
+    made = tokenizer(max_length=256)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made.backend_tokenizer,
+        extra_special_tokens=tokens,
+        **{name: getattr(made, name) for name in ("pad_token", "bos_token", "eos_token", "unk_token")},
+        padding_side="left",
+        model_max_length=256,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def processor(model_type: str) -> ProcessorMixin:
+    """What TRL takes as `processing_class`; those of Qwen need torchvision."""
+    if model_type == "gemma3":
+        made = _tokenizer(_GEMMA_TOKENS)
+        images = Gemma3ImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
+        chat = CHAT.replace("IMAGE", made.boi_token)
+        return Gemma3Processor(images, made, chat_template=chat, image_seq_length=4)
+    from transformers import (
+        Qwen2_5_VLProcessor,
+        Qwen2VLImageProcessor,
+        Qwen2VLProcessor,
+        Qwen2VLVideoProcessor,
+        Qwen3VLProcessor,
+        Qwen3VLVideoProcessor,
+    )
+
+    made = _tokenizer(_QWEN_TOKENS)
+    kind = dict(zip(QWEN, (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor), strict=True))[model_type]
+    sizes = {"patch_size": 8, "min_pixels": 16 * 16, "max_pixels": PIXELS * PIXELS}
+    videos = (Qwen3VLVideoProcessor if model_type == "qwen3_vl" else Qwen2VLVideoProcessor)(patch_size=8)
+    chat = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
+    return kind(Qwen2VLImageProcessor(**sizes), made, videos, chat_template=chat)
+
+
+def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedModel:
+    """A model of `other_models`, whose vocabulary and special tokens are those of `processing`."""
+    made = processing.tokenizer
+    ids = {"image_token_id": made.convert_tokens_to_ids(made.image_token)}
+    if model_type in QWEN:
+        names = ("video_token", "vision_start_token", "vision_end_token")
+        ids |= {f"{name}_id": made.convert_tokens_to_ids(_QWEN_TOKENS[name]) for name in names}
+    if model_type == "gemma3":
+        ids |= {
+            f"{name}_token_index": made.convert_tokens_to_ids(_GEMMA_TOKENS[f"{name}_token"])
+            for name in ("boi", "eoi")
+        }
+        ids |= {"image_token_index": ids.pop("image_token_id"), "mm_tokens_per_image": 4}
+    config = other_models.config(model_type, **ids)
+    config.text_config.vocab_size = len(made)
+    config.initializer_range = config.text_config.initializer_range = config.vision_config.initializer_range = 0.08
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.1)
+            if ".language_model." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter[0] = 0
+        # So one channel stays as it was embedded, and keeps tokens from being sampled that there would be no image to
+        tokens = _QWEN_TOKENS if model_type in QWEN else _GEMMA_TOKENS
+        never = [made.convert_tokens_to_ids(token) for token in tokens.values()]
+        embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embeddings[:, 0] = 1
+        head[never, 0] = -8
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def save_checkpoint(folder: Path, model_type: str) -> str:
+    """Write a BF16 checkpoint and its processor; returns the folder as a string."""
+    made = processor(model_type)
+    build(model_type, made).bfloat16().save_pretrained(folder)
+    made.save_pretrained(folder)
+    return str(folder)
+
+
+def picture(number: int) -> Image.Image:
+    """A gradient whose color follows `number`."""
+    size = (PIXELS, PIXELS - 16 * (number % 2))
+    image = Image.new("RGB", size)
+    image.putdata(
+        [(x * 7 % 256, (y * 5 + 40 * number) % 256, 30 * number % 256) for y in range(size[1]) for x in range(size[0])]
+    )
+    return image
+
+
+def dataset(rows: int = 16) -> Dataset:
+    """Conversational prompts with one image each, as TRL wants them."""
+    prompts = [[{"role": "user", "content": f"{10 + 7 * row % 89}+{10 ** (row % 3)}="}] for row in range(rows)]
+    return Dataset.from_list([{"prompt": prompt, "image": picture(row)} for row, prompt in enumerate(prompts)])
