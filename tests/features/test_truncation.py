@@ -9,9 +9,10 @@ from trl_fp8.engine.protocol import Survivors
 from trl_fp8.features.truncation import OfBatch, of_batch
 
 
-# The second is a conversation: two tokens of a tool's result between two that were sampled
+# The end of the first one's prompt is what another rollout sampled; the second is a conversation, with two tokens of a
+# tool's result between two that were sampled
 SEQUENCES = [
-    Survivors(np.array([0, 0, 2, 1], np.int32), np.array([5, 6, 7], np.int32)),
+    Survivors(np.array([0, 2, 2, 1], np.int32), np.array([3, 4, 5, 6, 7], np.int32)),
     Survivors(np.array([0, 0, 0, 1, 0, 0, 2], np.int32), np.array([8, 9, 10], np.int32)),
 ]
 PROMPTS = [2, 3]

@@ -15,7 +15,7 @@ from trl_fp8.features.truncation import OfBatch, Truncation
 
 pytestmark = pytest.mark.engine
 
-SAMPLING = {"top_p": 0.6, "top_k": 30, "min_p": 0.005, "temperature": 0.8}
+SAMPLING = {"top_p": 0.6, "min_p": 0.005, "temperature": 0.8}
 VOCABULARY = 64
 # Prompts in chunks of 16 tokens, and a cache too small for all requests, so that some are computed twice
 ENGINE = {"max_logprobs": -1, "max_num_batched_tokens": 16, "block_size": 32}
@@ -48,7 +48,8 @@ def test_with_one_forward_nothing_is_left_of_the_mismatch(run):
 def test_the_engine_tells_which_tokens_were_left(run):
     """Against the log-probs of the whole vocabulary, which are -inf for what was dropped."""
     trainer, _ = run
-    parameters = SamplingParams(**SAMPLING, max_tokens=24, logprobs=-1, ignore_eos=True)
+    assert trainer.vllm_generation.generation_kwargs["top_k"] == VOCABULARY  # vLLM wants a bound; this is none
+    parameters = SamplingParams(**SAMPLING, top_k=9, max_tokens=24, logprobs=-1, ignore_eos=True)
     llm, steps = trainer.vllm_generation.llm, []
     llm.begin((9, 1), keep_weights=True)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import trl.trainer.utils as trl_utils
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import Survivors
@@ -107,7 +107,8 @@ def _scored(rows: Rows, flow: OneForward | None) -> Iterator[None]:
 
 
 def of_batch(survivors: list[Survivors], prompts: list[int]) -> OfBatch:
-    """Of sequences whose first `prompts` tokens are their prompts."""
-    counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in zip(survivors, prompts, strict=True)]
-    ids = [torch.from_numpy(np.ascontiguousarray(each.ids_E)) for each in survivors]
-    return OfBatch(*(torch.nn.utils.rnn.pad_sequence(each, batch_first=True) for each in (counts, ids)))
+    """Of sequences whose first `prompts` tokens are their prompts, which another rollout may have sampled."""
+    pairs = list(zip(survivors, prompts, strict=True))
+    counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
+    ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]
+    return OfBatch(*(pad_sequence(each, batch_first=True) for each in (counts, ids)))
