@@ -116,17 +116,14 @@ def deliver(policy, folder) -> None:
     finish(engine)
     loaded = layout.sums()
     writer = Writer(layout, recipe)
-    high = (  # as it was loaded
-        (name, parameter if name.endswith(names.IN_FP32) else parameter.bfloat16())
-        for name, parameter in policy.named_parameters()
-    )
-    writer.write(high, buffers.items())
+    writer.write(policy.named_parameters(), buffers.items())
     audit(layout, writer, None)
     assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
     held = {names.held_name(name, recipe.model_type, recipe.decoder): tensor for name, tensor in sent.items()}
     for name, piece in layout.pieces.items():
         if piece.derived is not None:  # its sum is compared above
             continue
+        assert piece.dtype != torch.float32 or held[name].dtype == torch.float32, f"a checkpoint rounds {name}"
         ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, held[name]))
         assert torch.equal(ours, theirs), "other bytes"
 

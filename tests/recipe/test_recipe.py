@@ -44,6 +44,16 @@ def test_hybrids_are_fp8_where_their_published_fp8_checkpoints_are(name):
     assert recipe.sharing_scale(f"{sorted(gates)[0]}.weight") == (f"{sorted(gates)[0]}.weight",)
 
 
+def test_gemms_of_a_hybrid_have_what_an_engine_fuses():
+    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3.5-27B"], "m")
+    net = {(2 * 2048 + 2 * 6144, 5120): 48, (5120, 6144): 48 + 16}  # q, k, v, z; out_proj, and o_proj
+    attention = {(2 * 24 * 256 + 2 * 4 * 256, 5120): 16}  # q makes a gate, too
+    mlp = {(2 * 17408, 5120): 64, (5120, 17408): 64}
+    assert recipe_for(outline).gemms(outline) == net | attention | mlp
+    halved = recipe_for(outline, tensor_parallel_size=2)
+    assert {(2048 + 6144, 5120), (5120, 3072), (5120, 8704)} < halved.gemms(outline).keys()
+
+
 def test_each_part_of_a_delta_nets_projection_has_to_be_aligned():
     def kept(tp_size=1, **text):
         text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4} | text
@@ -55,7 +65,7 @@ def test_each_part_of_a_delta_nets_projection_has_to_be_aligned():
     assert kept(tp_size=32) == gates | {
         "in_proj_qkv": "64 x 4096 per rank at tensor parallel size 32 is not a multiple of 128 x 128",
         "in_proj_z": "fused with in_proj_qkv, which is kept",
-    } | {kind: why for kind, why in kept(tp_size=32).items() if kind.endswith(("gate_proj", "up_proj", "down_proj"))}
+    }
     odd = kept(linear_num_key_heads=1, linear_key_head_dim=64)  # q and k together fill a block
     assert odd["in_proj_qkv"] == "64 x 4096 is not a multiple of 128 x 128" and "out_proj" not in odd
 

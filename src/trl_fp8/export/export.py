@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl_fp8.planning.plan import plan_for_model
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.engine_fields import engine_fields
-from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
@@ -84,7 +84,8 @@ def export_fp8(
     name = model.config.name_or_path
     base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
     plan = plan_for_model(model, recipe).table()
-    text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge)
+    latent = any(cache.is_latent for cache in outline_of(model).caches)
+    text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge, latent)
     stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
     return _write(free_folder(folder), model, tokenizer, recipe, stream, text, shard_bytes)
 

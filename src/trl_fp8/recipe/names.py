@@ -34,7 +34,6 @@ COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b
 ROW_PARALLEL = ("o_proj", "down_proj")
 LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
 PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
-IN_FP32 = (".A_log",)  # ends of names that engines and checkpoints keep in FP32: an exponent
 UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
@@ -63,6 +62,9 @@ _STORED = {
     "minimax_m2": _MIXTRAL,
     "mixtral": _MIXTRAL,
 }
+# Model type -> end of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
+_FP32 = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2"), ".mlp.gate.weight")
+_FP32 |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ".linear_attn.A_log")  # an exponent
 _HELD = {
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
 }
@@ -86,6 +88,11 @@ def checkpoint_name(name: str) -> str:
 def stored_name(name: str, model_type: str) -> str:
     """What a checkpoint calls a parameter or module that transformers calls `name`; vLLM loads it by this name."""
     return _replaced(name, _STORED.get(model_type, ()))
+
+
+def is_fp32(name: str, model_type: str) -> bool:
+    """True for a parameter that transformers calls `name` if an engine holds it in FP32, and gets it unrounded."""
+    return model_type in _FP32 and name.endswith(_FP32[model_type])
 
 
 def held_name(stored: str, model_type: str, decoder: str) -> str:

@@ -251,8 +251,9 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
     if kind in REPLICATED:
         return [(rows, columns)]
     if kind in LINEAR_ATTENTION:
-        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows
-        return [(part / tp_size, columns) for part in ((rows - values) / 2, values) if part]
+        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows  # as many as of z
+        keys = [(rows - values) / 2] * 2 if kind in PARTS else []
+        return [(part / tp_size, columns) for part in (*keys, values)]
     kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
     sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated

@@ -30,6 +30,7 @@ _GIVEN_AWAY = {
 _OTHER_NAMES = "vLLM holds its {} under another name"
 _MODEL_TYPES = {
     **dict.fromkeys(("afmoe", "granitemoe", "granitemoe_swa", "granitemoeshared"), _OTHER_NAMES.format("routers")),
+    "axk1": _OTHER_NAMES.format("norms behind experts"),
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
     "ernie4_5_moe": _OTHER_NAMES.format("routers' correction bias"),
     "gemma3n_text": _OTHER_NAMES.format("embeddings and AltUp projections"),

@@ -1,7 +1,7 @@
 """The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names: what a sync writes.
 
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
-any other    -> rounded to BF16, but for `names.IN_FP32`
+any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
 buffers      -> as they are
 last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from trl_fp8.quantization.kv_scales import QKV, KVScales
-from trl_fp8.recipe.names import IN_FP32
+from trl_fp8.recipe.names import is_fp32
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .writer import Named, by_scale
@@ -26,7 +26,7 @@ def weight_stream(
     the copies of one parameter are alive, or of the two or three that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
-        rounded = [weight.detach().to(_kept_dtype(name)) for name, weight in weights.items()]
+        rounded = [weight.detach().to(_dtype(name, recipe)) for name, weight in weights.items()]
         if recipe.fp8_tensors.issuperset(weights):
             quantized = recipe.format.quantize_weights(rounded, recipe.scale_format)
             for name, codes in zip(weights, quantized, strict=True):
@@ -42,5 +42,5 @@ def weight_stream(
                 yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
 
 
-def _kept_dtype(name: str) -> torch.dtype:
-    return torch.float32 if name.endswith(IN_FP32) else torch.bfloat16
+def _dtype(name: str, recipe: FP8Recipe) -> torch.dtype:
+    return torch.float32 if is_fp32(name, recipe.model_type) else torch.bfloat16

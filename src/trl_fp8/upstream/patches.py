@@ -84,6 +84,7 @@ _PATCHES = {  # how -> target -> (by, why)
             f"{_CPU}/attention.py",
             "vLLM's depends on the batch.",
         ),
+        "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),
         "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
             "engine/vllm/cuda/attention.py",
             "Prefill and decode would run different kernels.",
@@ -106,6 +107,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
             "engine/vllm/images.py",
             "It repeats image tokens that are there.",
+        ),
+        "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
+            "policy/attention/hook.py",
+            "Its latents are cached; this and its like call `expand_kv` on them.",
         ),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),

@@ -102,7 +102,8 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
             sent, held = sent[:1], held[:1]
         per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
         form = {"transposed": per_tensor and attribute == "weight"}
-        if isinstance(rows, Joined) and rows.size != rows.whole and len(set(rows.parts)) == 1 and not per_tensor:
+        cut = isinstance(rows, Joined) and rows.size != rows.whole and rows.size == module.output_size_per_partition
+        if cut and len(set(rows.parts)) == 1 and not per_tensor:
             form["equal"] = 0, len(rows.parts)  # a view has this rank's part of each
             sent, held = (None, sent[0].parts[0], *sent[1:]), ()
         yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, **form)
@@ -179,14 +180,9 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
             names = getattr(model, "packed_modules_mapping", FUSED).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
             ranks, copies = ranks * len(sizes), copies * len(sizes)
-        elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention) and prefix not in linears:
+        elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention):  # a convolution of q, k and v
             sizes = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)]
-            yield (
-                prefix,
-                _joined(_dealt(sizes, module.tp_rank, module.tp_size)),
-                None,
-                0,
-            )  # a convolution of q, k and v
+            yield prefix, _joined(_dealt(sizes, module.tp_rank, module.tp_size)), None, 0
             return
         dealt = zip(sizes, ranks, copies, strict=True)
         spans = [Span(rank * size, size, module.tp_size // same * size) for size, rank, same in dealt]

@@ -257,6 +257,8 @@ class Cuda(Platform):
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
+        if getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query, and runs on each of them
+            attention = "TRITON_MLA"
         arguments = {"attention_backend": attention} if recipe.fp8_kv_cache else {}
         # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})

@@ -5,6 +5,10 @@ caches. The hook sits in front of that function; the model's code, weights and p
 
     q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
 
+MLA's k and v are expanded from a latent, and that is what is cached: the hook also sits in front of the expansion.
+
+    latent and rotated key  ->  [observation, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
+
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
 
@@ -14,7 +18,7 @@ Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,6 +62,7 @@ class AttentionHook:
         self._flow: OneForward | None = None
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
+        self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
@@ -69,6 +74,8 @@ class AttentionHook:
             _wrap_registered(self._implementation)
         for module in self._attention:
             setattr(module, _HOOK, self)
+            if hasattr(module, "expand_kv"):
+                module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
         self._handle = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def skip(self, layers: Collection[int]) -> None:
@@ -92,6 +99,7 @@ class AttentionHook:
         self._handle.remove()
         for module in self._attention:
             delattr(module, _HOOK)
+            vars(module).pop("expand_kv", None)
         if self._implementation == "eager":
             self.base.set_attn_implementation("eager")
 
@@ -115,11 +123,25 @@ class AttentionHook:
         layer = module.layer_idx
         if self.observation is not None:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            self.observation.add(layer, (query, key, value), self._real_BT, scaling)
+            latent = self._latents.pop(layer, None)
+            cached = (key, value) if latent is None else (latent, latent)
+            self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         sequences = kwargs.pop(SEQUENCES, None)
         if self._followed:
             return self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
-        return attend(module, *self._as_cached(layer, query, key, value), *args, **kwargs)
+        states = query, key, value
+        if not hasattr(module, "expand_kv"):
+            states = self._as_cached(layer, *states)
+        return attend(module, *states, *args, **kwargs)
+
+    def _expand(self, layer: int, expand: Callable, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of a layer of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
+        both = torch.cat([latent, rotated], -1)
+        if self.observation is not None:
+            self._latents[layer] = both
+        if self._simulates(layer):
+            both = cache_round_trip(both, self.scales_L3[layer, 1])
+        return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
 
     def _attend_as_engine(
         self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
