@@ -1,7 +1,13 @@
 """Tiny policies of any model type that transformers and vLLM can both build on a CPU; most of them no test trains."""
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 
 # What a config takes of these, whatever its model type
@@ -45,7 +51,9 @@ _SPECIAL = {
         **dict(ssm_state_size=16, num_hidden_layers=None),
     ),
     "phi": dict(intermediate_size=1024, num_key_value_heads=4),
-    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), dict(rope_parameters=_TURNED | dict(mrope_section=[8, 12, 12]))),
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text"), dict(rope_parameters=_TURNED | dict(mrope_section=[8, 12, 12]))
+    ),
     "qwen3_vl_text": dict(rope_parameters=_TURNED | dict(mrope_section=[12, 10, 10], mrope_interleaved=True)),
 }
 _QWEN = dict(depth=2, hidden_size=64, num_heads=2, patch_size=8, spatial_merge_size=2)
@@ -54,8 +62,7 @@ VISION = {  # vision-language models -> their towers
     "gemma3": _TOWER | dict(image_size=32, vision_use_head=False),
     "mistral3": _TOWER | dict(image_size=64),
     "qwen2_vl": _QWEN | dict(embed_dim=64, hidden_size=256),
-    "qwen2_5_vl": _QWEN
-    | dict(intermediate_size=128, out_hidden_size=256, window_size=32, fullatt_block_indexes=[1]),
+    "qwen2_5_vl": _QWEN | dict(intermediate_size=128, out_hidden_size=256, window_size=32, fullatt_block_indexes=[1]),
     "qwen3_vl": _QWEN
     | dict(intermediate_size=128, out_hidden_size=256, deepstack_visual_indexes=[0], num_position_embeddings=16),
 }
