@@ -44,7 +44,7 @@ DEMO_moe := grpo_addition_moe
 DEMO_lora := grpo_addition_lora
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense, MODEL=moe and MODEL=lora))
 
-.PHONY: demo test test-quick lint format docs site bench bench-table release clean
+.PHONY: demo test test-quick lint format docs models site bench bench-table release clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe and MODEL=lora: others
 	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
@@ -63,8 +63,13 @@ format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/models.md from the plan
+docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capacity.md from the plan, docs/models.md from the results
 	$(BIN)/python docs/generate_configuration.py
+	$(BIN)/python -m docs.generate_capacity
+	$(BIN)/python -m docs.generate_models
+
+models: $(TESTABLE)  ## every family of models through a whole run, 20 minutes, and docs/models.md
+	OMP_NUM_THREADS=1 $(BIN)/python -m testing.matrix $(ARGS)
 	$(BIN)/python -m docs.generate_models
 
 site: $(TESTABLE)  ## build the documentation site to outputs/site

@@ -1,6 +1,6 @@
-"""Write docs/models.md from `trl-fp8 plan`'s own code, or with --check compare it with that.
+"""Write docs/capacity.md from `trl-fp8 plan`'s own code, or with --check compare it with that.
 
-python -m docs.generate_models [--check]
+python -m docs.generate_capacity [--check]
 """
 
 import sys
@@ -18,10 +18,10 @@ from trl_fp8.planning.summary import NOTHING_GAINED, factor, is_not_worth_it
 from trl_fp8.planning.trainer_memory import Training
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
-from trl_fp8.recipe.servable import TRAINED, why_not_servable
+from trl_fp8.recipe.servable import TRAINED
 
 
-PAGE = Path(__file__).with_name("models.md")
+PAGE = Path(__file__).with_name("capacity.md")
 SERVED = (
     *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B"),
     *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "meta-llama/Llama-3.2-3B"),
@@ -69,14 +69,6 @@ For full training at {context:,} tokens, in FP32 and sharded with FSDP2:
 
 | model | parameters | in FP8 | weights in the engine | KV cache per token | 80 GiB | 141 GiB |
 |---|---|---|---|---|---|---|
-"""
-REFUSED = """
-## Models that are refused
-
-By the trainer at its start, and by `trl-fp8 plan` ([Limitations](limitations.md#models)):
-
-| model | why |
-|---|---|
 """
 TAIL = """
 ## How it is computed
@@ -157,10 +149,6 @@ def page() -> str:
         cache = f"{plan.cache.token_bytes(False) / 1024:.0f} -> {plan.cache.token_bytes(True) / 1024:.0f} KiB"
         cells = [f"{plan.parameters / 1e9:.1f} B", f"{plan.fp8_share:.0%}", size, cache]
         text += f"| {model}{tested} | {' | '.join(cells)} | {fewest(made, 80)} | {fewest(made, 141)} |\n"
-    text += REFUSED
-    for model, config in CONFIGS.items():
-        if (reason := why_not_servable(outline_of_config(config, model))) is not None:
-            text += f"| {model} | {reason.replace('|', ' ')} |\n"
     return text + TAIL
 
 
@@ -170,7 +158,7 @@ def main() -> int:
         return 0
     if PAGE.exists() and PAGE.read_text() == page():
         return 0
-    sys.stderr.write("docs/models.md differs from what `trl-fp8 plan` computes: run `make docs`.\n")
+    sys.stderr.write("docs/capacity.md differs from what `trl-fp8 plan` computes: run `make docs`.\n")
     return 1
 
 

@@ -297,9 +297,11 @@ def _attention_name(layer: "Attention") -> str:
 
 def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedModel") -> None:
     from trl_fp8.engine.vllm.layout import engine_layout
+    from trl_fp8.recipe.from_model import persistent_buffers
 
-    layout = engine_layout(engine)
-    sent = {recipe.engine_name(name) for name, _ in policy.named_parameters()}
+    buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
+    layout = engine_layout(engine, recipe.linears, buffers)
+    sent = {recipe.engine_name(name) for name, _ in policy.named_parameters()} | buffers
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     found.held = len(layout.pieces)
     found.not_held = sorted(sent - set(layout.pieces))

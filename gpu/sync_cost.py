@@ -163,11 +163,11 @@ def _indexed(tensor: torch.Tensor, index: object) -> torch.Tensor:
 class PretendedEngine:
     """`sync.delivery.Engine` of a model of vLLM's that no engine runs."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, recipe: "FP8Recipe"):
         from trl_fp8.engine.vllm.kv_scales import attention_layers
         from trl_fp8.engine.vllm.layout import engine_layout
 
-        self.layout, self._attention = engine_layout(model), attention_layers(model)
+        self.layout, self._attention = engine_layout(model, recipe.linears), attention_layers(model)
 
     def wake(self) -> None: ...
 
@@ -300,7 +300,7 @@ def count(name: str, dtype: torch.dtype, layers: int | None, folder: Path, count
     trls_cost = counted.costs
     scales = SimpleNamespace(scale=lambda layer, which: 1.0)
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
-        engine, policy = PretendedEngine(on_pretended_device(model)), on_pretended_device(policy)
+        engine, policy = PretendedEngine(on_pretended_device(model), recipe), on_pretended_device(policy)
         delivery = Delivery(engine, policy, recipe, lambda: nullcontext(policy.named_parameters()))
         for _ in range(2):  # the first also makes what is kept
             counted.costs = {}

@@ -12,22 +12,27 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator, PartialState
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.trainer.utils import ensure_master_addr_port
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms.cpu import CpuPlatform
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.kv_scales import attention_layers, write_kv_scales
 from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.export.export import published
 from trl_fp8.policy.base.base import HeldBase, SharedBase
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import delivery
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer
+from trl_fp8.upstream.vllm import engine_model
 
 
 # Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
@@ -109,10 +114,11 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     source = Path(generation.model.name_or_path)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = generation.recipe.quantization_config
+    config |= {"quantization_config": generation.recipe.quantization_config} | engine_fields(config)
     (folder / "config.json").write_text(json.dumps(config))
     model = generation.model
     stream = weight_stream(model.named_parameters(), generation.recipe, kv_scales, persistent_buffers(model))
+    stream = published(stream, generation.recipe)
     save_file({name: tensor.contiguous().clone() for name, tensor in stream}, folder / "model.safetensors")
 
 
@@ -122,15 +128,29 @@ def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> 
     arguments = platform.arguments(recipe, AutoConfig.from_pretrained(folder), **sizes, user=engine_kwargs)
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     arguments = {"max_num_batched_tokens": 4096} | arguments  # as TRL: the compiler fuses by it
-    del arguments["hf_overrides"]  # the checkpoint's own config says it
+    arguments.pop("hf_overrides", None)  # the checkpoint's own config says it
     with platform.ready(recipe):
-        return LLM(
+        llm = LLM(
             model=str(folder),
             distributed_executor_backend="external_launcher",
             logprobs_mode="processed_logprobs",
             tensor_parallel_size=recipe.tensor_parallel_size,
             **sizes,
             **arguments,
+        )
+    _load_latent_scales(llm, folder, recipe)
+    return llm
+
+
+def _load_latent_scales(llm: LLM, folder: Path, recipe: FP8Recipe) -> None:
+    """Give MLA's layers the KV scales of a checkpoint, as vLLM 0.31 does not with `quant_method` "fp8"."""
+    layers = attention_layers(engine_model(llm)) if recipe.fp8_kv_cache else {}
+    latent = {n: layer for n, layer in layers.items() if isinstance(layer, MLAAttention)}
+    if latent:
+        held = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        scales = [[held.get(f"model.layers.{n}.self_attn.{which}_scale", 1.0) for which in QKV] for n in layers]
+        write_kv_scales(
+            {n: latent[n] for n in latent if n not in recipe.kv_cache_skip_layers}, KVScales(torch.tensor(scales))
         )
 
 

@@ -31,10 +31,11 @@ _COMMON = dict(
     ),
 )
 _MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
+_HYBRID = dict(full_attention_interval=2)
 _TURNED = dict(rope_type="default", rope_theta=1e6)
 _SPECIAL = {
     "bloom": dict(head_dim=None),
-    "falcon": dict(head_dim=None),
+    "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
     "gemma3n_text": dict(
         **dict(vocab_size_per_layer_input=256, hidden_size_per_layer_input=64, num_hidden_layers=4, laurel_rank=64),
         **dict(num_kv_shared_layers=2, layer_types=["sliding_attention", "full_attention"] * 2),
@@ -51,6 +52,7 @@ _SPECIAL = {
         **dict(ssm_state_size=16, num_hidden_layers=None),
     ),
     "phi": dict(intermediate_size=1024, num_key_value_heads=4),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _HYBRID),
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text"), dict(rope_parameters=_TURNED | dict(mrope_section=[8, 12, 12]))
     ),

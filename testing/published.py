@@ -52,6 +52,15 @@ def _gemma3(**text: Any) -> dict:
     return {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text}
 
 
+def _qwen3_5(kind: str, hidden: int, layers: int, heads: int, kv_heads: int, value_heads: int, **more) -> dict:
+    """Vision-language models."""
+    text = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads} | more
+    text |= {"num_key_value_heads": kv_heads, "linear_num_value_heads": value_heads, "mamba_ssm_dtype": "float32"}
+    text |= {"model_type": f"{kind}_text", "head_dim": 256, "vocab_size": 248320, "max_position_embeddings": 262144}
+    name = "Qwen3_5Moe" if kind.endswith("moe") else "Qwen3_5"
+    return {"architectures": [f"{name}ForConditionalGeneration"], "model_type": kind, "text_config": text}
+
+
 CONFIGS = {
     "Qwen/Qwen3-0.6B": _qwen3(1024, 3072, 28, 16, tied=True),
     "Qwen/Qwen3-1.7B": _qwen3(2048, 6144, 28, 16, tied=True),
@@ -163,6 +172,8 @@ CONFIGS = {
         "tie_word_embeddings": False,
         **_sizes(2048, 5120, 48, 16, 2, 151936, 262144),
     },
+    "Qwen/Qwen3.5-27B": _qwen3_5("qwen3_5", 5120, 64, 24, 4, 48, intermediate_size=17408),
+    "Qwen/Qwen3.5-35B-A3B": _qwen3_5("qwen3_5_moe", 2048, 40, 16, 2, 32),
     "openai/gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
@@ -206,6 +217,8 @@ BILLIONS = {
     "microsoft/phi-4": "14.7",
     "deepseek-ai/DeepSeek-V3": "671",
     "Qwen/Qwen3-Next-80B-A3B-Instruct": "80",
+    "Qwen/Qwen3.5-27B": "27",
+    "Qwen/Qwen3.5-35B-A3B": "35",
     "openai/gpt-oss-20b": "20.91",
 }
 

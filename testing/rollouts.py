@@ -77,7 +77,8 @@ def calls_of(generation, name):
 def calibrated(generation, prompts=PROMPTS, margin=2.0):
     """The hook of a policy and the scales of its KV cache, by which its engine has been synced."""
     hook = AttentionHook(generation.model, generation.recipe.kv_cache_skip_layers)
-    scales = kv_scales_from_amax(observe_sequences(generation.model, hook, prompts).amax_L3, margin)
+    amax_L3 = observe_sequences(generation.model, hook, prompts).amax_L3
+    scales = kv_scales_from_amax(amax_L3, margin, hook.kv_layers)
     generation.calibrate = lambda: scales
     generation.sync_weights()
     return hook, scales

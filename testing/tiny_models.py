@@ -12,8 +12,14 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -24,6 +30,8 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -47,12 +55,16 @@ ARCHITECTURES = {
     "gemma": (GemmaConfig, GemmaForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 OF_ITS_OWN = {  # values at which each of its operations shows; an engine has no output head of Cohere or Gemma 2
     "cohere": dict(tie_word_embeddings=True, logit_scale=0.3),
@@ -63,6 +75,7 @@ OF_ITS_OWN = {  # values at which each of its operations shows; an engine has no
         query_pre_attn_scalar=48,
         sliding_window=16,
     ),
+    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=128, sliding_window=16),
     "granite": dict(
         embedding_multiplier=7.3,
         residual_multiplier=0.43,
@@ -111,6 +124,7 @@ def config(architecture: str = "qwen3", *, tied: bool = False, **overrides):
         "qwen2_moe",
         "olmoe",
         "granite",
+        "phi3",
     ):  # these divide hidden_size by heads: 2 heads of 64
         values["head_dim"] = 64
     else:
@@ -123,7 +137,7 @@ def build(architecture: str = "qwen3", *, seed: int = 0, tied: bool = False, **o
     torch.manual_seed(seed)
     model = ARCHITECTURES[architecture][1](config(architecture, tied=tied, **overrides)).eval()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name.endswith("bias"):  # they start at zero, which would hide that they are dropped
+        if name.endswith(("bias", "sinks")):  # they start at zero, which would hide that they are dropped
             torch.nn.init.normal_(tensor, std=0.1)
     return model
 

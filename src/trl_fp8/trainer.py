@@ -43,7 +43,7 @@ from .policy.base.adaptable import require_adaptable, require_apart, require_tra
 from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
 from .policy.base.stored import load_without_base
 from .policy.flow.one_forward import release
-from .policy.model import dequantizing_config, is_reference, save_in_high_precision
+from .policy.model import dequantizing_config, in_high_precision, is_reference
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_rows
 from .run.saving import Saving
@@ -135,7 +135,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             require_trainable_base(args, peft_config, quantization_config)
             loader = partial(self._load_without_base, args, peft_config, loader)
         if not isinstance(model, str):
-            save_in_high_precision(model)
+            in_high_precision(model)
             if args.fp8_base:
                 release(model)
                 recipe = args.recipe_for(model)
@@ -168,7 +168,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 rollout_func=rollout_func,
                 environment_factory=environment_factory,
             )
-        save_in_high_precision(self.model)
+        in_high_precision(self.model)
         self._choose_progress([one if isinstance(one, type) else type(one) for one in callbacks or ()])
         self.correction = args.correction
         if self.correction is not None:

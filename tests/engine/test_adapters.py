@@ -137,7 +137,7 @@ def test_an_adapter_that_came_later_and_does_not_fit_is_refused(started):
 
 def test_adapters_that_nothing_has_room_for_are_named():
     with pytest.raises(ValueError, match="no linear layer for adapters of model.layers.0.somewhere"):
-        _install(torch.nn.Module(), {"model.layers.0.somewhere": 4})
+        _install(torch.nn.Module(), (), {"model.layers.0.somewhere": 4})
 
 
 def test_adapters_that_peft_merged_are_not_sent(started):

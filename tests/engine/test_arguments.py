@@ -56,10 +56,14 @@ def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform)
         arguments(platform=platform, share_kernels=True)
 
 
-def test_norms_that_the_engine_compiles_for_one_row_and_for_many_are_refused():
+def test_what_the_engine_compiles_for_one_row_and_for_many_is_refused():
     sizes = {"max_num_seqs": 8, "max_model_len": 64, "share_kernels": True}
     with pytest.raises(ValueError, match="fp8_forward='full' with a policy of type 'cohere' on cuda: .* its norms"):
         HOPPER.arguments(RECIPE, tiny_models.config("cohere"), **sizes)
+    longrope = tiny_models.config("phi3")
+    longrope.rope_parameters = {"rope_type": "longrope"}
+    with pytest.raises(ValueError, match="policy of type 'phi3' on cuda: .* rotary"):
+        HOPPER.arguments(RECIPE, longrope, **sizes)
     assert Cpu().arguments(RECIPE, tiny_models.config("cohere"), **sizes)["enforce_eager"]
 
 

@@ -12,14 +12,15 @@ from trl_fp8.upstream.vllm import engine_model
 
 
 BLOCK, HEADS, KV_HEADS, SIZE = 32, 4, 2, 64
+SINKS = torch.tensor([-2.0, 0.5, 3.0, 1.25], dtype=torch.bfloat16)
 
 
 class Layer(torch.nn.Module):
     _k_scale_float, _v_scale_float = 2**-6, 2**-5
 
 
-def implementation(window=None):
-    return ReferenceAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sliding_window=window)
+def implementation(window=None, **options):
+    return ReferenceAttentionImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, sliding_window=window, **options)
 
 
 def metadata(query_lens, seq_lens, tables):
@@ -45,8 +46,8 @@ def round_trip(states, scale):
     return (states.double() / scale).clamp(-448, 448).to(E4M3).double() * scale
 
 
-def oracle(q, k, v, query_len, window):
-    """One request in float64; k, v `[S, G, D]` after the round trip, q `[Q, H, D]`."""
+def oracle(q, k, v, query_len, window, softcap=None, sinks=None):
+    """A request in float64; k, v `[S, G, D]` after the round trip, q `[Q, H, D]`; a sink is a key whose value is 0."""
     total, out = k.shape[0], []
     for i in range(query_len):
         position = total - query_len + i
@@ -54,16 +55,24 @@ def oracle(q, k, v, query_len, window):
         rows = []
         for head in range(HEADS):
             keys, values = k[low : position + 1, head // 2], v[low : position + 1, head // 2]
-            weights = torch.softmax(keys @ q[i, head].double() * SIZE**-0.5, 0)
-            rows.append(weights @ values)
+            scores = keys @ q[i, head].double() * SIZE**-0.5
+            scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head, None].double()])
+                values = torch.cat([values, torch.zeros_like(values[:1])])
+            rows.append(torch.softmax(scores, 0) @ values)
         out.append(torch.stack(rows))
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("window", [None, 7])
-def test_prefill_chunk_and_decode_equal_the_formula(window):
+@pytest.mark.parametrize(
+    ("window", "softcap", "sinks"),
+    [(None, None, None), (7, None, None), (7, None, SINKS), (None, 2.0, SINKS)],
+    ids=str,
+)
+def test_prefill_chunk_and_decode_equal_the_formula(window, softcap, sinks):
     generator = torch.Generator().manual_seed(0)
-    impl, layer = implementation(window), Layer()
+    impl, layer = implementation(window, logits_soft_cap=softcap, sinks=sinks), Layer()
     seq_lens, tables = [40, 5, 33], [[3, 1], [0, 9], [7, 5]]
     cache = torch.full((10, KV_HEADS, BLOCK, 2 * SIZE), 0x7F, dtype=torch.uint8)  # NaN: unused slots must not matter
     states = [torch.randn(s, 2 * KV_HEADS + HEADS, SIZE, generator=generator).bfloat16() for s in seq_lens]
@@ -82,9 +91,8 @@ def test_prefill_chunk_and_decode_equal_the_formula(window):
         start = 0
         for i, length in zip(active, lens, strict=True):
             k, v, _ = states[i][: done[i]].split([KV_HEADS, KV_HEADS, HEADS], dim=1)
-            expected = oracle(
-                query[start : start + length], round_trip(k, 2**-6), round_trip(v, 2**-5), length, window
-            )
+            cached = round_trip(k, 2**-6), round_trip(v, 2**-5)
+            expected = oracle(query[start : start + length], *cached, length, window, softcap, sinks)
             got = output[start : start + length].view(length, HEADS, SIZE)
             assert torch.equal(got, expected.float().bfloat16())  # whatever else is in the batch
             start += length
@@ -103,7 +111,7 @@ def test_padding_slots_are_not_written():
     "options, name",
     [
         ({"alibi_slopes": [1.0]}, "ALiBi"),
-        ({"sinks": torch.ones(4)}, "sinks"),
+        ({"attn_type": "encoder"}, "encoder attention"),
         ({"kv_cache_dtype": "fp8_per_token_head"}, "fp8_per_token_head"),
     ],
 )

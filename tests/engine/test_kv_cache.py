@@ -6,7 +6,6 @@ from vllm import SamplingParams
 
 from testing import engines
 from testing.rollouts import calibrated, follow
-from trl_fp8.engine.vllm import kv_scales as kv_cache
 from trl_fp8.engine.vllm.cpu.attention import ReferenceAttentionImpl, _split_cache
 from trl_fp8.engine.vllm.kv_scales import (
     attention_layers,
@@ -183,15 +182,13 @@ def test_scales_that_change_between_sync_and_rollout_are_caught_by_name(checkpoi
 def test_attention_that_cannot_be_recalibrated_is_refused_by_name(checkpoint, monkeypatch):
     generation, _, _ = start(checkpoint("qwen3"))
     model = engine_model(generation.llm)
-    assert list(fp8_attention_layers(model)) == [0, 1]
+    assert list(fp8_attention_layers(model, (0, 1))) == [0, 1]
     with pytest.raises(RuntimeError, match="layer 1: KV cache of type fp8"):
-        fp8_attention_layers(model, skip_layers=(1,))
-    with monkeypatch.context() as hybrid:
-        hybrid.setattr(kv_cache, "attention_layers", lambda model: {1: attention_layers(model)[1]})
-        with pytest.raises(RuntimeError, match=r"in layers \[1\] only.*use_vllm=False"):
-            fp8_attention_layers(model)
+        fp8_attention_layers(model, (0, 1), skip_layers=(1,))
+    with pytest.raises(RuntimeError, match=r"in layers \[0, 1\], the policy in \[1\].*use_vllm=False"):
+        fp8_attention_layers(model, (1,))
     impl = attention_layers(model)[0].impl
     impl.__class__ = type("FlashInferImpl", (type(impl),), {})
     with pytest.raises(RuntimeError, match="layer 0: FlashInferImpl may keep copies"):
-        fp8_attention_layers(model)
+        fp8_attention_layers(model, (0, 1))
     engines.shutdown(generation.llm)

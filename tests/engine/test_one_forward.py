@@ -48,6 +48,9 @@ CASES = [
     ("gemma3_text", {"tied": True}, {}),
     ("granite", {}, {}),
     ("granite", {"tied": True}, TENSOR | BF16_CACHE),
+    ("glm", {"attention_bias": True}, {}),
+    ("glm4", {"attention_bias": True}, TENSOR),
+    ("phi3", {"sliding_window": 16}, {}),
     ("cohere", {}, {}),
     ("cohere", {"use_qk_norm": True}, BF16_CACHE),
     ("qwen3_moe", {"tied": True}, BF16_CACHE),
@@ -56,6 +59,7 @@ CASES = [
     ("qwen2_moe", {"shared_expert_intermediate_size": 192}, FP8_EXPERTS | BF16_CACHE),
     ("mixtral", {}, TENSOR),
     ("mixtral", {}, FP8_EXPERTS),
+    ("gpt_oss", {}, {}),
     ("olmoe", {}, {}),
     ("olmoe", {}, FP8_EXPERTS),
 ]

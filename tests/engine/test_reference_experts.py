@@ -169,7 +169,7 @@ def test_an_engine_holds_and_computes_with_what_was_loaded_and_what_is_written_o
     addresses = {name: parameter.data_ptr() for name, parameter in held(llm).items()}
     for tensors, others in (loaded, written), (written, loaded):
         if tensors is written:
-            layout = engine_layout(engine_model(llm))
+            layout = engine_layout(engine_model(llm), ())
             for name, held_there in layout.held.items():
                 held_there.copy_(layout.pieces[name].of_sent(tensors[name]))
             llm.reset_prefix_cache()

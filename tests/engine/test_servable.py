@@ -11,7 +11,9 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.mamba_mixer2 import mamba_v2_sharded_weight_loader
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator, MambaStateShapeCalculator
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import registry
@@ -19,8 +21,9 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
-from trl_fp8.engine.vllm.layout import engine_layout
+from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu
+from trl_fp8.export.export import published
 from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.architectures import ARCHITECTURES, WRAPPERS
 from trl_fp8.recipe.caches import layer_caches
@@ -28,6 +31,7 @@ from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
+from trl_fp8.sync.pieces import Piece
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer
@@ -38,32 +42,25 @@ from trl_fp8.upstream.vllm import engine_class
 REFUSED = {
     "afmoe": "under names",
     "axk1": "under names",
-    "bloom": "under names",
-    "deepseek_v2": "KeyError",
-    "deepseek_v3": "under names",
+    "bloom": "other bytes",
     "ernie4_5_moe": "under names",
-    "falcon": "under names",
+    "falcon": "other bytes",
     "falcon_h1": "packed_modules_mapping",
     "gemma3n_text": "under names",
-    "glm": "under names",
-    "glm4": "under names",
     "gpt2": "under names",
     "gpt_neox": "under names",
-    "gpt_oss": "experts are packed",
     "granitemoe": "under names",
     "granitemoe_swa": "under names",
     "granitemoehybrid": "packed_modules_mapping",
     "granitemoeshared": "under names",
     "hrm_text": "packed_modules_mapping",
     "hy_v3": "under names",
-    "jamba": "packed_modules_mapping",
+    "jamba": "under names",
     "laguna": "under names",
     "lfm2_moe": "packed_modules_mapping",
     "llama4_text": "in another form",
     "minicpm3": "under names",
     "nemotron_h": "packed_modules_mapping",
-    "phi3": "packed_modules_mapping",
-    "stablelm": "packed_modules_mapping",
 }
 
 
@@ -109,21 +106,47 @@ def deliver(policy, folder) -> None:
         module, _, attribute = name.rpartition(".")
         if attribute in ("q_scale", "k_scale", "v_scale", "prob_scale"):
             delattr(engine.get_submodule(module), attribute)
+    finish(engine)  # as after dummy weights
     buffers = dict(persistent_buffers(policy))
-    layout = engine_layout(engine, {recipe.engine_name(name) for name in buffers})
+    layout = engine_layout(engine, recipe.linears, {recipe.engine_name(name) for name in buffers})
     require_same_tensors(policy, recipe, layout)
     sent = dict(weight_stream(policy.named_parameters(), recipe, buffers=buffers.items()))
     with set_current_vllm_config(config):
-        engine.load_weights(iter(sent.items()))
+        engine.load_weights(published(sent.items(), recipe))
+    finish(engine)
     loaded = layout.sums()
     writer = Writer(layout, recipe)
-    writer.write(((name, parameter.bfloat16()) for name, parameter in policy.named_parameters()), buffers.items())
+    writer.write(policy.named_parameters(), buffers.items())
     audit(layout, writer, None)
     assert torch.equal(layout.sums(), loaded), "other bytes than vLLM's loader put there"
     held = {names.held_name(name, recipe.model_type, recipe.decoder): tensor for name, tensor in sent.items()}
     for name, piece in layout.pieces.items():
+        if piece.derived is not None:  # its sum is compared above
+            continue
+        assert piece.dtype != torch.float32 or held[name].dtype == torch.float32, f"a checkpoint rounds {name}"
         ours, theirs = (part.contiguous().view(-1).view(torch.uint8) for part in _both(piece, held[name]))
         assert torch.equal(ours, theirs), "other bytes"
+
+
+def finish(engine) -> None:
+    """What vLLM derives once a checkpoint is loaded."""
+    for module in engine.modules():
+        if isinstance(module, MLAAttention):
+            module.process_weights_after_loading(torch.bfloat16)
+
+
+@pytest.mark.parametrize("sizes, ranks", [((128, 128, 256), 2), ((64, 64, 192), 4), ((6, 6, 6), 3), ((5, 5, 7), 1)])
+def test_what_is_dealt_part_by_part_is_cut_as_vllms_loader_cuts_it(sizes, ranks):
+    sent = torch.randn(sum(sizes), 1, 4)
+    for rank in range(ranks):
+        own = [size // ranks for size in sizes]
+        expected = torch.zeros(sum(own), 1, 4)
+        mamba_v2_sharded_weight_loader([(size, 0, False) for size in sizes], ranks, rank)(expected, sent)
+        span = _joined(_dealt(own, rank, ranks))
+        piece = Piece("conv1d", None, "weight", torch.float32, sent=(span,))
+        assert torch.equal(piece.of_sent(sent), expected) and span.size == len(expected)
+        with pytest.raises(ValueError, match="conv1d has"):
+            piece.of_sent(sent[1:])
 
 
 def _both(piece, sent):
@@ -132,6 +155,8 @@ def _both(piece, sent):
 
 @pytest.mark.parametrize("model_type", servable.TRAINED + servable.DELIVERED)
 def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
+    if model_type.startswith("qwen3_5"):  # vLLM's file of these classes has the vision-language ones, too
+        pytest.importorskip("torchvision")
     policy = other_models.policy(model_type)
     assert servable.why_not_servable(outline_of(policy), engine_class) is None
     deliver(policy, tmp_path)
@@ -175,8 +200,8 @@ def test_experts_are_called_what_vllms_loader_calls_them(family):
     holds = {loaded: parameter for parameter, loaded, *_ in mapping}
     for held, sent in zip(names.HELD, family.fused, strict=True):
         assert holds[f"experts.{sent}"] == f"experts.{held}_weight" and names.sent_expert_name(held, gate) == sent
-        for published in names.published_names(f"model.experts.{sent}", "_scale_inv"):
-            assert holds[published.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
+        for name in names.published_names(f"model.experts.{sent}", "_scale_inv"):
+            assert holds[name.format(1).removeprefix("model.").removesuffix("weight")] == f"experts.{held}_"
 
 
 def test_every_listed_model_type_is_tried():

@@ -285,7 +285,7 @@ def test_flags_have_trls_names_too_with_dashes_or_underscores(said):
 
 def test_the_page_of_models_is_what_a_plan_computes():
     """In a process of its own: the generator is no module of the package."""
-    command = [sys.executable, "-m", "docs.generate_models", "--check"]
+    command = [sys.executable, "-m", "docs.generate_capacity", "--check"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
 

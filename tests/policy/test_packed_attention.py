@@ -15,7 +15,9 @@ SCALING = D**-0.5
 LENGTHS = (5, 1, 23, 12)
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 CASES = pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (4, None), (1, None), (None, 3.0), (7, 2.0)], ids=str
+    ("window", "softcap", "sinks"),
+    [(None, None, 0), (4, None, 0), (1, None, 0), (None, 3.0, 0), (7, 2.0, 0), (None, None, 1), (4, 2.0, 1)],
+    ids=str,
 )
 
 
@@ -25,7 +27,7 @@ def states(heads=H, dtype=torch.float64):
     return [2 * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def definition(query, key, value, window, softcap):
+def definition(query, key, value, window, softcap, sinks=()):
     """Output `[N, H, D]` and lse `[H, N]`, one sequence and one head at a time."""
     outputs, sums = [], []
     for start, end in zip(STARTS.tolist(), STARTS.tolist()[1:], strict=False):
@@ -41,7 +43,9 @@ def definition(query, key, value, window, softcap):
             if softcap:
                 s = softcap * torch.tanh(s / softcap)
             s = s.masked_fill(~seen, float("-inf"))
-            heads.append((s.softmax(-1) @ v[:, group], s.logsumexp(-1)))
+            if len(sinks):
+                s = torch.cat([s, sinks[head].expand(len(s), 1)], 1)
+            heads.append((s.softmax(-1)[:, : len(t)] @ v[:, group], s.logsumexp(-1)))
         outputs.append(torch.stack([output for output, _ in heads], 1))
         sums.append(torch.stack([lse for _, lse in heads]))
     return torch.cat(outputs), torch.cat(sums, 1)
@@ -55,17 +59,17 @@ def gradients(attend, given, weights) -> list[Tensor]:
 @CASES
 @pytest.mark.parametrize("heads", [4, 2, 6])
 @pytest.mark.parametrize("scores", [1, 2**11, module.SCORES])
-def test_gradients_are_those_of_the_definition(window, softcap, heads, scores, monkeypatch):
+def test_gradients_are_those_of_the_definition(window, softcap, sinks, heads, scores, monkeypatch):
     monkeypatch.setattr(plain_gradients, "__defaults__", (scores,))
-    given = states(heads)
+    given = [*states(heads), *([torch.linspace(-2, 3, heads, dtype=torch.float64).bfloat16().double()] * sinks)]
     weights = torch.randn(given[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def engine(*rounded):
-        return *definition(*rounded, window, softcap), rounded
+        return *definition(*rounded, window, softcap, *given[3:]), rounded
 
     options = (STARTS, max(LENGTHS), SCALING, window, softcap)
-    found = gradients(lambda *qkv: packed_attention(engine, *qkv, *options), given, weights)
-    expected = gradients(lambda *qkv: definition(*qkv, window, softcap)[0], given, weights)
+    found = gradients(lambda q, k, v, *s: packed_attention(engine, q, k, v, *options, *s), given, weights)
+    expected = gradients(lambda q, k, v, *s: definition(q, k, v, window, softcap, *s)[0], given, weights)
     bound = 1e-12 * max(one.abs().max() for one in expected)  # a window of 1 leaves q and k no gradient
     for one, other in zip(found, expected, strict=True):
         assert one.shape == other.shape and (one - other).abs().max() < bound

@@ -36,6 +36,18 @@ def test_lookup_by_layer_and_name():
     assert scales.scale(0, "q") * 4 == scales.scale(0, "k") * 2 == scales.scale(0, "v")
 
 
+def test_layers_that_cache_nothing_have_no_scales():
+    amax = torch.ones(5, 3)
+    amax[[0, 2, 3]] = torch.tensor([0.0, float("nan"), 7.0])[:, None]  # whatever was seen there
+    scales = kv_scales_from_amax(amax, 1.0, layers=(1, 4))
+    assert scales.layers == (1, 4) and len(scales) == 5
+    assert torch.equal(scales.values[[0, 2, 3]], torch.zeros(3, 3))
+    assert torch.equal(scales.values[[1, 4]], kv_scales_from_amax(torch.ones(2, 3), 1.0).values)
+    assert kv_scales_from_amax(torch.ones(2, 3)).layers == (0, 1)
+    with pytest.raises(ValueError, match=r"calibrated: layer 3 q \(amax inf\)"):
+        kv_scales_from_amax(amax.where(amax != 7, float("inf")), 1.0, layers=(1, 3))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0])
 def test_bad_amax_names_the_layer_and_never_becomes_one(bad):
     amax = torch.ones(4, 3)

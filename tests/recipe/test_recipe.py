@@ -22,6 +22,53 @@ def test_every_aligned_projection_is_fp8_and_the_head_is_not(architecture):
     assert recipe.kept_modules == {"lm_head": "output head"}
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B"])
+def test_hybrids_are_fp8_where_their_published_fp8_checkpoints_are(name):
+    """Those keep embeddings, output head, routers, gates of shared experts, and all that is small of a delta net."""
+    outline = outline_of_config(published.CONFIGS[name], name)
+    recipe = recipe_for(outline)
+    kinds = {
+        tensor.removesuffix(".weight").partition(".layers.")[2].partition(".")[2] for tensor in recipe.fp8_tensors
+    }
+    attention = {f"self_attn.{kind}_proj" for kind in "qkvo"}
+    net = {"in_proj_qkvz"} if "Next" in name else {"in_proj_qkv", "in_proj_z"}
+    mlp = {f"mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+    if outline.experts:
+        mlp = {kind.replace("mlp", "mlp.shared_expert") for kind in mlp}
+        mlp |= {"mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+    assert kinds == attention | mlp | {f"linear_attn.{kind}" for kind in (*net, "out_proj")}
+    gates = {kind for kind, why in recipe.kept_modules.items() if why == "gates of linear attention"}
+    assert {kind.rpartition("_")[2] for kind in gates} == ({"ba"} if "Next" in name else {"a", "b"})
+    assert outline.kv_layers == tuple(range(3, outline.layers, 4))
+    assert recipe.sharing_scale(f"{sorted(gates)[0]}.weight") == (f"{sorted(gates)[0]}.weight",)
+
+
+def test_gemms_of_a_hybrid_have_what_an_engine_fuses():
+    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3.5-27B"], "m")
+    net = {(2 * 2048 + 2 * 6144, 5120): 48, (5120, 6144): 48 + 16}  # q, k, v, z; out_proj, and o_proj
+    attention = {(2 * 24 * 256 + 2 * 4 * 256, 5120): 16}  # q makes a gate, too
+    mlp = {(2 * 17408, 5120): 64, (5120, 17408): 64}
+    assert recipe_for(outline).gemms(outline) == net | attention | mlp
+    halved = recipe_for(outline, tensor_parallel_size=2)
+    assert {(2048 + 6144, 5120), (5120, 3072), (5120, 8704)} < halved.gemms(outline).keys()
+
+
+def test_each_part_of_a_delta_nets_projection_has_to_be_aligned():
+    def kept(tp_size=1, **text):
+        text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4} | text
+        recipe = recipe_for(outline_of_config(text, "m"), tensor_parallel_size=tp_size)
+        return {name.rpartition(".")[2]: why for name, why in recipe.kept_modules.items() if "layers.0." in name}
+
+    gates = dict.fromkeys(("in_proj_b", "in_proj_a"), "gates of linear attention")
+    assert kept() == kept(tp_size=16) == gates  # 2048 rows of q, as many of k, 4096 of v and of z
+    assert kept(tp_size=32) == gates | {
+        "in_proj_qkv": "64 x 4096 per rank at tensor parallel size 32 is not a multiple of 128 x 128",
+        "in_proj_z": "fused with in_proj_qkv, which is kept",
+    }
+    odd = kept(linear_num_key_heads=1, linear_key_head_dim=64)  # q and k together fill a block
+    assert odd["in_proj_qkv"] == "64 x 4096 is not a multiple of 128 x 128" and "out_proj" not in odd
+
+
 def test_misaligned_layers_are_kept_with_their_fused_peers_and_the_reason():
     recipe = recipe_for_model(on_meta(intermediate_size=192))
     assert {name.rpartition(".")[2] for name in recipe.fp8_modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -214,3 +261,16 @@ def test_skipped_kv_layers_are_checked_counted_and_shown():
         recipe_for_model(model, kv_cache_skip_layers=(2, 5))
     with pytest.raises(ValueError, match="all 2 layers.*kv_cache_dtype='auto'"):
         recipe_for_model(model, kv_cache_skip_layers=(0, 1))
+
+
+def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
+    outline = outline_of_config({"model_type": "qwen3_next", "num_hidden_layers": 8}, "m")
+    plan = plan_for(outline, recipe_for(outline, kv_cache_skip_layers=(3,)))
+    per_layer = 2 * 2 * 256
+    assert plan.kv_bytes_per_token_before == 2 * per_layer * 2
+    assert plan.kv_bytes_per_token_after == per_layer + 2 * per_layer
+    assert "layers [3] stay in BF16; 6 layers cache none" in plan.table()
+    with pytest.raises(ValueError, match=r"layers \[0, 1\], which cache no keys.*those that do are \[3, 7\]"):
+        recipe_for(outline, kv_cache_skip_layers=(0, 1, 3))
+    with pytest.raises(ValueError, match="all 2 layers.*kv_cache_dtype='auto'"):
+        recipe_for(outline, kv_cache_skip_layers=(3, 7))

@@ -65,7 +65,7 @@ def engine() -> Layout:
         pieces.append(Piece(name, SimpleNamespace(tensor=tensor), "tensor", tensor.dtype, **where))
 
     for name, (*lead, rows, columns) in QUANTIZED.items():
-        where = {"halved": True} if name.endswith("gate_up_proj") else {}
+        where = {"equal": (1, 2)} if name.endswith("gate_up_proj") else {}
         scale = torch.empty(*lead, columns // 128, rows // 128).transpose(-1, -2)
         add(RECIPE.scale_name(name), scale if name == "many.weight" else scale.contiguous(), **where)
         if name == "even.weight":

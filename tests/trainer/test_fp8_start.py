@@ -3,16 +3,17 @@ it is dequantized, trained, and saved as it is.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.runs import arguments, training
 from trl_fp8.cli import main
 from trl_fp8.export.export import export_fp8
-from trl_fp8.policy.model import dequantizing_config, save_in_high_precision
+from trl_fp8.policy.model import dequantizing_config, in_high_precision
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -40,15 +41,43 @@ def test_a_run_from_an_fp8_checkpoint_saves_what_it_trained(fp8_checkpoint, tmp_
 
 
 def test_without_the_repair_transformers_saves_noise(fp8_checkpoint, tmp_path):
-    """What `save_in_high_precision` is for. If this fails, transformers was repaired, and it can go."""
+    """What `in_high_precision` is for. If this fails, transformers was repaired, and it can go."""
     model = AutoModelForCausalLM.from_pretrained(fp8_checkpoint, dtype=torch.float32)
     expected = model.model.layers[0].mlp.up_proj.weight.detach().clone()
     model.save_pretrained(tmp_path / "broken")
     assert "model.layers.0.mlp.up_proj.weight_scale_inv" in load_file(tmp_path / "broken" / "model.safetensors")
-    save_in_high_precision(model)
+    in_high_precision(model)
     model.save_pretrained(tmp_path / "repaired")
     read = AutoModelForCausalLM.from_pretrained(tmp_path / "repaired")
     assert torch.equal(read.model.layers[0].mlp.up_proj.weight, expected)
+
+
+def test_experts_in_mxfp4_are_dequantized_to_the_policys_dtype_and_saved_as_they_are(checkpoint, tmp_path):
+    folder = shutil.copytree(checkpoint("gpt_oss"), tmp_path / "mxfp4")
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        groups = experts, rows, columns // 32
+        for part, low, high, shape in ("blocks", 0, 256, (*groups, 16)), ("scales", 118, 122, groups):
+            tensors[f"{name}_{part}"] = torch.randint(low, high, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    stored = dequantizing_config(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=stored)
+    in_high_precision(model)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    blocks, scales = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
+    e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2).long()  # the low one first
+    expected = e2m1[nibbles & 7] * (1 - 2 * (nibbles >> 3)) * torch.exp2(scales.float() - 127)[..., None]
+    assert torch.equal(model.get_parameter(name), expected.flatten(-2).mT)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.save_pretrained(tmp_path / "saved")
+    assert load_file(tmp_path / "saved" / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
 def test_the_checkpoints_own_skip_list_is_kept_and_other_checkpoints_are_left_alone(fp8_checkpoint, checkpoint):
@@ -76,4 +105,4 @@ def test_a_model_in_fp8_is_refused_with_the_remedy(checkpoint):
     layer = model.model.layers[1].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight.*dequantize=True"):
-        save_in_high_precision(model)
+        in_high_precision(model)

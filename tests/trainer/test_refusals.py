@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, dynamic_module_utils
+from transformers import dynamic_module_utils
 from vllm.model_executor.models import registry
 
 from testing import engines, other_models, tiny_models
@@ -127,19 +127,3 @@ def test_other_names_are_found_in_the_engine_where_no_list_has_them(kept, tmp_pa
         engines.start(saved("granitemoe", tmp_path), generation=Kept, kv_cache_dtype="auto")
     engines.shutdown(made[0].llm)
     assert "defect" not in str(error.value) and "block_sparse_moe.router.weight" in str(error.value)
-
-
-@pytest.mark.engine
-@pytest.mark.skipif(
-    not torch.cpu._is_avx512_bf16_supported(), reason="vLLM packs convolutions for BF16 instructions only"
-)
-def test_linear_attention_is_kept_in_another_form(kept, tmp_path, monkeypatch):
-    """Why hybrid models are refused with kv_cache_dtype='auto' too. If this fails, they may be served."""
-    monkeypatch.setattr(servable, "_GIVEN_AWAY", {})
-    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", {})  # where vLLM puts a config class of its own, for good
-    Kept, made = kept
-    with pytest.raises(
-        ValueError, match=r"in another form \(.*linear_attn.conv1d.weight is \[512, 4\] where \[512, 1, 4\]"
-    ):
-        engines.start(saved("qwen3_next", tmp_path), generation=Kept, kv_cache_dtype="auto")
-    engines.shutdown(made[0].llm)

@@ -25,7 +25,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_fp8.planning.plan import plan_for_model
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite
@@ -83,7 +84,8 @@ def export_fp8(
     name = model.config.name_or_path
     base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
     plan = plan_for_model(model, recipe).table()
-    text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge)
+    latent = any(cache.is_latent for cache in outline_of(model).caches)
+    text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge, latent)
     stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
     return _write(free_folder(folder), model, tokenizer, recipe, stream, text, shard_bytes)
 
@@ -118,7 +120,7 @@ def _write(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         (unfinished / "README.md").write_text(card)
-        _write_tensors(unfinished, _shards(stream, recipe.format.scale_suffix, shard_bytes))
+        _write_tensors(unfinished, _shards(stream, recipe, shard_bytes))
         _write_configs(unfinished, model, recipe)
         tokenizer.save_pretrained(unfinished)
         write_checksums(unfinished)
@@ -153,7 +155,7 @@ def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> N
 def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config}
+    config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config} | engine_fields(config)
     if recipe.quantization_config is None:
         del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -161,11 +163,11 @@ def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> N
         model.generation_config.save_pretrained(folder)
 
 
-def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+def _shards(stream: Iterable[Named], recipe: FP8Recipe, shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
     """Tensors on the host, in groups of about `shard_bytes`; a weight and its scale stay together."""
     shard, size = {}, 0
-    for name, tensor in _published(stream, scale_suffix):
-        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(scale_suffix):
+    for name, tensor in published(stream, recipe):
+        if size + tensor.nbytes > shard_bytes and shard and not name.endswith(recipe.format.scale_suffix):
             yield shard
             shard, size = {}, 0
         shard[name] = tensor.detach().cpu().contiguous().clone()
@@ -174,10 +176,10 @@ def _shards(stream: Iterable[Named], scale_suffix: str, shard_bytes: int) -> Ite
         yield shard
 
 
-def _published(stream: Iterable[Named], scale_suffix: str) -> Iterator[Named]:
-    """The stream under the names of published checkpoints, which have the experts one by one."""
+def published(stream: Iterable[Named], recipe: FP8Recipe) -> Iterator[Named]:
+    """The stream under the names of published checkpoints, most of which have the experts one by one."""
     for name, tensor in stream:
-        if parts := published_names(name, scale_suffix):
+        if parts := published_names(name, recipe.format.scale_suffix, recipe.model_type):
             for expert, own in enumerate(tensor):
                 for part, rows in zip(parts, own.chunk(len(parts)), strict=True):
                     yield part.format(expert), rows

@@ -56,11 +56,19 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
 
 
 def export_card(
-    card: str, plan: str, spec: FormatSpec, has_kv_scales: bool, base_model: str | None = None, merge: str = ""
+    card: str,
+    plan: str,
+    spec: FormatSpec,
+    has_kv_scales: bool,
+    base_model: str | None = None,
+    merge: str = "",
+    latent: bool = False,
 ) -> str:
     """A card for an FP8 checkpoint: that of the policy and a section; a whole one for a model not trained here."""
-    options = ', kv_cache_dtype="fp8"' if has_kv_scales else ""
+    options = ', kv_cache_dtype="fp8"' if has_kv_scales and not latent else ""
     kv_scales = "KV cache scales are included" if has_kv_scales else "there are no KV cache scales"
+    if has_kv_scales and latent:
+        kv_scales += ", but vLLM 0.31 loads none for latent attention (MLA), so that its cache is best left in BF16"
     section = (
         f"## FP8 checkpoint\n\n{merge}Weights are {spec.description} with `weight{spec.scale_suffix}`; {kv_scales}. "
         f'{spec.readers}\n\n```python\nfrom vllm import LLM\n\nllm = LLM("THIS_REPOSITORY"{options})\n```\n\n'

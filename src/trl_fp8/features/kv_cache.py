@@ -72,11 +72,11 @@ class KVCache(Feature):
         self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales)
         if sync.kv_scales is self._logged:
             return
-        self._logged = sync.kv_scales
+        self._logged, scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
         rollouts.metrics |= {
             "fp8/calibration_seconds": sync.calibration_seconds,
-            "fp8/kv_scale_min": sync.kv_scales.values.min().item(),
-            "fp8/kv_scale_max": sync.kv_scales.values.max().item(),
+            "fp8/kv_scale_min": scales.min().item(),
+            "fp8/kv_scale_max": scales.max().item(),
             "fp8/kv_margin": self.calibrator.margin_used,
         }
 

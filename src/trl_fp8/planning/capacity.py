@@ -201,11 +201,11 @@ class Planner:
 
     def splits(self, size: int) -> bool:
         """vLLM can divide the heads over that many ranks."""
-        name = next((name for name in self.outline.linears if name.endswith(".q_proj")), None)
+        name = next((name for name in self.outline.linears if name.endswith((".q_proj", ".qkv_proj"))), None)
         kv_heads, head_dim = self.outline.kv_heads, self.outline.head_dim
         if name is None or not kv_heads or not head_dim:
             return size == 1
-        queries = self.outline.linears[name][0] // head_dim
+        queries = self.outline.linears[name][0] // head_dim - (2 * kv_heads if name.endswith(".qkv_proj") else 0)
         return queries % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
 
     def _at(self, setup: Setup, size: int) -> Capacity:

@@ -123,7 +123,8 @@ class Plan:
         skipped = list(self.recipe.kv_cache_skip_layers)
         size = f"{format_bytes(before)} -> {format_bytes(after)} per token ({before / after:.1f}x the tokens)"
         kept = f"; layers {skipped} stay in BF16" if skipped else ""
-        return f"e4m3{scales}, {size}{kept}"
+        others = len(self.cache.layers) - len(self.cache.fp8_layers) - len(skipped)
+        return f"e4m3{scales}, {size}{kept}" + (f"; {others} layers cache none" if others else "")
 
 
 def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:
@@ -147,8 +148,7 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
         after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
         is_looked_up = has_head and pattern.endswith("embed_tokens")
         rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after, is_looked_up))
-    skipped = recipe.kv_cache_skip_layers if recipe.fp8_kv_cache else range(outline.layers)
-    fp8_layers = frozenset(range(outline.layers)).difference(skipped)
+    fp8_layers = frozenset(outline.kv_layers if recipe.fp8_kv_cache else ()).difference(recipe.kv_cache_skip_layers)
     cache = KVCache(outline.caches, outline.kv_heads, recipe.tensor_parallel_size, fp8_layers)
     return Plan(outline.name, recipe, tuple(rows), cache, outline.experts_per_token)
 

@@ -13,7 +13,15 @@ from .plan import Plan
 
 LOW_SHARE = 0.5  # of the parameters
 SMALL = 1e9  # parameters
-REPLAYED = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")  # their routers choose by one top-k, which can be replayed
+DEQUANTIZED = ("fp8", "mxfp4")  # before training, see `policy.model`
+# Their routers choose by one top-k, which can be replayed
+REPLAYED = (
+    "gpt_oss",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 
 
 class Risk(NamedTuple):
@@ -49,7 +57,7 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"
         text = "it is dequantized for training, and the engine gets weights that are quantized anew at every sync."
         refused = "the trainer takes no such weights. Take the checkpoint in BF16."
-        found.append(Risk(f"{stored}: {text if outline.stored_as == 'fp8' else refused}", {}))
+        found.append(Risk(f"{stored}: {text if outline.stored_as in DEQUANTIZED else refused}", {}))
     key_biases = (name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name))
     if recipe.fp8_kv_cache and any(key_biases):
         text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
-from trl_fp8.recipe.names import FUSED
+from trl_fp8.recipe.names import fused_name
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -109,7 +109,7 @@ def _layer_bytes(outline: Outline, training: Training, shared: Mapping[str, tupl
     gathered = 2 * (2 * vocabulary * hidden + 2 * in_layers / outline.layers) if training.gpus > 1 else 0
     fused = Counter()
     for name, shape in shared.items():
-        fused[_fused(name.removesuffix(".weight"))] += 2 * prod(shape)
+        fused[fused_name(name.removesuffix(".weight"))] += 2 * prod(shape)
     dequantized = max(fused.values(), default=0)
     return SAVED * hidden * training.sequences * training.tokens + gathered + dequantized
 
@@ -121,7 +121,7 @@ def engine_adapters(outline: Outline, rank: int) -> int:
     fused = defaultdict(list)
     for name, shape in outline.linears.items():
         if name != "lm_head":
-            fused[_fused(name)].append(shape)
+            fused[fused_name(name)].append(shape)
     return sum(rank * len(parts) * (sum(rows for rows, _ in parts) + parts[0][1]) for parts in fused.values())
 
 
@@ -134,12 +134,6 @@ def head_shape(outline: Outline) -> tuple[int, int]:
     """Vocabulary and hidden size: those of the output head, or of the embedding where it is called something else."""
     matrices = [shape for shape in outline.parameters.values() if len(shape) == 2]
     return outline.linears.get("lm_head") or max(matrices, key=prod)
-
-
-def _fused(name: str) -> str:
-    """What the linear layers that an engine fuses have in common, or the name of one that it does not."""
-    parent, _, kind = name.rpartition(".")
-    return next((f"{parent}.{group[0]}" for group in FUSED if kind in group), name)
 
 
 def _in_layers(outline: Outline) -> int:

@@ -1,17 +1,22 @@
-"""The trained model: inside its wrappings, as its own reference, and started from an FP8 checkpoint.
+"""The trained model: inside its wrappings, as its own reference, and started from a quantized checkpoint.
 
-From an FP8 checkpoint such as Qwen3-8B-FP8 a policy is trained, and saved, in high precision. transformers 5.17 would
-keep FP8 linears that cannot be trained on a GPU, and dequantizes on CPU. Either way it remembers how the weights were
-converted and undoes that in `save_pretrained`: it quantizes every matrix, embeddings and output head included, and
-drops `quantization_config`, so that the saved model loads as noise.
+From an FP8 checkpoint such as Qwen3-8B-FP8, or GPT-OSS with its experts in MXFP4, a policy is trained, and saved, in
+high precision. transformers 5.17 would keep weights that cannot be trained on a GPU, and dequantizes on CPU. Either
+way it remembers how the weights were converted and undoes that in `save_pretrained`: to FP8 it quantizes every
+matrix, embeddings and output head included, of MXFP4 it writes the experts of one layer, under no name of the model;
+and it drops `quantization_config`, so that the saved model loads as noise. Experts from MXFP4 are in BF16, whatever
+dtype was asked for.
 """
 
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import AutoConfig, FineGrainedFP8Config, PreTrainedModel
+from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
 from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.names import expert_modules, listed
+
+
+_SCALES = "weight_scale_inv", "_scales"  # what names of tensors that a checkpoint holds beside FP8, MXFP4 end with
 
 
 def transformers_model(model: nn.Module) -> PreTrainedModel:
@@ -34,14 +39,17 @@ def is_reference(model: nn.Module) -> bool:
 
 def dequantizing_config(
     model: str, revision: str | None = None, trust_remote_code: bool = False
-) -> FineGrainedFP8Config | None:
-    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is not in FP8.
+) -> FineGrainedFP8Config | Mxfp4Config | None:
+    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is in neither FP8 nor MXFP4.
 
     `ValueError` if its weights have one scale each: transformers 5.17 would drop those scales without an error.
     """
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     stored = getattr(config, "quantization_config", None)
-    if not isinstance(stored, dict) or stored.get("quant_method") != "fp8":
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    if method == "mxfp4":
+        return Mxfp4Config.from_dict(stored | {"dequantize": True})
+    if method != "fp8":
         return None
     if stored.get("weight_block_size") is None:
         raise ValueError(
@@ -52,13 +60,20 @@ def dequantizing_config(
     return FineGrainedFP8Config.from_dict(stored | {"dequantize": True})
 
 
-def save_in_high_precision(model: nn.Module) -> None:
-    """Make `model.save_pretrained` write a dequantized policy as it is. `ValueError` if it holds FP8 weights."""
+def in_high_precision(model: nn.Module) -> None:
+    """Give a dequantized policy one dtype, and make `model.save_pretrained` write it as it is.
+
+    `ValueError` if it holds FP8 weights.
+    """
     if names := [name for name, parameter in model.named_parameters() if parameter.dtype == E4M3]:
         raise ValueError(
             f"model was loaded in FP8 ({listed(names, 1)} are float8_e4m3fn), which cannot be trained. Pass its name "
             "to the trainer, or load it with quantization_config=FineGrainedFP8Config(dequantize=True)."
         )
     base = transformers_model(model)
-    if conversions := getattr(base, "_weight_conversions", None):
-        base._weight_conversions = [one for one in conversions if "weight_scale_inv" not in one.source_patterns]
+    conversions = getattr(base, "_weight_conversions", None) or []
+    dequantizing = [one for one in conversions if any(p.endswith(_SCALES) for p in one.source_patterns)]
+    if dequantizing:
+        base._weight_conversions = [one for one in conversions if one not in dequantizing]
+        for _, experts in expert_modules(base):
+            experts.to(base.dtype)

@@ -163,7 +163,7 @@ def _replayed(cls: type[nn.Module]) -> type[nn.Module]:
 def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
     """(decoder layer, router), in order."""
     modules = dict(base.named_modules())
-    found = [router_name(name) for name, _ in expert_modules(base)]
+    found = [router_name(name, modules) for name, _ in expert_modules(base)]
     if not found:
         raise ValueError(
             f"{flag}: {type(base).__name__} has no routers that transformers keeps beside experts, so there is "
@@ -174,7 +174,7 @@ def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
         if not is_router(router):
             raise ValueError(
                 f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k "
-                "(Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE). Set router_replay='off'."
+                "(GPT-OSS, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE). Set router_replay='off'."
             )
         yield int(re.search(r"layers\.(\d+)\.", name)[1]), router
 

@@ -6,6 +6,7 @@ normal range. Hence amax times a margin, rounded up to a power of two, which is 
 checkpoint's scales as BF16).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import log
 
@@ -28,26 +29,37 @@ LOGIT_ERROR_LIMIT = 0.15
 class KVScales:
     """Scales of q, k and v per layer: `x` is held as `e4m3(x / s) * s`."""
 
-    values: torch.Tensor  # fp32 `[L, 3]` on CPU, columns as in QKV; positive powers of two
+    values: torch.Tensor  # fp32 `[L, 3]` on CPU, columns as in QKV; positive powers of two, or 0: see `layers`
 
     def __len__(self) -> int:
         return self.values.shape[0]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have scales. Rows of others, which cache no k and v, are 0."""
+        return tuple(self.values[:, 0].nonzero().flatten().tolist())
 
     def scale(self, layer: int, which: str) -> float:
         return self.values[layer, QKV.index(which)].item()
 
 
-def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales:
+def kv_scales_from_amax(
+    amax_L3: torch.Tensor, margin: float = 1.05, layers: Collection[int] | None = None
+) -> KVScales:
     """Scales that hold `margin * amax` without saturating: amax / 448 as in vLLM's checkpoints, rounded up.
 
     Args:
         amax_L3: Largest magnitudes `[L, 3]` of q, k, v (after normalization and RoPE) over all ranks, on any device.
         margin: Headroom for tokens that were not observed, at least 1.
+        layers: Numbers of the layers that cache k and v; the others get none. None: all.
 
     Raises `ValueError` naming layers whose amax is NaN, infinite or zero: 1.0 would silently underflow or saturate.
     """
     amax = amax_L3.detach().float().cpu()
-    bad = ~(torch.isfinite(amax) & (amax > 0))
+    cached = torch.ones(len(amax), dtype=torch.bool)
+    if layers is not None:
+        cached = torch.zeros_like(cached).index_fill(0, torch.tensor(list(layers), dtype=torch.long), True)
+    bad = ~(torch.isfinite(amax) & (amax > 0)) & cached[:, None]
     if bad.any():
         offenders = [f"layer {layer} {QKV[column]} (amax {amax[layer, column]:g})" for layer, column in bad.nonzero()]
         more = f", and {len(offenders) - 6} more" if len(offenders) > 6 else ""
@@ -56,7 +68,7 @@ def kv_scales_from_amax(amax_L3: torch.Tensor, margin: float = 1.05) -> KVScales
             "that the policy's forward diverged (check loss and grad_norm of the last steps); zero means that the "
             "layer was never run on a real token. kv_cache_dtype='auto' trains without an FP8 KV cache."
         )
-    return KVScales(ceil_pow2(amax * margin / E4M3_MAX))
+    return KVScales(ceil_pow2(amax * margin / E4M3_MAX).where(cached[:, None], 0))
 
 
 def logit_error(q_squares_HD: torch.Tensor, k_squares_GD: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -33,6 +33,11 @@ def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim
     return tuple(of_kind.get(kind, full) if layer < own else LayerCache() for layer, kind in enumerate(kinds))
 
 
+def kv_layers(caches: tuple[LayerCache, ...]) -> tuple[int, ...]:
+    """Numbers of the decoder layers that cache keys and values."""
+    return tuple(layer for layer, cache in enumerate(caches) if cache.elements)
+
+
 def _delta_net_bytes(config: Mapping[str, Any]) -> int:
     """vLLM's `gated_delta_net_state_shape`: the last inputs of the convolution, and a K x V matrix of each head."""
     if not (heads := config.get("linear_num_value_heads")):

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from .caches import layer_caches
+from .caches import LayerCache, layer_caches
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape
 from .outline import Outline
 
@@ -21,7 +21,6 @@ def outline_of(model: nn.Module) -> Outline:
     named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     named |= persistent_buffers(model)
     named |= _shared_weights(model)
-    fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # Jamba, for one, derives it
     experts = {name: _has_usual_layout(module) for name, module in expert_modules(model)}
     return Outline(
         name=model.config.name_or_path or class_name,
@@ -32,7 +31,7 @@ def outline_of(model: nn.Module) -> Outline:
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        caches=layer_caches(fields, text.num_hidden_layers, kv_heads, head_dim),
+        caches=caches_of(text),
         parameters={name: full_shape(parameter) for name, parameter in named.items()},
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
         experts=experts,
@@ -40,6 +39,12 @@ def outline_of(model: nn.Module) -> Outline:
         context=getattr(text, "max_position_embeddings", None) or 0,
         stored_as=_stored_as(model.config),
     )
+
+
+def caches_of(text: Any, **fields: Any) -> tuple[LayerCache, ...]:
+    """What each decoder layer of a text config caches; `fields` override the config's."""
+    fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)} | fields  # Jamba derives it
+    return layer_caches(fields, text.num_hidden_layers, *_heads(text))
 
 
 def linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:

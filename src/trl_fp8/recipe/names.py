@@ -10,7 +10,7 @@ E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, 
 one name everywhere, and vLLM fuses some of them.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,10 +19,22 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-# Projections of a decoder layer. vLLM shards N (columns of x @ W.T) of those it fuses, and K of the others.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-COLUMN_PARALLEL = tuple(kind for group in FUSED for kind in group)
+# Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
+# vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of
+# REPLICATED.
+REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": REPLICATED,
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),  # of Qwen3.5's linear attention
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")
+LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
+PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
+UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
 @dataclass(frozen=True)
@@ -40,15 +52,24 @@ HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever 
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 # Model type -> parts of names before and after, which are replaced in this order: what transformers renames while it
 # loads a checkpoint, and what vLLM's class does
+_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."),
+    (".experts.gate_up_proj", ".experts.w13"),
+    (".experts.down_proj", ".experts.w2"),
+)
 _STORED = {
     "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
-    "mixtral": (
-        (".mlp.", ".block_sparse_moe."),
-        (".experts.gate_up_proj", ".experts.w13"),
-        (".experts.down_proj", ".experts.w2"),
-    ),
+    "minimax_m2": _MIXTRAL,
+    "mixtral": _MIXTRAL,
 }
-_HELD: dict[str, tuple[tuple[str, str], ...]] = {}
+# Model type -> end of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
+_FP32 = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2"), ".mlp.gate.weight")
+_FP32 |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ".linear_attn.A_log")  # an exponent
+_HELD = {
+    "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
+}
+# Model types whose published checkpoints have the experts of a layer in one tensor
+_TOGETHER = ("gpt_oss",)
 # The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
 WRAPPED = "model.language_model"
 _HELD_PARTS = (
@@ -69,6 +90,11 @@ def stored_name(name: str, model_type: str) -> str:
     return _replaced(name, _STORED.get(model_type, ()))
 
 
+def is_fp32(name: str, model_type: str) -> bool:
+    """True for a parameter that transformers calls `name` if an engine holds it in FP32, and gets it unrounded."""
+    return model_type in _FP32 and name.endswith(_FP32[model_type])
+
+
 def held_name(stored: str, model_type: str, decoder: str) -> str:
     """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
     parts = _HELD_PARTS if decoder == WRAPPED else ()
@@ -82,18 +108,24 @@ def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
     return name
 
 
+def fused_name(name: str) -> str:
+    """What vLLM fuses a projection into, together with others; of any other module its own name."""
+    parent, _, kind = name.rpartition(".")
+    return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if kind in parts), name)
+
+
 def sent_expert_name(held: str, gate: str) -> str:
     """What vLLM loads as `held`, one of `HELD`, into a module whose `ckpt_gate_proj_name` is `gate`."""
     family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
     return family.fused[HELD.index(held)]
 
 
-def published_names(sent: str, scale_suffix: str) -> tuple[str, ...]:
+def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple[str, ...]:
     """Names of the parts, {} for the expert's number, of a tensor of all experts or its scales; of others none."""
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
-        if is_expert and tensor in family.fused:
+        if is_expert and tensor in family.fused and model_type not in _TOGETHER:
             parts = family.published[family.fused.index(tensor)]
             return tuple(f"{layer}.experts.{{}}.{part}.weight{is_scale}" for part in parts)
     return ()
@@ -119,9 +151,10 @@ def expert_weights(experts: "nn.Module") -> dict[str, "nn.Parameter"]:
     return dict(experts.named_parameters(recurse=False)) or shared
 
 
-def router_name(experts: str) -> str:
-    """Checkpoint name of the router in front of the experts `...mlp.experts`."""
-    return f"{experts.rpartition('.')[0]}.gate"
+def router_name(experts: str, modules: Container[str]) -> str:
+    """Checkpoint name of the router, among `modules`, in front of the experts `...mlp.experts`."""
+    block = experts.rpartition(".")[0]
+    return f"{block}.router" if f"{block}.router" in modules else f"{block}.gate"
 
 
 def is_router(module: "nn.Module") -> bool:

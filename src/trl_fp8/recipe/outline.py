@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .architectures import ARCHITECTURES, WRAPPERS, Architecture, Rows, Wrapper
-from .caches import LayerCache, layer_caches
+from .caches import LayerCache, kv_layers, layer_caches
 from .fields import Config, completed, mapping, text, texts, truth, wrong
 
 
@@ -40,6 +40,11 @@ class Outline:
     context: int = 0  # tokens of the longest sequence that the config promises; 0: it does not say
     stored_as: str = ""  # quantization method of the checkpoint itself, e.g. "fp8"; empty: none
     is_text_only: bool = False  # a vision tower, which the model has, is not in `parameters`
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Numbers of the decoder layers that cache keys and values."""
+        return kv_layers(self.caches)
 
     @property
     def decoder(self) -> str:

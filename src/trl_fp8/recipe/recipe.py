@@ -6,7 +6,7 @@ unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_
 A linear layer is FP8 if it is a projection of a decoder layer (or of its shared expert) and each of its shards at the
 engine's tensor parallel size fits the format, e.g. fills whole 128x128 blocks. Projections that vLLM fuses (q, k, v
 and gate, up) stand or fall together, and so do a layer's experts, where the engine has kernels for them. Output head,
-embeddings, norms, routers, gates of shared experts and vision towers stay in high precision.
+embeddings, norms, routers, gates of shared experts and of linear attention, and vision towers stay in high precision.
 """
 
 import re
@@ -20,7 +20,21 @@ from trl_fp8.quantization.formats import format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
-from .names import COLUMN_PARALLEL, FUSED, ROW_PARALLEL, TRANSFORMERS, held_name, listed, router_name, stored_name
+from .names import (
+    COLUMN_PARALLEL,
+    FUSED,
+    LINEAR_ATTENTION,
+    PARTS,
+    REPLICATED,
+    ROW_PARALLEL,
+    TRANSFORMERS,
+    UNPACKED,
+    fused_name,
+    held_name,
+    listed,
+    router_name,
+    stored_name,
+)
 from .outline import Outline
 
 
@@ -28,8 +42,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-_KINDS = "|".join(COLUMN_PARALLEL + ROW_PARALLEL)
-_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:self_attn|mlp|mlp\.shared_expert)\.(?P<kind>{_KINDS})$")
+_KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
+_OF_LAYER = rf"(?:self_attn|mlp|mlp\.shared_experts?)\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
+_PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{_OF_LAYER})$")
+_GATES = re.compile(r"\.linear_attn\.in_proj_(?:ba|b|a)$")
 _VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
 
 
@@ -62,6 +78,11 @@ class FP8Recipe:
     @property
     def has_experts(self) -> bool:
         return bool(self.fp8_experts) or any(name.endswith(".experts") for name in self.kept_modules)
+
+    @cached_property
+    def linears(self) -> dict[str, str]:
+        """What the engine calls each linear layer and expert module of the policy -> what the policy calls it."""
+        return {self.engine_name(name): name for name in (*self.fp8_modules, *self.kept_modules)}
 
     def stored_name(self, name: str) -> str:
         """What a checkpoint calls a parameter or module of the policy."""
@@ -98,8 +119,8 @@ class FP8Recipe:
         """Shape `[N, K]` of the FP8 weights of linears that one rank holds, as vLLM fuses them -> number of layers."""
         rows = Counter()
         for name in self.fp8_modules:
-            part, columns = _shard(outline, name, self.tensor_parallel_size)
-            rows[(_fused_with(name) or [name])[0], int(columns)] += int(part)
+            for part, columns in _shards(outline, name, self.tensor_parallel_size):
+                rows[fused_name(name), int(columns)] += int(part)
         return Counter((part, columns) for (_, columns), part in rows.items())
 
     @property
@@ -112,8 +133,11 @@ class FP8Recipe:
         if not (self.fp8_weights or self.fp8_kv_cache):
             return None
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
-        kept = [self.stored_name(name) for name in self.kept_modules]
-        return self.format.quantization_config | {"modules_to_not_convert": kept}
+        # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
+        kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
+        if self.model_type in UNPACKED:
+            kept |= dict.fromkeys(map(fused_name, kept))
+        return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
@@ -150,7 +174,7 @@ def recipe_for(
     """
     linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
     modules = [*linears, *experts]
-    _check_named(ignored_modules, modules, kv_cache_skip_layers, outline.layers)
+    _check_named(ignored_modules, modules, kv_cache_skip_layers, outline)
     reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
     reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name in modules:
@@ -171,10 +195,11 @@ def recipe_for(
             f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}another model, or set "
             "fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
+    holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
         fp8_experts=tuple(name for name in experts if name not in kept),
-        kept_modules=kept | {router_name(name): "router" for name in experts},
+        kept_modules=kept | {router_name(name, holding): "router" for name in experts},
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_skip_layers=tuple(sorted(kv_cache_skip_layers)),
         format=spec,
@@ -205,38 +230,50 @@ def _why_kept(outline: Outline, name: str, spec: FormatSpec, tp_size: int) -> st
         return f"experts of {intermediate / tp_size:g} x {hidden}{at}, not multiples of {spec.alignment}"
     if name.rpartition(".")[2] == "lm_head":
         return "output head"
+    if _GATES.search(name):
+        return "gates of linear attention"
     if is_vision(name):
         return "vision tower"
     if not _PROJECTION.search(name):
         return "not named as a projection of Llama's decoder layers"
-    rows, columns = _shard(outline, name, tp_size)
-    if spec.fits(rows, columns):
-        return None
-    return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    for rows, columns in _shards(outline, name, tp_size):
+        if not spec.fits(rows, columns):
+            return f"{rows:g} x {columns:g}{at} is not a multiple of {spec.alignment} x {spec.alignment}"
+    return None
 
 
-def _shard(outline: Outline, name: str, tp_size: int) -> tuple[float, float]:
-    """N and K of one rank's part of a projection; fractions where `tp_size` does not divide."""
+def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, float]]:
+    """N and K of one rank's part of each of the projections in a weight; fractions where `tp_size` does not divide."""
     rows, columns = outline.linears[name]
-    kind = name.rpartition(".")[2]
-    if kind in ROW_PARALLEL:
-        return rows, columns / tp_size
+    parent, _, kind = name.rpartition(".")
+    if kind in (*ROW_PARALLEL, LINEAR_ATTENTION[-1]):
+        return [(rows, columns / tp_size)]
+    if kind in REPLICATED:
+        return [(rows, columns)]
+    if kind in LINEAR_ATTENTION:
+        values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows  # as many as of z
+        keys = [(rows - values) / 2] * 2 if kind in PARTS else []
+        return [(part / tp_size, columns) for part in (*keys, values)]
+    kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
+    sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated
-    return rows / (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size), columns
+    ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)
+    return [(size / count, columns) for size, count in zip(sizes, ranks, strict=True)]
 
 
 def _fused_with(name: str) -> list[str]:
     """What vLLM fuses a module with, itself included; empty if nothing."""
     parent, _, kind = name.rpartition(".")
-    return [f"{parent}.{peer}" for group in FUSED if kind in group for peer in group]
+    return [f"{parent}.{peer}" for group in FUSED.values() if kind in group for peer in group]
 
 
 def _fused_reason(peer: str) -> str:
     return f"fused with {peer.rpartition('.')[2]}, which is kept"
 
 
-def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], layers: int) -> None:
+def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], outline: Outline) -> None:
     """Refuse names of modules and numbers of layers that the model does not have, and skipping all layers."""
+    layers, cached = outline.layers, outline.kv_layers or range(outline.layers)
     if unknown := [name for name in ignored if name not in modules]:
         raise ValueError(
             f"fp8_ignored_modules={unknown} are not linear layers or experts of the model. Names are matched exactly; "
@@ -244,8 +281,13 @@ def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[in
         )
     if unknown := [layer for layer in skipped if not 0 <= layer < layers]:
         raise ValueError(f"kv_cache_skip_layers names layers {unknown}, but the model's layers are 0 .. {layers - 1}.")
-    if len(set(skipped)) == layers:
+    if without := [layer for layer in skipped if layer not in cached]:
         raise ValueError(
-            f"kv_cache_skip_layers names all {layers} layers, so nothing of the KV cache would be FP8. Set "
+            f"kv_cache_skip_layers names layers {without}, which cache no keys and values (linear attention). Name "
+            f"others: those that do are {list(cached)}."
+        )
+    if len(set(skipped)) == len(cached):
+        raise ValueError(
+            f"kv_cache_skip_layers names all {len(cached)} layers, so nothing of the KV cache would be FP8. Set "
             "kv_cache_dtype='auto' instead."
         )

@@ -19,40 +19,35 @@ TRANSFORMERS_BACKED = (
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
-    r"\.(?:conv1d|conv\.conv)\.|\.A_log$": (
-        "it has layers without ordinary attention (linear attention, state-space or convolution), whose tensors vLLM "
-        "rearranges, so that they cannot be read back"
+    r"(?<!\.linear_attn)\.(?:conv1d\.|conv\.conv\.|A_log$)": (
+        "it has layers without ordinary attention (state-space or convolution), whose tensors vLLM rearranges, so "
+        "that they cannot be read back"
     ),
-    r"\.kv_(?:a_proj_with_mqa|b_proj)\.": (
-        "its attention is latent (MLA), and vLLM derives further weights from kv_b_proj, which cannot be read back"
+    r"\.(?:query_key_value|c_attn|Wqkv)\.weight$": (
+        "its checkpoint has q, k, v as one tensor, whose rows vLLM may rearrange, so that they cannot be read back"
     ),
-    r"\.(?:qkv_proj|query_key_value|c_attn|Wqkv)\.weight$": (
-        "its checkpoint has q, k, v as one tensor, where the engine's layout knows three"
-    ),
-    r"\.gate_up_proj\.weight$": "its checkpoint has gate and up as one tensor, where the engine's layout knows two",
 }
 _OTHER_NAMES = "vLLM holds its {} under another name"
 _MODEL_TYPES = {
     **dict.fromkeys(("afmoe", "granitemoe", "granitemoe_swa", "granitemoeshared"), _OTHER_NAMES.format("routers")),
-    **dict.fromkeys(
-        ("hrm_text", "stablelm"),
-        "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
-    ),
+    "axk1": _OTHER_NAMES.format("norms behind experts"),
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
     "ernie4_5_moe": _OTHER_NAMES.format("routers' correction bias"),
     "gemma3n_text": _OTHER_NAMES.format("embeddings and AltUp projections"),
-    "gpt_oss": _OTHER_NAMES.format("embeddings, attention and sinks"),
     "granitemoehybrid": _OTHER_NAMES.format("routers and shared projections"),
+    "hrm_text": "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
     "hy_v3": _OTHER_NAMES.format("shared experts and routers' correction bias"),
     "laguna": _OTHER_NAMES.format("shared experts"),
     "llama4_text": "vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back",
+    "minicpm3": "vLLM's class quantizes q_a_proj, which it gives no name, whatever is asked of it",
 }
 # Model types that tests train, and further ones of which tests only see every tensor arrive
 TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 DELIVERED = (
     *("apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2"),
-    *("gemma3_text", "glm4_moe", "granite", "granite_swa", "hyperclovax", "jais2", "mellum", "ministral3", "mistral"),
-    *("nemotron", "opt", "phi", "seed_oss"),
+    *("deepseek_v2", "deepseek_v3", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite"),
+    *("granite_swa", "hyperclovax", "jais2", "mellum", "minimax_m2", "ministral3", "mistral", "nemotron", "opt"),
+    *("phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "stablelm"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}

@@ -1,7 +1,7 @@
 """Scales of the FP8 KV cache, per layer over the generations."""
 
 from collections.abc import Callable
-from math import log2
+from math import isnan, log2, nan
 
 from trl_fp8.run.file import Run
 
@@ -9,8 +9,12 @@ from .canvas import Figure, new_figure
 
 
 def scales_figure(run: Run) -> Figure | None:
-    """log2 of the scales of q, k and v; None if the KV cache was not FP8."""
-    return _heatmaps(run, "kv_scales", "qkv", "Scales of the KV cache", "log2 of the scale", log2)
+    """log2 of the scales of q, k and v, blank in layers that have none; None if the KV cache was not FP8."""
+    return _heatmaps(run, "kv_scales", "qkv", "Scales of the KV cache", "log2 of the scale", _log2)
+
+
+def _log2(scale: float) -> float:
+    return log2(scale) if scale else nan
 
 
 def saturation_figure(run: Run) -> Figure | None:
@@ -29,7 +33,7 @@ def _heatmaps(
         return None
     steps, layers = [row["step"] for row in rows], len(rows[0][key])
     maps = [[[shown(row[key][layer][i]) for row in rows] for layer in range(layers)] for i in range(len(names))]
-    every = [value for one in maps for layer in one for value in layer]
+    every = [value for one in maps for layer in one for value in layer if not isnan(value)]
     figure = new_figure(4.4, 0.8 + len(names) * min(1.6, 0.7 + 0.03 * layers))
     drawn = figure.subplots(len(names), 1, sharex=True, squeeze=False)[:, 0]
     edge = (steps[-1] - steps[0]) / max(1, 2 * (len(steps) - 1)) or 0.5

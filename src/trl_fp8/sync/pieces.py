@@ -3,7 +3,7 @@
 An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,32 @@ class Span:
         """The same span counted in blocks of so many elements (of a scale)."""
         return Span(self.start // block, -(-self.size // block), self.whole and -(-self.whole // block))
 
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.narrow(dim, self.start, self.size)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Spans of the parts of one dim, which are one after another: of q, k and v in one checkpoint tensor."""
+
+    parts: tuple[Span, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    @property
+    def whole(self) -> int:
+        return sum(part.whole for part in self.parts)
+
+    def blocks(self, block: int) -> "Joined":
+        return Joined(tuple(part.blocks(block) for part in self.parts))
+
+    def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """A copy, as the spans of several parts have no common stride."""
+        wholes = tensor.split([part.whole for part in self.parts], dim)
+        return torch.cat([part.of(whole, dim) for part, whole in zip(self.parts, wholes, strict=True)], dim)
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -33,10 +59,20 @@ class Piece:
     module: nn.Module
     attribute: str  # of `module`: the engine parameter
     dtype: torch.dtype  # of the engine parameter
-    sent: tuple[Span | None, ...] = ()  # for each dim, what of the checkpoint tensor this rank holds; None: all
+    # For each dim, what of the checkpoint tensor this rank holds; None: all
+    sent: tuple[Span | Joined | None, ...] = ()
     held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
-    halved: bool = False  # dim 1 is two halves, the gate's rows and the up projection's, each a dim in `sent`
-    transposed: bool = False  # the engine parameter is `[K, N]` where the checkpoint tensor is `[N, K]`
+    # (dim, count): that dim is so many equal parts, the gate's and up's rows for example, and two dims in `sent`
+    equal: tuple[int, int] | None = None
+    transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
+    zero: bool = False  # this rank holds zeros instead
+    sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
+    derived: Callable[[], torch.Tensor] | None = None  # makes it of what the engine was sent; None: it is sent itself
+
+    @property
+    def is_copied(self) -> bool:
+        """What is sent is copied on the way: not even a view has this rank's part alone."""
+        return any(isinstance(span, Joined) and span.size != span.whole for span in self.sent)
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -44,16 +80,22 @@ class Piece:
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint tensor, or of its scales; a view. `ValueError` if it is of another size."""
-        return self._cut(tensor, self.sent)
+        """This rank's part of a checkpoint tensor, or of its scales; a view unless `is_copied`, or zeros.
+
+        `ValueError` if it is of another size.
+        """
+        part = self._cut(tensor.mT if self.sent_transposed else tensor, self.sent)
+        return torch.zeros_like(part) if self.zero else part
 
     def of_engine(self) -> torch.Tensor:
         """The same part where the engine holds it; a view."""
         parameter = self.parameter.detach()
-        return self._cut(parameter.t() if self.transposed else parameter, self.held)
+        return self._cut(parameter.mT if self.transposed else parameter, self.held)
 
-    def _cut(self, tensor: torch.Tensor, spans: tuple[Span | None, ...]) -> torch.Tensor:
-        tensor = tensor.unflatten(1, (2, -1)) if self.halved else tensor
+    def _cut(self, tensor: torch.Tensor, spans: tuple[Span | Joined | None, ...]) -> torch.Tensor:
+        if self.equal is not None:
+            dim, count = self.equal
+            tensor = tensor.unflatten(dim, (count, -1))
         for dim, span in enumerate(spans):
             if span is not None:
                 if span.whole not in (None, tensor.shape[dim]):
@@ -63,7 +105,7 @@ class Piece:
                         "save_pretrained, and start from there."
                     )
                 if span.size != tensor.shape[dim]:
-                    tensor = tensor.narrow(dim, span.start, span.size)
+                    tensor = span.of(tensor, dim)
         return tensor
 
 
@@ -73,11 +115,13 @@ class Layout:
     Attributes:
         pieces: Where each checkpoint tensor is, by name.
         names: The same names, in order.
+        derived: Those of the pieces that no policy has, which follow from others.
     """
 
     def __init__(self, pieces: Iterable[Piece]):
         self.pieces = {piece.name: piece for piece in pieces}
         self.names = tuple(self.pieces)
+        self.derived = tuple(piece for piece in self.pieces.values() if piece.derived is not None)
         self._places: list[tuple] | None = None
         self._held: dict[str, torch.Tensor] = {}
 

@@ -1,7 +1,7 @@
 """The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names: what a sync writes.
 
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
-any other    -> rounded to BF16
+any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
 buffers      -> as they are
 last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 """
@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.recipe.names import is_fp32
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .writer import Named, by_scale
@@ -25,7 +26,7 @@ def weight_stream(
     the copies of one parameter are alive, or of the two or three that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
-        rounded = [weight.detach().to(torch.bfloat16) for weight in weights.values()]
+        rounded = [weight.detach().to(_dtype(name, recipe)) for name, weight in weights.items()]
         if recipe.fp8_tensors.issuperset(weights):
             quantized = recipe.format.quantize_weights(rounded, recipe.scale_format)
             for name, codes in zip(weights, quantized, strict=True):
@@ -35,7 +36,11 @@ def weight_stream(
             yield from zip(map(recipe.stored_name, weights), rounded, strict=True)
     for name, buffer in buffers:
         yield recipe.stored_name(name), buffer.detach()
-    for layer, values in enumerate(kv_scales.values if kv_scales is not None else ()):
+    for layer in kv_scales.layers if kv_scales is not None else ():
         if layer not in recipe.kv_cache_skip_layers:
-            for which, value in zip(QKV, values, strict=True):
+            for which, value in zip(QKV, kv_scales.values[layer], strict=True):
                 yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
+
+
+def _dtype(name: str, recipe: FP8Recipe) -> torch.dtype:
+    return torch.float32 if is_fp32(name, recipe.model_type) else torch.bfloat16

@@ -4,10 +4,11 @@
     FP8 codes      this rank's part -> codes and scales as they are
     any other      this rank's part -> copied, and so rounded to the engine's dtype
     buffers        as they are
+    derived        what the engine's kernels make of weights that it was sent, made anew of those
 
 Each leaves a checksum of what was computed, for comparing it with what is held afterwards. No weight is copied on the
-way, and writing waits for no device. vLLM's own loader, which would gather the shards of a fused layer, copy them and
-process the layer again, has no part in it.
+way, but for a rank's part of one that is q, k and v, and writing waits for no device. vLLM's own loader, which would
+gather the shards of a fused layer, copy them and process the layer again, has no part in it.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -58,7 +59,7 @@ class Writer:
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
         """`at_once`: A tensor is written before the next one is asked for, which may change it (merged, gathered)."""
-        self._pieces, self._held = layout.pieces, layout.held
+        self._pieces, self._held, self._derived = layout.pieces, layout.held, layout.derived
         self._recipe, self._at_once = recipe, at_once
         self._weights: list[tuple[str, Destination]] = []  # what is due: FP8 weights, and the others
         self._copies: list[tuple[str, torch.Tensor]] = []
@@ -93,6 +94,9 @@ class Writer:
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
+        for piece in self._derived:  # one at a time: together they are as large as many weights
+            self._copy(piece.name, piece.derived())
+            self._flush()
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
         """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits once, or twice if blocks are dead.
@@ -138,6 +142,7 @@ class Writer:
             part, scale = self._pieces[codes_name].of_sent(weight), self._held[scale_name]
             scale = scale if scale.dim() > 1 else scale.view(1, 1)  # of the whole weight
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
+            self._flush_copied(codes_name)
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._pieces:
@@ -145,6 +150,7 @@ class Writer:
             self._copies.append(
                 (name, part if part.numel() > 1 else part.view_as(self._held[name]))
             )  # scale of a whole
+            self._flush_copied(name)
         else:
             self.unknown.append(name)
 
@@ -152,6 +158,10 @@ class Writer:
         for held, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
             self._copy(held, tensor)
         self.fp8_weights += 1
+
+    def _flush_copied(self, name: str) -> None:
+        if self._pieces[name].is_copied:
+            self._flush()
 
     def _flush(self) -> None:
         """Write what is due."""

@@ -31,8 +31,8 @@ _BLOCK_GEMM = f"{_LAYERS}.quantization.utils.fp8_utils"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
 # Families of transformers' models whose decoder layers a policy with one forward is known to share with vLLM's
-FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "granite", "llama", "mistral", "qwen2", "qwen3")
-FAMILIES += ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite", "llama", "mistral", "phi3", "qwen2")
+FAMILIES += ("qwen3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
@@ -56,6 +56,10 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} a kernel before others."),
         "vllm._custom_ops.scaled_fp8_quant": (f"{_CPU}/linear.py", "Loads per-tensor weights, and CPU has no body."),
         f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
+        f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
+            f"{_CPU}/delta_net.py",
+            "It reads packed weights, and a prefill gives other bits than decode steps.",
+        ),
         f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
@@ -63,6 +67,7 @@ _PATCHES = {  # how -> target -> (by, why)
             ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
         f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),
+        f"{_MOE}.router.router_factory.CPURouter": (f"{_CPU}/ops.py", "It knows no sigmoid without groups."),
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
         f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
@@ -79,6 +84,7 @@ _PATCHES = {  # how -> target -> (by, why)
             f"{_CPU}/attention.py",
             "vLLM's depends on the batch.",
         ),
+        "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),
         "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
             "engine/vllm/cuda/attention.py",
             "Prefill and decode would run different kernels.",
@@ -101,6 +107,10 @@ _PATCHES = {  # how -> target -> (by, why)
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
             "engine/vllm/images.py",
             "It repeats image tokens that are there.",
+        ),
+        "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
+            "policy/attention/hook.py",
+            "Its latents are cached; this and its like call `expand_kv` on them.",
         ),
         f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
         _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),

@@ -36,6 +36,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
     f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
+    f"{_LAYERS}.mamba.ops.cpu.gdn_attention": {"_cpu_gdn_attention_nonspec": "engine"},
     "vllm.v1.attention.selector": {"_cached_get_attn_backend": "upstream"},
 }
 
@@ -65,13 +66,20 @@ def engine_class(architectures: tuple[str, ...]) -> str | None:
 
 def inspect_engine_class(architectures: tuple[str, ...]) -> None:
     """Let the class of `engine_class` be looked at in this process. To keep CUDA out of it vLLM starts another one,
-    which imports torch and vLLM again: ten seconds of a first start, in a trainer that has both.
+    which imports torch and vLLM again: ten seconds of a first start, in a trainer that has both. `ValueError` if the
+    class needs a package that is not installed, as vision-language models and Qwen3.5 need torchvision.
     """
     from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _RegisteredModel
 
     name = next((name for name in architectures if name in ModelRegistry.models), None)
     if isinstance(entry := ModelRegistry.models.get(name), _LazyRegisteredModel):
-        ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
+        try:
+            ModelRegistry.models[name] = _RegisteredModel.from_model_cls(entry.load_model_cls())
+        except ImportError as error:
+            raise ValueError(
+                f"vLLM's class for {name} cannot be imported: {error}. Install what it needs, for this version of "
+                "torch (torchvision: from the index that torch came from)."
+            ) from error
 
 
 def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:

@@ -8,7 +8,7 @@ every batch. Here one adapter serves all tokens: A and B are unquantized linears
 hold is written, audited and sealed as weights are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -41,18 +41,18 @@ def adapters_installed(recipe: FP8Recipe, ranks: Mapping[str, int]) -> AbstractC
     def made(vllm_config: VllmConfig, **kwargs) -> nn.Module:
         model = make(vllm_config=vllm_config, **kwargs)
         with set_current_vllm_config(vllm_config):
-            _install(model, ranks)
+            _install(model, recipe.linears, ranks)
         return model
 
     return substituted(base_loader, "initialize_model", made)
 
 
-def _install(model: nn.Module, ranks: Mapping[str, int]) -> None:
+def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int]) -> None:
     missing = set(ranks)
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, LinearBase):
             continue
-        layers = [name for name, *_ in shards(model, prefix, module)]
+        layers = [name for name, *_ in shards(model, prefix, module, linears)]
         if rank := max((ranks.get(layer, 0) for layer in layers), default=0):
             missing -= set(layers)
             width, options = len(layers) * rank, {"bias": False, "return_bias": False, "disable_tp": True}
@@ -81,12 +81,12 @@ def _subclass(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
     return type(cls.__name__, (_WithAdapter, cls), {"__module__": cls.__module__})
 
 
-def slots_of(model: nn.Module) -> dict[str, Slot]:
-    """Each slot, by the name that the policy's layer has in the engine."""
+def slots_of(model: nn.Module, linears: Collection[str]) -> dict[str, Slot]:
+    """Each slot, by the name that the policy's layer has in the engine; `linears`: as for `engine_layout`."""
     slots = {}
     for prefix, module in model.named_modules():
         if isinstance(module, LinearBase) and hasattr(module, ADAPTERS[A]):
-            layers = list(shards(model, prefix, module))
+            layers = list(shards(model, prefix, module, linears))
             rank = len(module.lora_a.weight) // len(layers)
             for number, (name, rows, columns, _) in enumerate(layers):
                 shape = (

@@ -6,7 +6,8 @@ from torch import nn
 from vllm import LLM
 
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of, persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.adapters import A, B
 from trl_fp8.sync.policy_checks import require_same_tensors
@@ -33,15 +34,15 @@ class ColocatedEngine:
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
-        self.layout = engine_layout(self.model, buffers)
-        found = slots_of(self.model)
-        modules = {recipe.engine_name(name): name for name in (*recipe.fp8_modules, *recipe.kept_modules)}
-        self.slots = {modules[name]: slot for name, slot in found.items()}  # by the policy's names
+        self.layout = engine_layout(self.model, recipe.linears, buffers)
+        found = slots_of(self.model, recipe.linears)
+        self.slots = {recipe.linears[name]: slot for name, slot in found.items()}  # by the policy's names
         adapters = {f"{name}.{which}.weight" for name in found for which in (A, B)}
         require_same_tensors(policy, recipe, self.layout.part(set(self.layout.names) - adapters))
         self._attention = {}
         if recipe.fp8_kv_cache:
-            self._attention = fp8_attention_layers(self.model, recipe.kv_cache_skip_layers)
+            cached = kv_layers(caches_of(policy.config.get_text_config()))
+            self._attention = fp8_attention_layers(self.model, cached, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
         tokens = upstream.engine_config(llm).scheduler_config.max_num_batched_tokens
         self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention, tokens)

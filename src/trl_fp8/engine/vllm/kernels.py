@@ -146,12 +146,10 @@ class VLLMKernels:
     def linear(self, layer: str) -> EngineLinear:
         module = self._head if layer == HEAD else self._holding(layer)
         if module not in self._linears:
-            modules = *self._recipe.fp8_modules, *self._recipe.kept_modules
-            ours = {self._recipe.engine_name(name): name for name in modules}
             pieces = self._layout.pieces.values()
             weights = [piece.name for piece in pieces if piece.module is module and piece.attribute == "weight"]
             held = [name.removesuffix(".weight") for name in weights]
-            layers = {ours[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
+            layers = {self._recipe.linears[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
             self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
         return self._linears[module]
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from trl_fp8.quantization.kv_scales import QKV, KVScales
 from trl_fp8.recipe.names import listed
@@ -18,14 +18,15 @@ from trl_fp8.recipe.servable import REMEDY
 # Attention implementations that read the scales anew in each forward
 READ_EACH_TIME = (
     *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl"),
+    *("TritonMLAImpl", "ReferenceLatentImpl"),
 )
 
 
-def attention_layers(model: nn.Module) -> dict[int, Attention]:
+def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
     """The engine's attention modules by decoder layer number; `RuntimeError` if names do not tell the layer."""
     layers = {}
     for name, module in model.named_modules():
-        if isinstance(module, Attention):
+        if isinstance(module, (Attention, MLAAttention)):
             numbers = [int(part) for part in name.split(".") if part.isdigit()]
             if len(numbers) != 1 or numbers[0] in layers:
                 raise RuntimeError(f"cannot tell the decoder layer of the engine's attention module {name!r}.")
@@ -33,13 +34,17 @@ def attention_layers(model: nn.Module) -> dict[int, Attention]:
     return dict(sorted(layers.items()))
 
 
-def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) -> dict[int, Attention]:
-    """The attention modules whose cache is FP8. `RuntimeError` if another is, or one may keep copies of its scales."""
+def fp8_attention_layers(
+    model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
+) -> dict[int, Attention]:
+    """The attention modules whose cache is FP8, of a policy that caches k and v in `kv_layers`. `RuntimeError` if the
+    engine does in others, another one is FP8, or one may keep copies of its scales.
+    """
     layers = attention_layers(model)
-    if list(layers) != list(range(len(layers))):
+    if list(layers) != list(kv_layers):
         raise RuntimeError(
-            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)} only, so that "
-            f"scales cannot be assigned to decoder layers. {REMEDY}."
+            f"kv_cache_dtype='fp8': the engine has attention with a KV cache in layers {list(layers)}, the policy in "
+            f"{list(kv_layers)}, so that scales cannot be assigned to decoder layers. {REMEDY}."
         )
     wrong = [
         f"layer {layer}: KV cache of type {module.kv_cache_dtype}"
@@ -63,8 +68,9 @@ def fp8_attention_layers(model: nn.Module, skip_layers: Collection[int] = ()) ->
 
 
 def quantizes_query(model: nn.Module) -> bool:
-    """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, the CPU reference does not."""
-    return any(module.query_quant is not None for module in attention_layers(model).values())
+    """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, MLA's and the CPU references do not."""
+    layers = attention_layers(model).values()
+    return any(module.query_quant is not None for module in layers if isinstance(module, Attention))
 
 
 def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:

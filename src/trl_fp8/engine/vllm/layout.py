@@ -1,30 +1,39 @@
 """The `Layout` of a vLLM engine, read off its modules once.
 
 vLLM fuses q, k, v into one parameter and gate, up into another, gives each tensor parallel rank its part of rows or
-columns (of experts: the same part of each), and pads the vocabulary.
+columns (of experts: the same part of each), and pads the vocabulary. Of the weight that expands MLA's latent it keeps
+two parts in its own order, for decoding: they are made anew of what a sync wrote.
 """
 
 from collections.abc import Collection, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-from trl_fp8.recipe.names import FUSED, HELD, sent_expert_name
+from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.adapters import A, B
-from trl_fp8.sync.pieces import Layout, Piece, Span
+from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 
 from .cpu.experts import ReferenceUnquantizedExperts
 
 
+# Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
+Shard = tuple[str, Span | Joined | None, Span | None, int]
+SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
 ADAPTERS = {A: "lora_a", B: "lora_b"}  # layers of a linear with room for adapters, see adapters.py
 
 
-def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
-    """Layout of an engine's model. `buffers`: the policy's, by the engine's names; they may be buffers here, too.
+def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collection[str] = ()) -> Layout:
+    """Layout of an engine's model. `linears` and `buffers`: the policy's, by the engine's names. Projections that are
+    one linear in the policy, too, are one piece; buffers may be buffers here, too.
 
     `ValueError` if a kernel rearranges what it is given, so that no sync could write there.
     """
@@ -33,15 +42,17 @@ def engine_layout(model: nn.Module, buffers: Collection[str] = ()) -> Layout:
         if prefix.rpartition(".")[2] in ADAPTERS.values():
             continue
         if isinstance(module, linear.LinearBase):
-            pieces += _adapter_pieces(module, list(shards(model, prefix, module)))
+            pieces += _adapter_pieces(module, list(shards(model, prefix, module, linears)))
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # a tied output head
                 continue
             seen.add(id(parameter))
             if reason := _why_packed(module):
                 packed.add(reason)
+            elif isinstance(module, MLAAttention):
+                pieces.append(_absorbed_piece(prefix, module, attribute))
             else:
-                pieces += _pieces(model, prefix, module, attribute)
+                pieces += _pieces(list(shards(model, prefix, module, linears)), prefix, module, attribute)
         for attribute, buffer in module.named_buffers(recurse=False):
             if (name := f"{prefix}.{attribute}") in buffers:
                 pieces.append(Piece(name, module, attribute, buffer.dtype))
@@ -67,19 +78,21 @@ def _why_packed(module: nn.Module) -> str | None:
     return None
 
 
-def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
+def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) -> Iterator[Piece]:
     dtype = getattr(module, attribute).dtype
-    if isinstance(module, RoutedExperts) and attribute.partition("_weight")[0] in HELD:
+    if isinstance(module, RoutedExperts) and attribute.partition("_")[0] in HELD:
         yield _expert_piece(prefix, module, attribute, dtype)
         return
-    for name, rows, columns, offset in shards(model, prefix, module):
+    if attribute == SINKS:
+        size, attention = len(module.sinks), module.qkv_proj
+        span = Span(attention.tp_rank * size, size, attention.tp_size * size)
+        yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
+        return
+    for name, rows, columns, offset in parts:
         if (rows is None and columns is None) or attribute == "weight_scale":
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
-        sent, held = (
-            (rows, columns),
-            (Span(offset, rows.size) if rows else None, None),
-        )
+        sent, held = (rows, columns), (Span(offset, rows.size) if rows else None, None)
         if attribute == "weight_scale_inv":
             sent, held = (
                 tuple(span and span.blocks(block) for span, block in zip(spans, module.weight_block_size, strict=True))
@@ -88,21 +101,52 @@ def _pieces(model: nn.Module, prefix: str, module: nn.Module, attribute: str) ->
         if attribute == "bias":
             sent, held = sent[:1], held[:1]
         per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
-        transposed = per_tensor and attribute == "weight"
-        yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, transposed=transposed)
+        form = {"transposed": per_tensor and attribute == "weight"}
+        cut = isinstance(rows, Joined) and rows.size != rows.whole and rows.size == module.output_size_per_partition
+        if cut and len(set(rows.parts)) == 1 and not per_tensor:
+            form["equal"] = 0, len(rows.parts)  # a view has this rank's part of each
+            sent, held = (None, sent[0].parts[0], *sent[1:]), ()
+        yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, **form)
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:
-    """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert."""
-    fused, _, kind = attribute.partition("_weight")
+    """w13 `[E, 2I, K]` and w2 `[E, K, I]`, or their scales: this rank has its part of I of every expert. Their biases
+    are `[E, 2I]` and `[E, K]`: the first rank adds that of w2.
+    """
+    fused, _, kind = attribute.partition("_")
+    kind = f"_{kind}".removeprefix("_weight")
     name = f"{prefix.partition('.experts.')[0]}.experts.{sent_expert_name(fused, module.ckpt_gate_proj_name)}{kind}"
-    halved = fused == HELD[0]
-    size = getattr(module, attribute).shape[1] // 2 if halved else getattr(module, attribute).shape[2]
-    sent = None, None, Span(module.moe_config.tp_rank * size, size, module.moe_config.tp_size * size)
-    return Piece(name, module, attribute, dtype, sent=sent, halved=halved)
+    interleaved = isinstance(module, GptOssRoutedExperts)  # gate and up, row by row; sent transposed
+    is_first, rank, ranks = fused == HELD[0], module.moe_config.tp_rank, module.moe_config.tp_size
+    halved = is_first and not interleaved
+    dim = 1 if is_first else 2
+    if kind == "_bias" and not is_first:
+        return Piece(name, module, attribute, dtype, zero=rank > 0)
+    size = getattr(module, attribute).shape[dim] // (1 + halved)
+    sent = (None,) * (dim + halved) + (Span(rank * size, size, ranks * size),)
+    transposed = interleaved and not kind
+    return Piece(
+        name, module, attribute, dtype, sent=sent, equal=(1, 2) if halved else None, sent_transposed=transposed
+    )
 
 
-def _adapter_pieces(module: nn.Module, layers: list[tuple[str, Span | None, Span | None, int]]) -> Iterator[Piece]:
+def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Piece:
+    """`W_UK_T` `[H, D, R]` and `W_UV` `[H, R, D]`, of H heads, D their size and R the latent's. Unquantized they are
+    views of kv_b_proj's own memory, so that a checksum reads them in that order.
+    """
+    held = getattr(attention, attribute)
+    transposed = held.stride(-1) != 1
+
+    def derived() -> Tensor:
+        sizes = attention.kv_lora_rank, attention.num_heads, attention.qk_nope_head_dim, attention.v_head_dim
+        key_RHD, value_RHD = split_kv_b_proj(attention.kv_b_proj, held.dtype, *sizes)
+        made = key_RHD.permute(1, 2, 0) if attribute == "W_UK_T" else value_RHD.transpose(0, 1)
+        return made.mT if transposed else made
+
+    return Piece(f"{prefix}.{attribute}", attention, attribute, held.dtype, transposed=transposed, derived=derived)
+
+
+def _adapter_pieces(module: nn.Module, layers: list[Shard]) -> Iterator[Piece]:
     """Where A and B of each of a linear's `layers` (of `shards`) are; nothing if it has no room for any."""
     if (lora_a := getattr(module, ADAPTERS[A], None)) is None:
         return
@@ -114,33 +158,56 @@ def _adapter_pieces(module: nn.Module, layers: list[tuple[str, Span | None, Span
         yield Piece(f"{name}.{B}.weight", module.lora_b, "weight", dtype, sent=(rows, None), held=(held_rows, None))
 
 
-def shards(model: nn.Module, prefix: str, module: nn.Module) -> Iterator[tuple[str, Span | None, Span | None, int]]:
-    """(checkpoint module, rows of it, columns of it, row offset in the engine's parameter) of each part."""
+def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection[str]) -> Iterator[Shard]:
+    """What `module` holds of each of the policy's layers. `linears`: as for `engine_layout`."""
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
         yield prefix, None, Span(module.tp_rank * columns, columns, module.input_size), 0
     elif isinstance(module, VocabParallelEmbedding):
         indices = module.shard_indices
         yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements, module.org_vocab_size), None, 0
+    elif isinstance(module, GatedDeltaNetAttention):
+        heads = module.num_v_heads // module.tp_size
+        yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
         names, sizes, ranks, copies = [leaf], [module.output_size_per_partition], [module.tp_rank], [1]
-        if isinstance(module, linear.QKVParallelLinear) and leaf != "qkv":
-            names, sizes = FUSED[0], module.output_partition_sizes
+        if isinstance(module, linear.QKVParallelLinear):
+            names, sizes = FUSED["qkv_proj"], module.output_partition_sizes
             ranks += [module.tp_rank // module.num_kv_head_replicas] * 2
             copies += [module.num_kv_head_replicas] * 2
         elif isinstance(module, linear.MergedColumnParallelLinear):
-            names = getattr(model, "packed_modules_mapping", {}).get(leaf, ())  # StableLM's class has no mapping
+            names = getattr(model, "packed_modules_mapping", FUSED).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
             ranks, copies = ranks * len(sizes), copies * len(sizes)
-        if len(names) != len(sizes):
+        elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention):  # a convolution of q, k and v
+            sizes = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)]
+            yield prefix, _joined(_dealt(sizes, module.tp_rank, module.tp_size)), None, 0
+            return
+        dealt = zip(sizes, ranks, copies, strict=True)
+        spans = [Span(rank * size, size, module.tp_size // same * size) for size, rank, same in dealt]
+        if prefix in linears:
+            yield prefix, _joined(spans), None, 0
+            return
+        if sum(PARTS.get(name, 1) for name in names) != len(sizes):
             raise RuntimeError(
                 f"vLLM's {type(model).__name__} fuses {prefix} from {len(sizes)} parts, its packed_modules_mapping "
                 f"names {list(names)}: what is sent cannot be compared with what is held. {REMEDY}."
             )
-        offset = 0
-        for name, size, rank, same in zip(names, sizes, ranks, copies, strict=True):
-            yield f"{parent}.{name}", Span(rank * size, size, module.tp_size // same * size), None, offset
-            offset += size
+        offset, first = 0, 0
+        for name in names:
+            end = first + PARTS.get(name, 1)
+            rows = _joined(spans[first:end])
+            yield f"{parent}.{name}", rows, None, offset
+            offset, first = offset + rows.size, end
     else:
         yield prefix, None, None, 0
+
+
+def _dealt(sizes: list[int], rank: int, ranks: int) -> list[Span]:
+    """What `rank` of `ranks` holds of parts of which each rank has so many rows (`sizes`)."""
+    return [Span(rank * size, size, ranks * size) for size in sizes]
+
+
+def _joined(spans: list[Span]) -> Span | Joined:
+    return Joined(tuple(spans)) if len(spans) > 1 else spans[0]

@@ -24,13 +24,18 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
+from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.from_model import caches_of
+from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
 from trl_fp8.upstream.vllm import forget_choices
 
 from .cpu.attention import reference_attention
+from .cpu.delta_net import register_cpu_delta_net
 from .cpu.experts import register_cpu_experts
+from .cpu.latent import reference_latent_attention
 from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .cpu.packed import PackedAttention
@@ -72,8 +77,10 @@ class Platform(ABC):
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
         # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
         arguments["mm_device_do_normalize"] = False
+        if overrides := engine_fields(config.get_text_config().to_dict()):
+            arguments["hf_overrides"] = overrides
         if recipe.quantization_config is not None:
-            arguments["hf_overrides"] = {"quantization_config": recipe.quantization_config}
+            arguments["hf_overrides"] = overrides | {"quantization_config": recipe.quantization_config}
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
@@ -130,23 +137,30 @@ class Cpu(Platform):
     @contextmanager
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         forget_choices()
-        for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops:
+        for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops, register_cpu_delta_net:
             register()
-        with reference_attention(), _memory_bound_quietly():
+        with reference_attention(), reference_latent_attention(), _memory_bound_quietly():
             yield
 
     def attention(self, layer: Attention) -> PackedAttention:
         return PackedAttention(layer)
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
-        blocks = -(-(length or config.max_position_embeddings) // self.block) + 1
-        per_seq = 2 * config.num_hidden_layers * kv_heads * head_dim * itemsize * self.block * blocks
+        caches = caches_of(config, mamba_ssm_dtype="float32")
+        token = max(cache.elements for cache in caches) * itemsize
+        state = max(cache.state_bytes for cache in caches)
+        block = self.block * max(1, -(-state // (self.block * token)))  # vLLM: no state is larger than a block
+        blocks = -(-(length or config.max_position_embeddings) // block) + 1
+        per_seq = sum(block * token * (blocks if cache.elements else 2) for cache in caches)
         # All sequences at full length, but at most 2 GiB beyond the one sequence that vLLM insists on
         budget = max(per_seq, min(per_seq * seqs, 2 * 2**30))
-        return {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.invariance.arguments()
+        arguments = {"enforce_eager": True, "kv_cache_memory_bytes": budget} | self.invariance.arguments()
+        # States are those of single tokens (cpu/delta_net.py): BF16 would round each. vLLM keeps some between prompts,
+        # each as large as a block
+        hybrid = {"mamba_ssm_cache_dtype": "float32", "enable_prefix_caching": False} if state else {}
+        latent = {"attention_backend": "CPU_MLA"} if caches[0].is_latent else {}
+        return arguments | hybrid | latent
 
     def _routes_arguments(self, recipe: FP8Recipe, user: dict) -> dict:
         return {"enable_prefix_caching": False}  # routers are read as they route: a cached token bypasses them
@@ -212,6 +226,12 @@ class Cuda(Platform):
             yield
 
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
+        if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+            raise ValueError(
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
+                "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
+                "fp8_forward='off'."
+            )
         if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
             raise ValueError(
                 f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "
@@ -238,6 +258,10 @@ class Cuda(Platform):
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
+        if recipe.decoder == WRAPPED and config.model_type == "gemma3_text":
+            attention = "TRITON_ATTN"  # tokens of an image see all of it, which FlashAttention 3 cannot mask
+        if getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query, and runs on each of them
+            attention = "TRITON_MLA"
         arguments = {"attention_backend": attention} if recipe.fp8_kv_cache else {}
         # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})

@@ -68,7 +68,7 @@ class KVCalibrator:
         self._harvest()
         self.margin_used = self.margin * self.margin_factor
         if self._rollout_amax_L3 is not None:
-            return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used)
+            return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used, self.hook.kv_layers)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
         only_prompts = not self._rollouts  # once, before the first rollouts
         observation = observe_sequences(
@@ -88,7 +88,7 @@ class KVCalibrator:
             errors = outlier_layers(error_L1[:, 0])
             if errors := {layer: error for layer, error in errors.items() if layer not in self.hook.skip_layers}:
                 logger.warning(outlier_message(errors))
-        return kv_scales_from_amax(amax_L3, self.margin_used)
+        return kv_scales_from_amax(amax_L3, self.margin_used, self.hook.kv_layers)
 
     def expect(self, prompts: list[list[int]]) -> None:
         """Note the token ids of prompts that are about to be continued."""
@@ -150,7 +150,7 @@ class KVCalibrator:
         fraction_L2 = fraction_L3[:, 1:].cpu()
         if fraction_L2.max() > SATURATION_LIMIT:
             self._widen(fraction_L2)
-        self._saturation, self.saturated_L2 = fraction_L2.mean().item(), fraction_L2
+        self._saturation, self.saturated_L2 = fraction_L2[list(self.hook.kv_layers)].mean().item(), fraction_L2
 
     def _reduce(self, *tensors: Tensor) -> None:
         """Maximum over ranks of `[L, n]` tensors, in place, in one collective."""

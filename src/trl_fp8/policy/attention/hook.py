@@ -5,6 +5,10 @@ caches. The hook sits in front of that function; the model's code, weights and p
 
     q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
 
+MLA's k and v are expanded from a latent, and that is what is cached: the hook also sits in front of the expansion.
+
+    latent and rotated key  ->  [observation, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
+
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
 
@@ -14,7 +18,7 @@ Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of
 
 from .observation import QKVObservation
 from .packed import packed_attention
@@ -39,6 +45,7 @@ EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
 # A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
 SEQUENCES = "trl_fp8_sequences"
+SINKS = "s_aux"  # transformers' keyword for attention sinks
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
@@ -48,12 +55,14 @@ class AttentionHook:
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
+        self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: QKVObservation | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too
         self._flow: OneForward | None = None
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
+        self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
@@ -65,6 +74,8 @@ class AttentionHook:
             _wrap_registered(self._implementation)
         for module in self._attention:
             setattr(module, _HOOK, self)
+            if hasattr(module, "expand_kv"):
+                module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
         # A vision-language model makes other masks of the mask of padding before it calls its decoder
         note = self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True)
         self._handles = note, decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -91,6 +102,7 @@ class AttentionHook:
             handle.remove()
         for module in self._attention:
             delattr(module, _HOOK)
+            vars(module).pop("expand_kv", None)
         if self._implementation == "eager":
             self.base.set_attn_implementation("eager")
 
@@ -114,13 +126,29 @@ class AttentionHook:
         layer = module.layer_idx
         if self.observation is not None:
             scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
-            self.observation.add(layer, (query, key, value), self._real_BT, scaling)
+            latent = self._latents.pop(layer, None)
+            cached = (key, value) if latent is None else (latent, latent)
+            self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         sequences = kwargs.pop(SEQUENCES, None)
         if self._followed:
-            return self._attend_as_engine(layer, sequences, query, key, value), None
-        return attend(module, *self._as_cached(layer, query, key, value), *args, **kwargs)
+            return self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
+        states = query, key, value
+        if not hasattr(module, "expand_kv"):
+            states = self._as_cached(layer, *states)
+        return attend(module, *states, *args, **kwargs)
 
-    def _attend_as_engine(self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _expand(self, layer: int, expand: Callable, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of a layer of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
+        both = torch.cat([latent, rotated], -1)
+        if self.observation is not None:
+            self._latents[layer] = both
+        if self._simulates(layer):
+            both = cache_round_trip(both, self.scales_L3[layer, 1])
+        return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
+
+    def _attend_as_engine(
+        self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
+    ) -> Tensor:
         """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
         engine = self._flow.kernels.attention(layer)
         scales = self.scales_L3[layer] if self._simulates(layer) else None
@@ -131,7 +159,7 @@ class AttentionHook:
 
         states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
         mask = engine.scaling, engine.window, engine.softcap
-        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask))
+        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask, sinks_H))
 
     @property
     def _followed(self) -> bool:

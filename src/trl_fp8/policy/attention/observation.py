@@ -34,8 +34,13 @@ class QKVObservation:
         """Share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
-    def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float) -> None:
-        """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count; None: all."""
+    def add(
+        self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor | None = None
+    ) -> None:
+        """Account for one attention call: q, k, v `[B, H, T, D]`, of which tokens with `real_BT` count; None: all.
+
+        k and v are as they are cached. `key` is k as q meets it, which `logit_error_L` takes to be what is rounded.
+        """
         states = tuple(tensor.detach() for tensor in states)
         if real_BT is None:
             real_BT = self._real.expand(states[1].shape[0], states[1].shape[2])
@@ -45,7 +50,8 @@ class QKVObservation:
                 cells += [self.limits_L3[layer, column], self.saturated_L3[layer, column]]
             add_magnitudes(tensor, real_BT, *cells)
         if self._moments:
-            q_HD, k_HD = (_mean_squares(tensor, real_BT) for tensor in states[:2])
+            key = states[1] if key is None else key.detach()
+            q_HD, k_HD = (_mean_squares(tensor, real_BT) for tensor in (states[0], key))
             error = self.logit_error_L[layer]
             torch.maximum(error, logit_error(q_HD, k_HD, scaling), out=error)
 

@@ -3,8 +3,9 @@
     forward    output, lse = engine(q, k, v)                     lse: log-sum-exp of each query's scores
     backward   s = scaling * q k^T,  p = exp(s - lse)            q, k, v as the kernel rounded them
                dv = p^T do,  dp = do v^T,  ds = p * (dp - sum(p * dp))
-               dq = scaling * ds k,  dk = scaling * ds^T q
+               dq = scaling * ds k,  dk = scaling * ds^T q,  d sink = - sum(exp(sink - lse) * sum(p * dp))
 
+A sink, of a head that has one, is a further score of each query, of which nothing is read; it counts in lse.
 So the gradient is that of exact attention over the rounded q, k, v, handed straight through to q, k, v. The softmax is
 not computed again: lse is all that it takes. torch's FlashAttention does this on a GPU, plain torch elsewhere.
 
@@ -38,8 +39,9 @@ def packed_attention(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """The output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k and v.
+    """The output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
     Args:
         engine: Called without gradients; returns the output, lse `[H, N]` and q, k, v as it rounded them, or as given.
@@ -48,32 +50,34 @@ def packed_attention(
         scaling: Multiplier applied to the scores.
         window: Tokens that a query sees, itself included; None: all before it.
         softcap: Scores s become softcap * tanh(s / softcap).
+        sinks_H: The policy's; `engine` has its own. None: none.
     """
     mask = (starts, longest, scaling, window, softcap)
-    return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, *mask)
+    return _PackedAttention.apply(engine, query_NHD, key_NGD, value_NGD, sinks_H, *mask)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, engine, query, key, value, starts, longest, scaling, window, softcap):
+    def forward(ctx, engine, query, key, value, sinks_H, starts, longest, scaling, window, softcap):
         output, lse_HN, rounded = engine(query, key, value)
         ctx.exact = all(one is given for one, given in zip(rounded, (query, key, value), strict=True))
         ctx.dtypes = query.dtype, key.dtype, value.dtype
         ctx.options = longest, scaling, window, softcap
-        ctx.save_for_backward(*rounded, output, lse_HN, starts)
+        ctx.save_for_backward(*rounded, output, lse_HN, starts, sinks_H)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        *rounded, output, lse_HN, starts = ctx.saved_tensors
+        *rounded, output, lse_HN, starts, sinks_H = ctx.saved_tensors
         if in_flash_attention(rounded[0], ctx.options[-1]):
             softmax = (output, lse_HN) if ctx.exact else None
             found = flash_gradients(rounded, softmax, gradient, starts, *ctx.options[:-1])
         else:
             found = plain_gradients(rounded, lse_HN, gradient, starts, *ctx.options)
         made = [one.to(dtype) for one, dtype in zip(found, ctx.dtypes, strict=True)]
-        return None, *made, None, None, None, None, None
+        of_sinks = sinks_gradient(sinks_H, lse_HN, output, gradient) if ctx.needs_input_grad[4] else None
+        return None, *made, of_sinks, None, None, None, None, None
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
@@ -154,6 +158,13 @@ def plain_gradients(
         return padded.flatten(1, -3).transpose(1, 2).flatten(0, 1)[rows_N]
 
     return packed(dq), packed(dk), packed(dv)
+
+
+def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient_NHD: Tensor) -> Tensor:
+    """`[H]`; sum(p * dp) is output * gradient, and no key's p is taken from it here."""
+    wide = lse_HN.dtype
+    share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # as the engine holds them
+    return -(share_HN * (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1).t()).sum(-1).to(sinks_H.dtype)
 
 
 def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:

@@ -48,6 +48,22 @@ class FollowedMLP:
         return self.act_fn(gate) * up
 
 
+class FollowedFusedMLP:
+    """As `FollowedMLP`, of an MLP whose gate and up projection are one linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(x)
+        return self.down_proj(own_gradient(self._value, self._own, self.gate_up_proj(x)))
+
+    def _value(self, gate_up: Tensor) -> Tensor:
+        return self.engine(gate_up.flatten(0, -2)).view(*gate_up.shape[:-1], -1)
+
+    def _own(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.activation_fn(gate) * up
+
+
 class FollowedParallelLayer:
     """Mixed into the class of a decoder layer whose attention and MLP get the same tensor: the engine adds their
     outputs to each other first.

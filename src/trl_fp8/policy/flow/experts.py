@@ -24,6 +24,9 @@ from .linear import StraightThrough, gemm_dtype, tokens_of
 from .own_gradient import holding, own_gradient, with_value
 
 
+BIASES = tuple(f"{name}_bias" for name in TRANSFORMERS.fused)
+
+
 def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
     """`ValueError` for experts that no policy can follow, or not with this `fp8_backward`."""
     if recipe.has_experts and recipe.tensor_parallel_size > 1:
@@ -47,9 +50,9 @@ class FollowedRouter:
             return super().forward(hidden_states)
         logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
 
-        def linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             # in FP32 softmax and gate weights stay so, and their gradients
-            return StraightThrough.apply(lambda _: logits_TE.float(), x, weight, None, None)
+            return StraightThrough.apply(lambda _: logits_TE.float(), x, weight, bias, None)
 
         with substituted(F, "linear", linear), _Routing(chosen_TK.long(), logits_TE.shape):
             followed_TE, own_TK, used_TK = super().forward(hidden_states)
@@ -85,13 +88,18 @@ class FollowedExperts:
             inputs = hidden_states, top_k_index, top_k_weights
             return own_gradient(self._value, self.dequantized, *inputs, dtype=gemm_dtype(hidden_states.device))
         # not `_parameters`: adapters of parameters replace them by sums while they run
-        weights = [getattr(self, name) for name in TRANSFORMERS.fused]
+        weights = [getattr(self, name) for name in self._names]
         inputs = hidden_states, top_k_index, top_k_weights, *weights
         return own_gradient(self._value, self._own, *inputs, dtype=gemm_dtype(hidden_states.device))
+
+    @property
+    def _names(self) -> list[str]:
+        """Of its weights, and of their biases where it has any."""
+        return [name for name in (*TRANSFORMERS.fused, *BIASES) if hasattr(self, name)]
 
     def _value(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:
         return self.engine(tokens_of(hidden_states), top_k_index, top_k_weights)
 
     def _own(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:
-        with holding(self, dict(zip(TRANSFORMERS.fused, weights, strict=True))):
+        with holding(self, dict(zip(self._names, weights, strict=True))):
             return self.before.forward(self, hidden_states, top_k_index, top_k_weights)

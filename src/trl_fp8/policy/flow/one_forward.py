@@ -28,6 +28,7 @@ from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 from .adapter import FollowedAdapter, require_sums
 from .between import (
     FollowedEmbedding,
+    FollowedFusedMLP,
     FollowedMLP,
     FollowedNorm,
     FollowedParallelLayer,
@@ -42,7 +43,10 @@ from .linear import FollowedLinear, FusedCall, tokens_of
 from .swapped import restore, swap
 
 
-MLP = "gate_proj", "up_proj", "down_proj", "act_fn"
+MLPS = {
+    FollowedMLP: ("gate_proj", "up_proj", "down_proj", "act_fn"),
+    FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
+}
 TURN = "apply_rotary_pos_emb"
 PLAIN = nn.Linear.forward, SharedLinear.forward
 
@@ -125,8 +129,10 @@ class OneForward:
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
         elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
             self._swap(path, module, FollowedParallelLayer)
-        elif all(hasattr(module, part) for part in MLP):
-            self._swap(path, module, FollowedMLP, engine=kernels.activation(name))
+        elif mlp := next((kind for kind, parts in MLPS.items() if all(hasattr(module, part) for part in parts)), None):
+            self._swap(path, module, mlp, engine=kernels.activation(name))
+        elif hasattr(module, "sinks"):
+            return  # attention, which `AttentionHook` lets follow
         elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
             self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
 
@@ -197,6 +203,12 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
     for name, module in model.named_modules():
         if module in computing and isinstance(module, nn.Embedding):
             _embedding(module)
+        elif module in computing and isinstance(module, nn.Dropout) and module.p:
+            raise ValueError(
+                f"fp8_forward='full': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
+                "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
+                "0.0}), or set fp8_forward='off'."
+            )
         elif module in computing and isinstance(module, nn.Linear) and type(module).forward not in PLAIN:
             raise ValueError(
                 f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "

@@ -7,6 +7,9 @@ step gives what a prefill of the same tokens gives, and what `attend_packed` giv
     write:  bytes = e4m3(k / k_scale), round to nearest even, saturating          (same for v; a BF16 cache: k itself)
     read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
+A head with an attention sink s gives each query one more score, s, for which there is nothing to read: the softmax of
+the others sums to less than 1. A layer that shares the cache of an earlier one reads there and writes nothing.
+
 Shape letters: T and N tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """
 
@@ -40,6 +43,7 @@ class ReferenceAttention(CPUAttentionBackend):
 
     # any head size: there is no kernel to be compiled for it
     get_supported_head_sizes = staticmethod(list)
+    supports_sink = staticmethod(lambda: True)
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceAttentionImpl)
     get_builder_cls = staticmethod(lambda: ReferenceMetadataBuilder)
@@ -57,7 +61,7 @@ class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]
 
 
 class ReferenceAttentionImpl(AttentionImpl):
-    """Decoder self-attention: grouped heads, sliding windows and soft-capped logits, nothing more exotic."""
+    """Decoder self-attention: grouped heads, sliding windows, soft-capped logits, sinks; nothing more exotic."""
 
     def __init__(
         self,
@@ -76,8 +80,6 @@ class ReferenceAttentionImpl(AttentionImpl):
         unsupported = {
             "ALiBi": alibi_slopes is not None,
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            "attention sinks": sinks is not None,
             f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ReferenceAttention.supported_kv_cache_dtypes,
         }
         if names := [name for name, used in unsupported.items() if used]:
@@ -87,6 +89,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
         self.softcap = logits_soft_cap or None  # vLLM's models without one may say 0
+        self.sinks, self.kv_sharing_target_layer_name = sinks, kv_sharing_target_layer_name
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
@@ -115,25 +118,42 @@ class ReferenceAttentionImpl(AttentionImpl):
         starts, seq_lens = attn_metadata.query_start_loc, attn_metadata.seq_lens
         query_lens = starts.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
-        q_RQHD = _padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
+        q_RQHD = padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
         table = attn_metadata.block_table_tensor
-        k_RGSD, v_RGSD = (_gather(half, table, length) for half in _split_cache(kv_cache))
+        k_RGSD, v_RGSD = (gather(half, table, length) for half in _split_cache(kv_cache))
         if kv_cache.dtype == torch.uint8:
             k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
-        visible_RQS = _visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
+        visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
             _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
-        attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap)
+        attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap, self.sinks)
         output[:tokens] = attended_RQHD[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
         return output
 
 
 def attend(
-    q_RQHD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, visible_RQS: Tensor, scaling: float, softcap: float | None = None
+    q_RQHD: Tensor,
+    k_RGSD: Tensor,
+    v_RGSD: Tensor,
+    visible_RQS: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """What each query reads of the keys that are `visible` to it, `[R, Q, H, D]`, and the log of its softmax's
     denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
     """
+    out, lse_RHQ = _attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, scaling, softcap)
+    if sinks_H is None:
+        return out, lse_RHQ
+    whole_RHQ = torch.logaddexp(lse_RHQ, sinks_H.detach().double()[:, None])
+    return out * (lse_RHQ - whole_RHQ).exp().transpose(1, 2)[..., None], whole_RHQ
+
+
+def _attend(
+    q_RQHD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, visible_RQS: Tensor, scaling: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """`attend` without sinks."""
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
     if softcap is None:  # which torch's kernel knows none of
         heads = q_RQHD.shape[2]
@@ -146,11 +166,11 @@ def attend(
         return out.transpose(1, 2), lse
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
-    for q, visible in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
+    for q, seen in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
         scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*q_RGhqD.shape[:4], -1) * scaling
         scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill_(~visible[:, None, None], -torch.inf)
+        scores = scores.masked_fill_(~seen[:, None, None], -torch.inf)
         lse_RGhq = scores.logsumexp(-1)
         weights = scores.sub_(lse_RGhq[..., None]).exp_()
         out.append((weights.flatten(2, 3) @ v).view(q_RGhqD.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
@@ -166,13 +186,15 @@ def attend_packed(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The engine's causal attention for whole sequences, one after the other, bit for bit.
 
     Args:
         q_NHD, k_NGD, v_NGD: q in the model's dtype; k and v as they are read from the cache.
         starts: `[sequences + 1]`, int: where each begins, and the number of tokens.
-        window, softcap: Sliding window in tokens, itself included, and cap of the logits; None: none.
+        window, softcap, sinks_H: Sliding window in tokens, itself included, cap of the logits, and a score for each
+            head of which nothing is read; None: none.
 
     Returns:
         `[N, H, D]` in q's dtype, and the log of the softmax's denominators `[H, N]` in FP64.
@@ -181,20 +203,20 @@ def attend_packed(
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
     lengths = starts.diff()
     real_RQ = torch.arange(int(lengths.max())) < lengths[:, None]
-    k_RGSD, v_RGSD = (_padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
-    visible_RQS = _visible(lengths, lengths, real_RQ.shape[1], window)
-    out, lse_RHQ = attend(_padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap)
+    k_RGSD, v_RGSD = (padded(states, real_RQ).transpose(1, 2) for states in (k_NGD, v_NGD))
+    visible_RQS = visible(lengths, lengths, real_RQ.shape[1], window)
+    out, lse_RHQ = attend(padded(q_NHD, real_RQ), k_RGSD, v_RGSD, visible_RQS, scaling, softcap, sinks_H)
     return out[real_RQ].float().to(q_NHD.dtype), lse_RHQ.transpose(1, 2)[real_RQ].T
 
 
-def _visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
+def visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
     """Whether the last `query_lens` tokens of sequences of `seq_lens` see each of `length` keys, `[R, Q, S]`."""
     key = torch.arange(length)
     query_RQ1 = ((seq_lens - query_lens)[:, None] + torch.arange(int(query_lens.max())))[..., None]
-    visible = key < seq_lens[:, None, None]
+    seen = key < seq_lens[:, None, None]
     if causal:
-        visible = visible & (key <= query_RQ1)
-    return visible if window is None else visible & (key > query_RQ1 - window)
+        seen = seen & (key <= query_RQ1)
+    return seen if window is None else seen & (key > query_RQ1 - window)
 
 
 def _see_whole(images: list[tuple[int, int]], visible_QS: Tensor, first: int) -> None:
@@ -203,14 +225,14 @@ def _see_whole(images: list[tuple[int, int]], visible_QS: Tensor, first: int) ->
         visible_QS[max(start - first, 0) : max(end + 1 - first, 0), start : end + 1] = True
 
 
-def _padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
+def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
     """`[N, ...]` -> `[R, Q, ...]`, zero where `real_RQ` is false."""
-    padded = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
-    padded[real_RQ] = packed
-    return padded
+    rows = packed.new_zeros(*real_RQ.shape, *packed.shape[1:])
+    rows[real_RQ] = packed
+    return rows
 
 
-def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
     """Each request's cached tokens (e4m3: the codes) as fp32 `[R, G, S, D]`; beyond a request is its garbage."""
     blocks = cache[block_table[:, : -(-length // cache.shape[2])].long()]  # [R, n, G, block, D]
     gathered = blocks.transpose(1, 2).flatten(2, 3)[:, :, :length]

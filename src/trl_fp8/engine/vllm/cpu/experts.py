@@ -3,13 +3,13 @@
 vLLM's CPU kernels pack experts as it loads them: nothing could be written there, or read back. The reference
 computes what `TritonExperts` computes on CUDA, with sums in FP64, which no other token changes (linear.py):
 
-    pairs of token and expert, sorted by expert -> gate_up -> BF16 -> act(gate) * up in BF16 -> down in fp32, times the
+    pairs of token and expert, sorted by expert -> gate_up -> BF16 -> its activation in BF16 -> down in fp32, times the
     router's weight -> BF16; the sum over a token's experts is rounded once
 
 Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,29 @@ from .linear import linear
 from .ops import gelu, silu
 
 
-ACTIVATIONS = {MoEActivation.SILU: silu, MoEActivation.GELU: gelu}
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """act(gate) * up of rows of gate, then up; each rounded to their dtype."""
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gated
+
+
+def swigluoai(gate_up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, of rows where gate and up take turns; rounded once."""
+    gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).float().to(gate_up.dtype)
+
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # GPT-OSS's; vLLM's kernel has them as constants, too
+ACTIVATIONS = {
+    MoEActivation.SILU: _gated(silu),
+    MoEActivation.GELU: _gated(gelu),
+    MoEActivation.SWIGLUOAI: swigluoai,
+}
 
 
 class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
@@ -45,8 +67,7 @@ class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
         experts_P, order_P = topk_ids.flatten().long().sort(stable=True)
         tokens_E = torch.bincount(experts_P, minlength=len(w1)).tolist()
         gate_up = _grouped(hidden_states[order_P // experts_per_token], w1, self.w1_bias, tokens_E, dtype)
-        gate, up = gate_up.chunk(2, dim=-1)
-        down = _grouped(ACTIVATIONS[activation](gate) * up, w2, self.w2_bias, tokens_E, torch.float32)
+        down = _grouped(ACTIVATIONS[activation](gate_up), w2, self.w2_bias, tokens_E, torch.float32)
         weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).double()
         pairs = torch.empty_like(weighted).index_copy_(0, order_P, weighted)
         output.copy_(pairs.view(*topk_ids.shape, -1).sum(1).float())

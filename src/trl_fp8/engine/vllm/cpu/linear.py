@@ -106,9 +106,7 @@ def register_cpu_kernel() -> None:
     patch(vllm_ops, "scaled_fp8_quant", _scaled_fp8_quant)
 
     def keep_as_loaded(layer: nn.Module, remove_weight: bool) -> None:
-        if layer.weight.ndim == 2:
+        if layer.weight.ndim == 2:  # else a convolution, see delta_net.py
             layer.cpu_linear = linear
-        else:  # a convolution, whose kernel reads packed weights where the CPU has BF16 instructions
-            packing(layer, remove_weight)
 
-    packing = patch(vllm_layers, "dispatch_cpu_unquantized_gemm", keep_as_loaded)
+    patch(vllm_layers, "dispatch_cpu_unquantized_gemm", keep_as_loaded)

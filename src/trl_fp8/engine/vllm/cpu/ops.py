@@ -24,7 +24,7 @@ from torch import Tensor
 from vllm import ir
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
-from vllm.model_executor.layers.fused_moe.router import cpu_router
+from vllm.model_executor.layers.fused_moe.router import cpu_router, router_factory
 from vllm.model_executor.models import commandr
 
 from trl_fp8.upstream.patches import patch
@@ -50,8 +50,17 @@ class ReferenceGeluAndMul(GeluAndMul):
         return gelu(gate, self.approximate) * up
 
 
+class OneGroupRouter(cpu_router.CPURouter):
+    """vLLM's router, which knows sigmoids in groups of experts alone, also for those of all experts (MiniMax-M2)."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        if self.scoring_func == "sigmoid" and not self.use_grouped_topk:
+            self.use_grouped_topk, self.num_expert_group, self.topk_group = True, 1, 1
+
+
 def register_cpu_ops() -> None:
-    """Register norms and activations with vLLM; replace Cohere's norms and the router's softmax. Idempotent."""
+    """Register norms and activations with vLLM; replace Cohere's norms and what routers compute. Idempotent."""
     if PROVIDER in ir.ops.rms_norm.impls:
         return
     for op, implementation in (ir.ops.rms_norm, rms_norm), (ir.ops.fused_add_rms_norm, _add_rms_norm):
@@ -60,6 +69,7 @@ def register_cpu_ops() -> None:
         CustomOp.register_oot(activation, name=activation.__base__.__name__)
     patch(cpu_router, "_softmax_topk", partial(_wide_logits, cpu_router._softmax_topk))
     patch(cpu_router, "_grouped_topk", partial(_wide_sigmoid, cpu_router._grouped_topk))
+    patch(router_factory, "CPURouter", OneGroupRouter)
     patch(commandr, "layer_norm_func", layer_norm)
     patch(commandr, "rms_norm_func", _fp32_weight_rms_norm)
 

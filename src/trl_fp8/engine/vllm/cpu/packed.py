@@ -14,6 +14,7 @@ class PackedAttention:
     def __init__(self, layer: Attention):
         impl, self._fp8 = layer.impl, layer.kv_cache_dtype.startswith("fp8")
         self.scaling, self.window, self.softcap = impl.scale, impl.sliding_window, impl.softcap
+        self._sinks = impl.sinks
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
@@ -22,5 +23,6 @@ class PackedAttention:
             raise RuntimeError(f"KV scales are {scales} for a layer whose cache is {'' if self._fp8 else 'not '}FP8.")
         if scales is not None:  # the CPU engine rounds no query
             key, value = cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
-        output, lse_HN = attend_packed(query, key, value, starts, self.scaling, self.window, self.softcap)
+        mask = self.scaling, self.window, self.softcap, self._sinks
+        output, lse_HN = attend_packed(query, key, value, starts, *mask)
         return output, lse_HN, (query, key, value)

@@ -1,0 +1,87 @@
+"""The gated delta net of a CPU engine, token by token: a decode step gives what a prefill of the same tokens gives.
+
+vLLM's own CPU kernels read a convolution's weights packed for the host's instruction set, where a sync could not
+write, and scan a prompt in chunks that a decode step does not have. Here every token of a sequence takes the step that
+it would take alone, in FP64, from the state in the cache to the state in the cache, which is rounded to its dtype:
+
+    x       = silu(the last C inputs of the convolution, each channel with its own weights), rounded to x's dtype
+    q, k, v = heads of x; q and k of length one, q over the root of its size
+    state   = state * exp(-exp(A_log) softplus(a + dt_bias))
+    state  += k (v - k state) sigmoid(b)
+    out     = q state, rounded to x's dtype
+
+Shape letters: R requests that have a token left, H heads of k, Z heads of v, K and V sizes of one, C kernel.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+from trl_fp8.upstream.patches import patch
+
+from .ops import silu
+
+
+EPSILON = 1e-6  # of the lengths of q and k, as in vLLM and transformers
+
+
+def register_cpu_delta_net() -> None:
+    """Put the reference in the place of vLLM's operation without speculative decoding. Idempotent."""
+    if gdn_attention._cpu_gdn_attention_nonspec is not delta_net:
+        patch(gdn_attention, "_cpu_gdn_attention_nonspec", delta_net)
+
+
+def delta_net(
+    layer: nn.Module, metadata: GDNAttentionMetadata, mixed_qkv: Tensor, b: Tensor, a: Tensor, out: Tensor
+) -> None:
+    """Write to `out` `[T, Z, V]` what a layer makes of `mixed_qkv` `[T, 2HK + ZV]` and of b and a, `[T, Z]`; requests
+    lie one after the other, those that decode first.
+    """
+    requests = metadata.num_decodes + metadata.num_prefills
+    bounds = metadata.non_spec_query_start_loc[: requests + 1].long()
+    slots = metadata.non_spec_state_indices_tensor[:requests].long()
+    inputs, states = _cached(layer)
+    if metadata.num_prefills:
+        fresh = slots[~metadata.has_initial_state[:requests]]
+        inputs[fresh], states[fresh] = 0, 0
+    starts, lengths = bounds[:-1], bounds.diff()
+    for token in range(int(lengths.max())):
+        left = lengths > token
+        rows, at = (starts + token)[left], slots[left]
+        window = torch.cat([inputs[at], mixed_qkv[rows].unsqueeze(-1)], -1)
+        x = silu((window.double() * layer.conv1d.weight.squeeze(1).double()).sum(-1)).to(mixed_qkv.dtype)
+        inputs[at] = window[..., 1:]
+        state, out[rows] = _step(layer, states[at].double(), x, b[rows].double(), a[rows].double())
+        states[at] = state.to(states.dtype)
+
+
+def _cached(layer: nn.Module) -> tuple[Tensor, Tensor]:
+    """Views of a layer's cache: the last inputs of its convolution `[slots, 2HK + ZV, C - 1]`, states `[slots, Z, K,
+    V]`.
+    """
+    inputs, states = layer.kv_cache[0], layer.kv_cache[1]
+    inputs = inputs if is_conv_state_dim_first() else inputs.transpose(-1, -2)
+    return inputs, states.view(*states.shape[:2], layer.head_k_dim, layer.head_v_dim)
+
+
+def _step(layer: nn.Module, state: Tensor, x: Tensor, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+    """(state after one token of each request, FP64 `[R, Z, K, V]`; output `[R, Z, V]`)."""
+    keys, heads = layer.key_dim // layer.tp_size, state.shape[1]
+    q, k, v = x.split([keys, keys, x.shape[-1] - 2 * keys], -1)
+    q, k = (_unit(each.double().unflatten(-1, (-1, layer.head_k_dim)), heads) for each in (q, k))
+    v = v.double().unflatten(-1, (heads, -1))
+    decay = (-layer.A_log.double().exp() * functional.softplus(a + layer.dt_bias.double())).exp()
+    state = state * decay[..., None, None]
+    change = (v - (k.unsqueeze(-1) * state).sum(-2)) * b.sigmoid().unsqueeze(-1)
+    state = state + k.unsqueeze(-1) * change.unsqueeze(-2)
+    read = (q.unsqueeze(-1) * state).sum(-2) * layer.head_k_dim**-0.5
+    return state, read.to(x.dtype)
+
+
+def _unit(heads_RHK: Tensor, heads: int) -> Tensor:
+    """Each head divided by its length; `heads` of them, as many of v as share one lie side by side."""
+    unit = heads_RHK * (heads_RHK.square().sum(-1, keepdim=True) + EPSILON).rsqrt()
+    return unit.repeat_interleave(heads // heads_RHK.shape[1], 1)
