@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import caches_of
+from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
@@ -264,6 +265,8 @@ class Cuda(Platform):
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
+        if recipe.decoder == WRAPPED and config.model_type == "gemma3_text":
+            attention = "TRITON_ATTN"  # tokens of an image see all of it, which FlashAttention 3 cannot mask
         if getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query, and runs on each of them
             attention = "TRITON_MLA"
         arguments = {"attention_backend": attention} if recipe.fp8_kv_cache else {}
