@@ -30,7 +30,6 @@ _COMMON = dict(
         word_embed_proj_dim=256,
     ),
 )
-_MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
 _HYBRID = dict(full_attention_interval=2)
 _TURNED = dict(rope_type="default", rope_theta=1e6)
 _SPECIAL = {
@@ -44,7 +43,8 @@ _SPECIAL = {
     ),
     "glm4_moe": dict(head_dim=64, use_qk_norm=True),
     "gpt2": dict(head_dim=None),
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": dict(layer_types=["attention"] * 2, shared_intermediate_size=256),
+    "hy_v3": dict(expert_hidden_dim=128),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
     "llama4_text": dict(intermediate_size_mlp=256),

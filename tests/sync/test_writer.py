@@ -15,7 +15,7 @@ from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
-from trl_fp8.sync.pieces import Layout, Piece, Span
+from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer, by_scale
 
@@ -109,6 +109,45 @@ def test_a_rank_takes_its_part_of_codes_and_of_their_scales():
     for held, part in zip(layout.held.values(), parts, strict=True):
         assert torch.equal(digest(held), digest(part.contiguous())) and digest(held) != 0
     assert torch.equal(torch.stack(list(writer.sums.values())), layout.sums())
+
+
+# q of four heads, k and v of one, which both ranks have; gate and up; each as the second of two ranks holds it
+QKV = Joined((Span(256, 256, 512), Span(0, 128, 128), Span(0, 128, 128)))
+FUSED = {
+    "copied": ("self_attn.qkv_proj", {"sent": (QKV, None)}, [*range(256, 768)]),
+    "views": (
+        "mlp.gate_up_proj",
+        {"sent": (None, Span(128, 128, 256), None), "equal": (0, 2)},
+        [*range(128, 256), *range(384, 512)],
+    ),
+}
+
+
+@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("form", FUSED)
+def test_a_rank_takes_its_rows_of_projections_that_are_one_weight(form, is_fp8):
+    layer, where, rows = FUSED[form]
+    name = f"model.layers.0.{layer}"
+    weight = torch.nn.Parameter(torch.randn(768 if form == "copied" else 512, 256))
+    part = weight.detach()[rows].bfloat16()
+    expected = {f"{name}.weight": part}
+    if is_fp8:
+        (codes,) = BLOCKS.quantize_weights([part], "pow2")
+        expected = {f"{name}.weight": codes.qdata, f"{name}.weight_scale_inv": codes.scale}
+    pieces = []
+    for each, tensor in expected.items():
+        spans = where | {"sent": tuple(s and s.blocks(128) if each != f"{name}.weight" else s for s in where["sent"])}
+        held = SimpleNamespace(tensor=torch.zeros_like(tensor))
+        pieces.append(Piece(each, held, "tensor", tensor.dtype, **spans))
+    layout = Layout(pieces)
+    writer = Writer(layout, FP8Recipe((name,) if is_fp8 else ()))
+    writer.write([(f"{name}.weight", weight)])
+    for piece in pieces:
+        assert torch.equal(piece.parameter.float(), expected[piece.name].float()), piece.name
+        assert piece.is_copied == (form == "copied")
+        with pytest.raises(ValueError, match="elements in dim"):
+            piece.of_sent(torch.zeros(1024, 256))
+    assert torch.equal(torch.stack([writer.sums[each] for each in layout.names]), layout.sums())
 
 
 @pytest.mark.parametrize("part", ["qdata", "scale"])
