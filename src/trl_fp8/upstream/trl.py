@@ -16,6 +16,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(
         ["_dist", "_init_vllm", "_iter_named_params", "_llm_weights_sleeping"], "engine"
     ),
+    "transformers.models.auto.configuration_auto._LazyConfigMapping": {"_extra_content": "engine"},
     "transformers.Trainer": dict.fromkeys(
         ["_get_output_dir", "_load_optimizer_and_scheduler", "_save_checkpoint"], "run"
     ),
