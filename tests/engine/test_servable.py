@@ -40,21 +40,14 @@ from trl_fp8.upstream.vllm import engine_class
 
 # model type -> what goes wrong without the refusal
 REFUSED = {
-    "afmoe": "under names",
     "axk1": "under names",
     "bloom": "other bytes",
-    "ernie4_5_moe": "under names",
     "falcon": "other bytes",
     "falcon_h1": "packed_modules_mapping",
     "gemma3n_text": "under names",
     "gpt2": "under names",
     "gpt_neox": "under names",
-    "granitemoe": "under names",
-    "granitemoe_swa": "under names",
-    "granitemoehybrid": "packed_modules_mapping",
-    "granitemoeshared": "under names",
     "hrm_text": "packed_modules_mapping",
-    "hy_v3": "under names",
     "jamba": "under names",
     "laguna": "under names",
     "lfm2_moe": "packed_modules_mapping",

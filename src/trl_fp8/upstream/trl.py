@@ -17,6 +17,8 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         ["_dist", "_init_vllm", "_iter_named_params", "_llm_weights_sleeping"], "engine"
     ),
     "transformers.models.auto.configuration_auto._LazyConfigMapping": {"_extra_content": "engine"},
+    "trl.kernels.chunked_logprob": {"_addmm_fp32": "features"},
+    "trl.trainer.utils": {"_use_triton": "features"},
     "transformers.Trainer": dict.fromkeys(
         ["_get_output_dir", "_load_optimizer_and_scheduler", "_save_checkpoint"], "run"
     ),
