@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 
-from .images import leave_image_tokens
 from .routes import RouteLog, RouterCapture, returned_routes
 
 
@@ -59,7 +58,6 @@ class RolloutLLM(LLM):
                     "Otherwise set router_replay='off'."
                 ) from error
             raise
-        leave_image_tokens(self)
         if routes_from is not None:
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
 
