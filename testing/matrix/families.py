@@ -41,6 +41,7 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
 
 
 FAMILIES = {
+    "afmoe": Family("Trinity (AFMoE)", other("afmoe")),
     "apertus": Family("Apertus", other("apertus")),
     "arcee": Family("Arcee", other("arcee")),
     "cohere": Family("Command R", trained("cohere")),
@@ -48,6 +49,7 @@ FAMILIES = {
     "deepseek_v2": Family("DeepSeek-V2", other("deepseek_v2")),
     "deepseek_v3": Family("DeepSeek-V3, R1", other("deepseek_v3"), "deepseek-ai/DeepSeek-V3"),
     "ernie4_5": Family("ERNIE 4.5, dense", other("ernie4_5")),
+    "ernie4_5_moe": Family("ERNIE 4.5, mixtures of experts", other("ernie4_5_moe")),
     "exaone4": Family("EXAONE 4", other("exaone4")),
     "gemma": Family("Gemma", trained("gemma")),
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
@@ -58,6 +60,10 @@ FAMILIES = {
     "glm4_moe_lite": Family("GLM 4.7 Flash", other("glm4_moe_lite")),
     "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
+    "granitemoe": Family("Granite 3, mixtures of experts", other("granitemoe")),
+    "granitemoehybrid": Family("Granite 4 without Mamba layers", other("granitemoehybrid")),
+    "granitemoeshared": Family("Granite, with shared experts", other("granitemoeshared")),
+    "hy_v3": Family("Hunyuan 3", other("hy_v3")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
     "minimax_m2": Family("MiniMax-M2", other("minimax_m2")),
     "ministral3": Family("Ministral 3", other("ministral3")),
