@@ -40,12 +40,12 @@ _MODEL_TYPES = {
 TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 DELIVERED = (
     *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3"),
-    *("ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4"),
     *("glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2"),
     *("mellum", "minimax_m2", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    *("vaultgemma"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}

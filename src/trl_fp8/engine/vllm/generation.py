@@ -35,7 +35,7 @@ from trl_fp8.upstream.patches import substituted
 from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
-from .images import require_same_prompts
+from .images import leave_image_tokens, require_same_prompts
 from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
@@ -126,6 +126,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours |= self.pinned
             upstream.inspect_engine_class(tuple(self.model.config.architectures or ()))
             super()._init_vllm()
+        leave_image_tokens(self.llm)
         if self.share_kernels:
             platform.invariance.require(upstream.engine_config(self.llm))
             require_invariant_routers(upstream.engine_model(self.llm))
