@@ -30,10 +30,10 @@ _COMMON = dict(
         word_embed_proj_dim=256,
     ),
 )
-_MAMBA = dict(layer_types=["mamba", "attention"], mamba_n_heads=8, mamba_d_head=64, shared_intermediate_size=256)
 _HYBRID = dict(full_attention_interval=2)
 _TURNED = dict(rope_type="default", rope_theta=1e6)
 _SPECIAL = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), dict(num_key_value_heads=4)),  # as many as of q
     "bloom": dict(head_dim=None),
     "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
     "gemma3n_text": dict(
@@ -43,7 +43,8 @@ _SPECIAL = {
     ),
     "glm4_moe": dict(head_dim=64, use_qk_norm=True),
     "gpt2": dict(head_dim=None),
-    "granitemoehybrid": _MAMBA,
+    "granitemoehybrid": dict(layer_types=["attention"] * 2, shared_intermediate_size=256),
+    "hy_v3": dict(expert_hidden_dim=128),
     "jamba": dict(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
     "lfm2_moe": dict(num_dense_layers=1, layer_types=["conv", "full_attention"]),
     "llama4_text": dict(intermediate_size_mlp=256),
@@ -65,6 +66,10 @@ VISION = {  # vision-language models -> their towers
     "mistral3": _TOWER | dict(image_size=64),
     "qwen2_vl": _QWEN | dict(embed_dim=64, hidden_size=256),
     "qwen2_5_vl": _QWEN | dict(intermediate_size=128, out_hidden_size=256, window_size=32, fullatt_block_indexes=[1]),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        _QWEN | dict(intermediate_size=128, out_hidden_size=256, num_position_embeddings=16),
+    ),
     "qwen3_vl": _QWEN
     | dict(intermediate_size=128, out_hidden_size=256, deepstack_visual_indexes=[0], num_position_embeddings=16),
 }

@@ -15,6 +15,7 @@ from trl_fp8.flags import engine
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.planning.risks import risks
 from trl_fp8.recipe import servable
+from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
@@ -98,19 +99,19 @@ def test_what_vllm_says_goes_before_the_lists():
 def test_published_models_are_refused_for_what_they_are():
     outlines = {name: outline_of_config(config, name) for name, config in published.CONFIGS.items()}
     reasons = {name: reason for name, made in outlines.items() if (reason := servable.why_not_servable(made))}
-    assert {name.partition("/")[2]: reason[:40] for name, reason in reasons.items()} == {
-        "gemma-3-4b-it": "of a vision-language model vLLM holds th",
-        "gemma-3-12b-it": "of a vision-language model vLLM holds th",
-    }
+    assert reasons == {}
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
     assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]
 
 
-def test_vision_towers_are_neither_served_nor_accused():
-    made = outline(other_models.config("gemma3", text_config=other_models.config("gemma3_text").to_dict()))
-    said = refusal(servable.require_servable, made)
-    assert "vision-language" in said and "models of type 'gemma3' cannot" in said  # what its config.json calls it
-    assert made.model_type == "gemma3_text"
+def test_vision_towers_are_neither_quantized_nor_accused():
+    made = outline(other_models.config("gemma3"))
+    assert servable.why_not_servable(made) is None
+    assert (made.config_type, made.model_type, made.decoder) == ("gemma3", "gemma3_text", "model.language_model")
+    recipe = recipe_for(made)
+    kept = [name for name, reason in recipe.kept_modules.items() if reason == "vision tower"]
+    assert len(kept) == 12 and all(name.startswith("model.vision_tower.encoder.layers.") for name in kept)
+    assert len(recipe.fp8_modules) == 14
     assert any(name.endswith("k_proj.bias") for name in made.parameters)
     assert not any("biases" in risk.text for risk in risks(plan_for(made, recipe_for(made)), made))
     biased = outline(tiny_models.config("qwen2"))
@@ -183,3 +184,17 @@ def test_what_is_advised_instead_is_known_to_whom_it_is_for():
         name, _, given = words.partition("=")
         assert name in FP8GRPOConfig.__dataclass_fields__
         assert not given or re.search(r"'(\w+)'", given)[1] in engine.VLLM_NAMES
+
+
+def test_an_engine_is_told_what_transformers_does_whatever_a_config_says():
+    def told(model_type, **overrides):
+        return engine_fields(other_models.config(model_type, **overrides).to_dict())
+
+    assert told("deepseek_v3")["topk_method"] == "noaux_tc" and told("qwen3") == {}
+    assert told("deepseek_v2", topk_method="greedy", n_group=2)["n_group"] == 1
+    assert "n_group" not in told("deepseek_v2", topk_method="group_limited_greedy", n_group=2)
+    kinds = ["dense", "dense", "sparse"]
+    assert told("glm4_moe_lite", num_hidden_layers=3, mlp_layer_types=kinds) == {"first_k_dense_replace": 2}
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    assert told("minimax_m2", rope_parameters=rope)["rotary_dim"] == 32
+    assert "rope_interleave=True" in refusal(told, "deepseek_v3", rope_interleave=False)

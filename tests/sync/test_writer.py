@@ -14,6 +14,7 @@ from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
+from trl_fp8.sync.audit import audit
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer, by_scale
@@ -261,3 +262,27 @@ def test_all_ranks_refuse_what_one_of_them_wrote():
     first = next(iter(writer.finite))
     with pytest.raises(ValueError, match=f"1 of 25 parameters: {first}[.] The engine refuses"):
         writer.inspect(another_saw)
+
+
+def test_what_an_engine_derives_is_made_anew_and_compared():
+    """Here of a weight `[4, 8]`: its transpose, in FP32."""
+    engine = torch.nn.Module()
+    engine.weight = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16), requires_grad=False)
+    engine.turned = torch.nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+    sent, derived = Piece("a.weight", engine, "weight", torch.bfloat16), lambda: engine.weight.t().float()
+    layout = Layout([Piece("a.turned", engine, "turned", torch.float32, derived=derived), sent])
+    recipe = FP8Recipe((), kv_cache_dtype="auto")
+    for number in (1.0, 2.0):
+        writer = Writer(layout, recipe)
+        writer.write([("a.weight", torch.full((4, 8), number))])
+        assert engine.turned.eq(number).all() and not writer.unknown
+        audit(layout, writer, None)
+    writer = Writer(layout.part(["a.weight"]), recipe)
+    writer.write([("a.weight", torch.full((4, 8), 3.0))])  # as a sync that leaves out what follows from it
+    with pytest.raises(RuntimeError, match=r"never sent: a\.turned"):
+        audit(layout, writer, None)
+    writer = Writer(layout, recipe)
+    writer.write([("a.weight", torch.full((4, 8), 3.0))])
+    engine.turned[2, 1] = 0
+    with pytest.raises(RuntimeError, match=r"1 tensors hold other bytes than were sent: a\.turned"):
+        audit(layout, writer, None)

@@ -30,8 +30,9 @@ FUSED = {
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),  # of Qwen3.5's linear attention
     "in_proj_ba": ("in_proj_b", "in_proj_a"),
 }
-COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj")
-ROW_PARALLEL = ("o_proj", "down_proj")
+GATE_UP = "input_linear"  # Granite's of shared experts, gate and up; nothing is called gate_proj or up_proj there
+COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b_proj", GATE_UP)
+ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
 LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
 PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
 UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
@@ -58,18 +59,39 @@ _MIXTRAL = (
     (".experts.down_proj", ".experts.w2"),
 )
 _STORED = {
+    "ernie4_5_moe": ((".gate.moe_statics.", ".moe_statics."),),
     "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
+    "granitemoehybrid": (
+        (".router.", ".router.layer."),
+        (".experts.gate_up_proj", ".input_linear.weight"),
+        (".experts.down_proj", ".output_linear.weight"),
+    ),
+    "hy_v3": (
+        (".mlp.gate.weight", ".mlp.router.gate.weight"),
+        (".e_score_correction_bias", ".expert_bias"),
+        (".shared_experts.", ".shared_mlp."),
+    ),
     "minimax_m2": _MIXTRAL,
     "mixtral": _MIXTRAL,
 }
+_GRANITE = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 # Model type -> end of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
 _FP32 = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2"), ".mlp.gate.weight")
 _FP32 |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ".linear_attn.A_log")  # an exponent
 _HELD = {
+    "afmoe": ((".router.gate.", ".gate."),),
+    "ernie4_5_moe": ((".moe_statics.", ".gate."),),
     "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
+    **dict.fromkeys(_GRANITE, ((".router.", ".gate."),)),
+    "granitemoehybrid": (
+        (".router.layer.", ".gate."),
+        (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+        (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+    ),
+    "hy_v3": ((".router.gate.", ".gate."),),
 }
 # Model types whose published checkpoints have the experts of a layer in one tensor
-_TOGETHER = ("gpt_oss",)
+_TOGETHER = ("gpt_oss", *_GRANITE)
 # The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
 WRAPPED = "model.language_model"
 _HELD_PARTS = (
@@ -158,8 +180,11 @@ def router_name(experts: str, modules: Container[str]) -> str:
 
 
 def is_router(module: "nn.Module") -> bool:
-    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE."""
-    return type(module).__name__.endswith("TopKRouter")
+    """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE, and return
+    the choice after logits and weights; Granite's return it before them.
+    """
+    name = type(module).__name__
+    return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")
 
 
 def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:

@@ -23,6 +23,7 @@ from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
+    GATE_UP,
     LINEAR_ATTENTION,
     PARTS,
     REPLICATED,
@@ -43,7 +44,8 @@ if TYPE_CHECKING:
 
 
 _KINDS = "|".join((*COLUMN_PARALLEL, *FUSED, *ROW_PARALLEL, *REPLICATED))
-_OF_LAYER = rf"(?:self_attn|mlp|mlp\.shared_experts?)\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
+_BLOCKS = r"self_attn|mlp|mlp\.shared_experts?|shared_mlp"
+_OF_LAYER = rf"(?:{_BLOCKS})\.(?:{_KINDS})|linear_attn\.(?:{'|'.join(LINEAR_ATTENTION)})"
 _PROJECTION = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{_OF_LAYER})$")
 _GATES = re.compile(r"\.linear_attn\.in_proj_(?:ba|b|a)$")
 _VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
@@ -254,7 +256,8 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
         values = outline.linears[f"{parent}.in_proj_z"][0] if kind in PARTS else rows  # as many as of z
         keys = [(rows - values) / 2] * 2 if kind in PARTS else []
         return [(part / tp_size, columns) for part in (*keys, values)]
-    kinds, key_rows = FUSED.get(kind, (kind,)), outline.kv_heads * outline.head_dim
+    kinds = FUSED.get("gate_up_proj" if kind == GATE_UP else kind, (kind,))
+    key_rows = outline.kv_heads * outline.head_dim
     sizes = [rows - 2 * key_rows, key_rows, key_rows] if kind == "qkv_proj" else [rows / len(kinds)] * len(kinds)
     # with fewer KV heads than ranks, heads are replicated
     ranks = (min(tp_size, outline.kv_heads) if kind in ("k_proj", "v_proj") else tp_size for kind in kinds)

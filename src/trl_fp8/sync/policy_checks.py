@@ -88,7 +88,7 @@ def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype
         part = layout.pieces[name].of_sent(torch.empty(shape, device="meta")).shape
     except (RuntimeError, ValueError):  # of fewer dims, or another size
         part = torch.Size(shape)
-    if held.shape != part and not held.numel() == part.numel() == 1:
+    if [size for size in held.shape if size != 1] != [size for size in part if size != 1]:
         return f"is {list(held.shape)} where {list(part)} is sent"
     return f"is {held.dtype} where {dtype} is sent" if dtype not in (None, held.dtype) else None
 

@@ -147,9 +147,7 @@ class Writer:
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
         if name in self._pieces:
             part = self._pieces[name].of_sent(tensor.detach())
-            self._copies.append(
-                (name, part if part.numel() > 1 else part.view_as(self._held[name]))
-            )  # scale of a whole
+            self._copies.append((name, part.view_as(self._held[name])))  # a scale of a whole, or a bias as one row
             self._flush_copied(name)
         else:
             self.unknown.append(name)

@@ -16,6 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torchao.quantization import Float8Tensor
+from transformers import CONFIG_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
@@ -34,13 +35,26 @@ from trl_fp8.upstream.patches import substituted
 from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
-from .images import require_same_prompts
+from .images import leave_image_tokens, require_same_prompts
 from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
 
 
 logger = get_logger(__name__)
+
+
+@contextmanager
+def own_configs() -> Iterator[None]:
+    """After the block transformers makes configs as it did before. vLLM registers its own for types like Qwen3-Next,
+    for the whole process, and they lack fields that transformers' models ask for.
+    """
+    before = dict(CONFIG_MAPPING._extra_content)
+    try:
+        yield
+    finally:
+        CONFIG_MAPPING._extra_content.clear()
+        CONFIG_MAPPING._extra_content.update(before)
 
 
 class Base(Protocol):
@@ -64,6 +78,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
+        return_survivors: Let `llm.survivors` remember the tokens that top-k, top-p and min-p leave.
         share_kernels: The trainer calls the engine's kernels, so run kernels that it can share, and those alone.
         base: What of the policy, whose LoRA adapters are trained, lives in the engine alone. None: nothing.
         **kwargs: As for TRL's `VLLMGeneration`.
@@ -79,12 +94,14 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
+        return_survivors: bool = False,
         share_kernels: bool = False,
         base: Base | None = None,
         **kwargs,
     ):
         self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
-        self.return_routes, self.share_kernels, self.base = return_routes, share_kernels, base
+        self.return_routes, self.return_survivors = return_routes, return_survivors
+        self.share_kernels, self.base = share_kernels, base
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -92,14 +109,16 @@ class FP8VLLMGeneration(VLLMGeneration):
         require_same_positions(self.model, self.max_model_length)
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
-        wanted = {"return_routes": self.return_routes, "share_kernels": self.share_kernels}
+        wanted = {name: getattr(self, name) for name in ("return_routes", "return_survivors", "share_kernels")}
         ours = platform.arguments(self.recipe, self.model.config, **sizes, **wanted, user=self.engine_kwargs)
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
+        if self.return_survivors:
+            ours["survivors_from"] = platform.survivors_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
         room = adapters_installed(self.recipe, room_for(self.model)) if self.base else nullcontext()
-        with platform.ready(self.recipe), invariant, room, as_rollout_llm:
+        with platform.ready(self.recipe), own_configs(), invariant, room, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
             asked = self.engine_kwargs, self._largest, self.share_kernels
@@ -107,11 +126,16 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours |= self.pinned
             upstream.inspect_engine_class(tuple(self.model.config.architectures or ()))
             super()._init_vllm()
+        leave_image_tokens(self.llm)
         if self.share_kernels:
             platform.invariance.require(upstream.engine_config(self.llm))
             require_invariant_routers(upstream.engine_model(self.llm))
         if self.share_kernels or self.base:
             self.llm.share_weights()
+        if self.return_survivors and (self.generation_kwargs.get("top_k", self.top_k) or 0) <= 0:
+            # vLLM returns survivors only where top_k bounds their number: by the whole vocabulary, which is no bound
+            vocabulary = upstream.engine_config(self.llm).model_config.get_vocab_size()
+            self.generation_kwargs = self.generation_kwargs | {"top_k": vocabulary}
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
