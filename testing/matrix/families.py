@@ -80,7 +80,7 @@ FAMILIES = {
     "olmo2": Family("OLMo 2", other("olmo2")),
     "olmo3": Family("OLMo 3", other("olmo3")),
     "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
-    "opt": Family("OPT", other("opt")),
+    "opt": Family("OPT", other("opt"), flags={"disable_dropout": True}),
     "phi": Family("Phi 1 - 2", other("phi")),
     "phi3": Family("Phi-3, Phi-3.5, Phi-4", trained("phi3"), "microsoft/phi-4"),
     "qwen2": Family("Qwen2, Qwen2.5", trained("qwen2"), "Qwen/Qwen2.5-7B"),
@@ -90,7 +90,7 @@ FAMILIES = {
     "qwen3_5_moe_text": Family("Qwen3.5-MoE, text", other("qwen3_5_moe_text"), "Qwen/Qwen3.5-35B-A3B"),
     "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
     "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
-    "seed_oss": Family("Seed-OSS", other("seed_oss")),
+    "seed_oss": Family("Seed-OSS", other("seed_oss"), flags={"disable_dropout": True}),
     "smollm3": Family("SmolLM3", other("smollm3")),
     "stablelm": Family("StableLM 2", other("stablelm")),
 }
