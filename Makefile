@@ -16,6 +16,9 @@ UNUSED := torchvision torchaudio torchcodec
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 TORCH := $(if $(filter cpu,$(ENGINE)),$(shell sed -n 's/^cpu = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml))
 
+# For classes of vLLM that import it: testing/matrix/torchvision.py
+TORCHVISION := torchvision==0.28.0
+
 # Each worker of the tests starts engines of its own; on a GPU they would share one memory
 WORKERS := $(if $(filter cpu,$(ENGINE)),2,1)
 # Two OpenMP threads that spin while they wait slow each other down on a busy machine, 20-fold at worst
@@ -68,7 +71,7 @@ docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capa
 	$(BIN)/python -m docs.generate_capacity
 	$(BIN)/python -m docs.generate_models
 
-models: $(TESTABLE)  ## every family of models through a whole run, 20 minutes, and docs/models.md
+models: $(TESTABLE) $(VENV)/torchvision  ## every family of models through a whole run, 20 minutes, and docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m testing.matrix $(ARGS)
 	$(BIN)/python -m docs.generate_models
 
@@ -109,6 +112,9 @@ $(TESTABLE): $(READY)
 	@echo "adding to $(VENV) what tests, docs and benchmarks need: half a minute, once"
 	@$(PIP) --editable ".[dev,docs]"
 	@touch $@
+
+$(VENV)/torchvision: $(TESTABLE)
+	@$(PIP) --no-deps --target $@ $(TORCHVISION)
 
 clean:
 	rm -rf $(VENV) outputs dist

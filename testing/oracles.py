@@ -181,3 +181,15 @@ def growth(sequences, mask, edges):
     metrics = {name: mean(values) for name, values in bins.items()}
     metrics["mismatch/late_over_early"] = late / early if early else math.nan
     return metrics
+
+
+def truncated(logits, survivors, targets):
+    """Log-probs of the targets and entropies `[N]` of distributions over the survivors' logits alone."""
+    log_probs, entropies = [], []
+    for row, kept, target in zip(logits, survivors, targets, strict=True):
+        largest = max(row[token] for token in kept)
+        log_z = largest + math.log(math.fsum(math.exp(row[token] - largest) for token in kept))
+        log_p = {token: row[token] - log_z for token in kept}
+        log_probs.append(log_p[target])
+        entropies.append(-math.fsum(math.exp(value) * value for value in log_p.values()))
+    return log_probs, entropies

@@ -33,6 +33,7 @@ _COMMON = dict(
 _HYBRID = dict(full_attention_interval=2)
 _TURNED = dict(rope_type="default", rope_theta=1e6)
 _SPECIAL = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), dict(num_key_value_heads=4)),  # as many as of q
     "bloom": dict(head_dim=None),
     "falcon": dict(head_dim=None, new_decoder_architecture=True, num_kv_heads=2),
     "gemma3n_text": dict(

@@ -49,6 +49,7 @@ def processor(model_type: str) -> ProcessorMixin:
     """What TRL takes as `processing_class`; those of Qwen need torchvision."""
     if model_type == "gemma3":
         made = _tokenizer(_GEMMA_TOKENS)
+        made.add_tokens(["\n" * count for count in (2, 3, 4)])  # which vLLM's class asks for
         images = Gemma3ImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
         chat = CHAT.replace("IMAGE", made.boi_token)
         return Gemma3Processor(images, made, chat_template=chat, image_seq_length=4)
@@ -89,7 +90,7 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
+            if name.endswith(("bias", "mm_input_projection_weight")):  # zero, which would hide much
                 torch.nn.init.normal_(parameter, std=0.1)
             if ".language_model." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter[0] = 0
@@ -97,7 +98,9 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
         tokens = _QWEN_TOKENS if model_type in QWEN else _GEMMA_TOKENS
         never = [made.convert_tokens_to_ids(token) for token in tokens.values()]
         embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        embeddings[:, 0] = 1
+        if head is embeddings:
+            embeddings *= 0.5  # else a token is followed by itself
+        embeddings[:, 0] = 1 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1)
         head[never, 0] = -8
     model.config.architectures = [type(model).__name__]
     return model
@@ -115,9 +118,8 @@ def picture(number: int) -> Image.Image:
     """A gradient whose color follows `number`."""
     size = (PIXELS, PIXELS - 16 * (number % 2))
     image = Image.new("RGB", size)
-    image.putdata(
-        [(x * 7 % 256, (y * 5 + 40 * number) % 256, 30 * number % 256) for y in range(size[1]) for x in range(size[0])]
-    )
+    places = [(x, y) for y in range(size[1]) for x in range(size[0])]
+    image.putdata([(7 * x % 256, (5 * y + 40 * number) % 256, 30 * number % 256) for x, y in places])
     return image
 
 

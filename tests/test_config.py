@@ -7,6 +7,9 @@ from trl_fp8 import FP8GRPOConfig
 from trl_fp8.run.facts import _changed_flags
 
 
+OFF = {"fp8_weights": False, "kv_cache_dtype": "auto"}
+
+
 def config(**flags):
     return FP8GRPOConfig("out", **({"use_cpu": True} | flags))
 
@@ -23,9 +26,27 @@ def test_one_half_off_is_still_fp8(flags):
 
 
 def test_routes_need_this_projects_engine_also_without_fp8():
-    made = config(router_replay="rollout", fp8_weights=False, kv_cache_dtype="auto", use_vllm=True)
+    made = config(router_replay="rollout", use_vllm=True, **OFF)
     assert made.own_engine and made.routes_returned and not made.any_fp8
-    assert not config(fp8_weights=False, kv_cache_dtype="auto").own_engine
+    assert not config(**OFF).own_engine
+
+
+@pytest.mark.parametrize(
+    "flags, returned",
+    [
+        ({"top_p": 0.9}, True),
+        ({"top_k": 20, "min_p": 0.1}, True),
+        ({"generation_kwargs": {"min_p": 0.1}}, True),
+        ({"generation_kwargs": {"top_p": 1.0}, "top_p": 0.9}, False),  # what the engine is told
+        ({"top_k": -1, "min_p": 0.0}, False),
+        ({"top_p": 0.9, "vllm_importance_sampling_correction": False}, False),
+        ({"top_p": 0.9, "use_vllm": True} | OFF, False),  # as TRL
+        ({"top_p": 0.9, "use_vllm": True, "rollout_correction": "nemo_icepop"} | OFF, True),
+    ],
+)
+def test_survivors_are_returned_where_sampling_is_truncated_and_corrected_here(flags, returned):
+    made = config(**flags)
+    assert made.survivors_returned == returned and made.own_engine == (made.any_fp8 or returned)
 
 
 def test_a_run_names_the_flags_that_were_set_and_not_what_defaults_came_to():
@@ -95,11 +116,14 @@ def test_what_the_user_sets_wins():
         ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
         ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
         ({"vllm_importance_sampling_mode": "tokens"}, ["vllm_importance_sampling_mode='tokens'", "token_truncate"]),
-        ({"top_p": 0.9}, ["top_p=0.9", "renormalized", "vllm_importance_sampling_correction=False"]),
-        ({"top_k": 20}, ["top_k=20", "survive"]),
-        ({"min_p": 0.1}, ["min_p=0.1"]),
-        ({"repetition_penalty": 1.1, "top_k": 5}, ["top_k=5", "repetition_penalty=1.1"]),
-        ({"generation_kwargs": {"top_p": 0.8}}, ["top_p=0.8"]),
+        (
+            {"repetition_penalty": 1.1, "top_k": 5},
+            ["repetition_penalty=1.1 with", "another distribution", "vllm_importance_sampling_correction=False"],
+        ),
+        (
+            {"top_p": 0.9, "vllm_mode": "server", "rollout_correction": "nemo_icepop"} | OFF,
+            ["top_p=0.9 with", "vllm_mode='server'", "renormalized", "Set vllm_mode='colocate'"],
+        ),
         ({"generation_kwargs": {"logit_bias": {5: 1.0}, "min_tokens": 4}}, ["logit_bias={5: 1.0}", "min_tokens=4"]),
         ({"vllm_structured_outputs_regex": r"\d+"}, ["vllm_structured_outputs_regex='", "another distribution"]),
         (
@@ -187,8 +211,7 @@ def test_skipped_layers_come_in_every_form_a_command_line_or_yaml_gives(given, n
 
 @pytest.mark.parametrize("flags", [{"top_p": 0.9}, {"vllm_mode": "server"}, {"use_vllm": False}, {"top_k": 50}])
 def test_with_fp8_off_trls_freedom_is_untouched(flags):
-    off = {"fp8_weights": False, "kv_cache_dtype": "auto"}
-    made = config(**flags, **off)
+    made = config(**flags, **OFF)
     assert {name: getattr(made, name) for name in flags} == flags
     assert made.vllm_importance_sampling_clip_max == GRPOConfig.vllm_importance_sampling_clip_max
 

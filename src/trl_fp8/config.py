@@ -63,7 +63,14 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
     @property
     def own_engine(self) -> bool:
         """Whether rollouts need this project's engine and not TRL's."""
-        return self.any_fp8 or self.routes_returned
+        return self.any_fp8 or self.routes_returned or self.survivors_returned
+
+    @property
+    def survivors_returned(self) -> bool:
+        """Whether the trainer's log-probs are of what top-k, top-p and min-p leave, as those of the rollouts are."""
+        ours = self.any_fp8 or self.routes_returned or self.rollout_correction is not None
+        corrected = self.use_vllm and self.vllm_importance_sampling_correction and self.vllm_mode == "colocate"
+        return bool(ours and corrected and self.truncated_by)
 
     @property
     def correction(self) -> RolloutCorrection | None:

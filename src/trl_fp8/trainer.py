@@ -3,9 +3,9 @@
 A step, and who takes part in it. Everything optional is a feature: an object with the hooks of features/feature.py.
 
     rollouts due   -> [sync: KV scales, write, audit] -> generate (FP8)     Syncs, KVCache, Routes
-    old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes
+    old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes, Truncation
     batch          -> importance ratios, mismatch/*, correction/*            RunLog, Correction, Flow
-    loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes
+    loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes, Truncation
 """
 
 from collections.abc import Callable, Iterator
@@ -38,6 +38,7 @@ from .features.kv_cache import KVCache
 from .features.routes import Routes
 from .features.run_log import RunLog
 from .features.syncs import Syncs
+from .features.truncation import Truncation
 from .planning.plan import Plan, plan_for_model
 from .policy.base.adaptable import require_adaptable, require_apart, require_trainable_base
 from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
@@ -61,8 +62,9 @@ if TYPE_CHECKING:
 
 AnyDataset = Dataset | IterableDataset
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
-# The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured
-ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow)
+# The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured;
+# a truncation scores with a head of its own in place of the flow's
+ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, Truncation)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -253,6 +255,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             self.accelerator.print(self.plan.summary(), flush=True)
         if args.routes_returned:
             self._add(Routes(self))
+        if args.survivors_returned:
+            self._add(Truncation(self))
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
@@ -261,6 +265,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 calibrate=kv_cache and kv_cache.calibrate,
                 engine_kwargs=args.vllm_engine_kwargs,
                 return_routes=args.routes_returned,
+                return_survivors=args.survivors_returned,
                 share_kernels=args.fp8_forward == "full",
                 base=self._base and SharedBase(self.model, self._base, self.accelerator.device),
                 **kwargs,
@@ -295,8 +300,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         with ExitStack() as around:
             of_policy = self.features and model is not self.ref_model and not is_reference(model)
             for feature in self.features:
-                scored = feature.scoring(input_ids.shape, logits_to_keep) if of_policy else feature.reference()
-                around.enter_context(scored)
+                scored = feature.scoring if of_policy else feature.reference
+                around.enter_context(scored(attention_mask, logits_to_keep))
             inputs = input_ids, attention_mask, logits_to_keep
             return super()._get_per_token_logps_and_entropies(model, *inputs, *args, **kwargs)
 

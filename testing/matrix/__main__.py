@@ -8,6 +8,7 @@ benchmarks/results/models_cpu.json.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -20,15 +21,18 @@ from testing.processes import alone, free_port
 
 LIMIT = 600  # seconds of a family
 RESULT = "RESULT "
+WITH_TORCHVISION = ("qwen2_5_vl", "qwen2_vl", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl")
 
 
 def one(name: str) -> None:
     """Print the row of a family."""
-    import os
-
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if name in WITH_TORCHVISION:
+        from .torchvision import make_importable
+
+        make_importable()
     from .families import FAMILIES
     from .row import row
 

@@ -48,6 +48,8 @@ FAMILIES = {
     "arcee": Family("Arcee", other("arcee")),
     "cohere": Family("Command R", trained("cohere")),
     "cohere2": Family("Command R7B, Command A", other("cohere2")),
+    "cohere2_moe": Family("Command, mixtures of experts", other("cohere2_moe")),
+    "cwm": Family("CWM", other("cwm")),
     "deepseek_v2": Family("DeepSeek-V2", other("deepseek_v2")),
     "deepseek_v3": Family("DeepSeek-V3, R1", other("deepseek_v3"), "deepseek-ai/DeepSeek-V3"),
     "ernie4_5": Family("ERNIE 4.5, dense", other("ernie4_5")),
@@ -69,13 +71,21 @@ FAMILIES = {
     "granitemoeshared": Family(
         "Granite, with shared experts", other("granitemoeshared", **ATTENTION), flags=UNBALANCED
     ),
+    "granite_swa": Family("Granite, sliding windows", other("granite_swa")),
+    "granitemoe_swa": Family(
+        "Granite, sliding windows and experts", other("granitemoe_swa", **ATTENTION), flags=UNBALANCED
+    ),
+    "hyperclovax": Family("HyperCLOVA X", other("hyperclovax")),
+    "jais2": Family("Jais 2", other("jais2")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
+    "mellum": Family("Mellum", other("mellum")),
     "minimax_m2": Family("MiniMax-M2", other("minimax_m2")),
     "ministral3": Family("Ministral 3", other("ministral3")),
     "mistral": Family("Mistral", trained("mistral"), "mistralai/Mistral-7B-v0.3"),
     "mixtral": Family("Mixtral", trained("mixtral"), "mistralai/Mixtral-8x7B-v0.1"),
     "nemotron": Family("Nemotron, Minitron", other("nemotron")),
     "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
+    "opt": Family("OPT", other("opt")),
     "phi": Family("Phi 1 - 2", other("phi")),
     "phi3": Family("Phi-3, Phi-3.5, Phi-4", trained("phi3"), "microsoft/phi-4"),
     "qwen2": Family("Qwen2, Qwen2.5", trained("qwen2"), "Qwen/Qwen2.5-7B"),

@@ -26,8 +26,10 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
         assert report["log_probs"] == report["fresh"]["log_probs"]
         assert report["engine"] == report["fresh"]["engine"]
         assert report["audit_failures"] == 0
-    # the trainer adds the ranks' partial products as the engine's all-reduce does; with one product it is at 0.03
-    assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in reports[0]["log"])
+    # the trainer adds the ranks' partial products as the engine's all-reduce does; with one product it is at 0.03,
+    # with another rank's survivors, or with all tokens, at 0.1
+    for row in reports[0]["log"]:
+        assert row["mismatch/logp_difference_mean"] < 1e-5 and row["sampling/survivors_mean"] > 1
 
 
 def test_the_first_layer_that_differs_is_named_on_both_ranks(reports):

@@ -1,11 +1,14 @@
 """The reference attention against a float64 re-derivation, through vLLM's real paged cache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from testing import engines
 from trl_fp8.engine.vllm.cpu.attention import ReferenceAttentionImpl, _split_cache
+from trl_fp8.engine.vllm.cpu.latent import LatentMetadata, ReferenceLatentImpl
 from trl_fp8.engine.vllm.kv_scales import attention_layers
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.upstream.vllm import engine_model
@@ -136,3 +139,46 @@ def test_scales_reach_the_kernel_and_the_cache_holds_their_bytes(checkpoint):
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == base
     engines.shutdown(generation.llm)
+
+
+PLAIN, ROTATED, RANK, VALUES = 16, 8, 24, 12
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_latents_are_read_as_the_keys_and_values_that_they_expand_to(dtype, monkeypatch):
+    """Alone and beside another request, bit for bit; the oracle expands them, in float64."""
+    torch.manual_seed(0)
+    query_lens, seq_lens, tables, scale = [5, 1], [40, 33], [[3, 1], [0, 2]], torch.tensor(2**-6)
+    layer = SimpleNamespace(W_UK_T=torch.randn(HEADS, PLAIN, RANK), W_UV=torch.randn(HEADS, RANK, VALUES))
+    monkeypatch.setattr(ReferenceLatentImpl, "_layer", lambda self: layer)
+    sizes = {"qk_nope_head_dim": PLAIN, "qk_rope_head_dim": ROTATED, "qk_head_dim": PLAIN + ROTATED}
+    sizes |= {"kv_lora_rank": RANK, "v_head_dim": VALUES, "q_lora_rank": None, "kv_b_proj": None}
+    plain = dict.fromkeys(["alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"])
+    impl = ReferenceLatentImpl(
+        HEADS, RANK + ROTATED, 0.2, 1, kv_cache_dtype="auto", attn_type="decoder", **plain, **sizes
+    )
+    cache = torch.zeros(4, BLOCK, RANK + ROTATED, dtype=dtype)
+    whole = metadata(seq_lens, seq_lens, tables)
+    latent = torch.randn(sum(seq_lens), RANK + ROTATED).bfloat16()
+    impl.do_kv_cache_update(latent[:, :RANK], latent[:, None, RANK:], cache, whole.slot_mapping, "auto", scale)
+    q = torch.randn(sum(query_lens), HEADS, PLAIN + ROTATED).bfloat16()
+
+    def attended(q, *batch):
+        output = torch.empty(len(q), HEADS * VALUES, dtype=torch.bfloat16)
+        read = cache.view(E4M3) if dtype == torch.uint8 else cache
+        impl.forward_mha(q, None, None, read, LatentMetadata(metadata(*batch)), scale, output)
+        return output.view(len(q), HEADS, VALUES)
+
+    found = attended(q, query_lens, seq_lens, tables)
+    assert torch.equal(found[5:], attended(q[5:], query_lens[1:], seq_lens[1:], tables[1:]))
+    held = round_trip(latent, scale.double()) if dtype == torch.uint8 else latent.double()
+    for rows, own in ((slice(0, 5), held[:40]), (slice(5, 6), held[40:])):
+        keys = torch.einsum("sl,hnl->shn", own[:, :RANK], layer.W_UK_T.double())
+        keys = torch.cat([keys, own[:, None, RANK:].expand(-1, HEADS, -1)], -1)
+        values = torch.einsum("sl,hlv->shv", own[:, :RANK], layer.W_UV.double())
+        scores = torch.einsum("qhd,shd->hqs", q[rows].double(), keys) * 0.2
+        seen = torch.arange(len(own)) <= torch.arange(len(own) - scores.shape[1], len(own))[:, None]
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = torch.einsum("hqs,shv->qhv", weights, values)
+        # rounded once to BF16: 8 bits
+        assert ((found[rows].double() - expected).abs() <= 2**-8 * expected.abs()).all()

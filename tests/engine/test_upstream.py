@@ -203,8 +203,9 @@ def test_transformers_and_vllm_agree_on_what_replay_reads():
     assert (
         source.index("self._compute_routing(") < source.index("self.capture_fn(") < source.index("_apply_eplb_mapping")
     )
-    assert "routed_experts" in inspect.signature(CompletionOutput).parameters
-    assert "enable_return_routed_experts" in inspect.signature(EngineArgs).parameters
+    assert {"routed_experts", "sampling_mask"} <= set(inspect.signature(CompletionOutput).parameters)
+    arguments = set(inspect.signature(EngineArgs).parameters)
+    assert {"enable_return_routed_experts", "return_sampling_mask"} <= arguments
     runner = inspect.getsource(GPUModelRunner)
     assert (
         "self.query_start_loc = self._make_buffer(" in runner and "self.input_batch.num_computed_tokens_cpu" in runner

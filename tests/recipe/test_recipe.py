@@ -3,9 +3,10 @@
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from testing import published, tiny_models
+from testing import other_models, published, tiny_models
 from testing.tiny_models import on_meta
 from trl_fp8.planning.plan import format_bytes, plan_for, plan_for_model
+from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
 
@@ -97,6 +98,29 @@ def test_kv_heads_are_replicated_beyond_their_number():
     model = on_meta(head_dim=128, num_attention_heads=8, num_key_value_heads=2, intermediate_size=1024)
     recipe = recipe_for_model(model, tensor_parallel_size=4)  # one kv head of 128 rows on two ranks each
     assert set(recipe.fp8_modules) == ALL
+
+
+@pytest.mark.parametrize("tp_size, part", [(1, 10 * 128), (2, 5 * 128), (4, None), (10, 128)])
+def test_each_projection_in_a_weight_has_to_be_whole_blocks(tp_size, part):
+    """phi-4 has 40 heads of q and 10 of k and v, of 128 rows each, and an MLP of 17920 = 140 * 128."""
+    outline = outline_of_config(published.CONFIGS["microsoft/phi-4"], "m")
+    recipe = recipe_for(outline, tensor_parallel_size=tp_size)
+    named = "model.layers.0.self_attn.qkv_proj" in recipe.fp8_modules
+    assert named == (part is not None) and "model.layers.0.mlp.gate_up_proj" in recipe.fp8_modules
+    if named:
+        assert recipe.gemms(outline)[6 * part, 5120] == 40
+        assert recipe.sharing_scale("model.layers.0.self_attn.qkv_proj.weight") == (
+            "model.layers.0.self_attn.qkv_proj.weight",
+        )
+    else:
+        assert recipe.kept_modules["model.layers.0.self_attn.qkv_proj"].startswith("320 x 5120 per rank")
+
+
+def test_what_a_class_does_not_say_that_it_fuses_is_ignored_by_the_fused_name_too():
+    outline = outline_of(other_models.policy("stablelm"))
+    ignored = ("model.layers.0.self_attn.k_proj",)
+    kept = recipe_for(outline, ignored_modules=ignored).quantization_config["modules_to_not_convert"]
+    assert "model.layers.0.self_attn.qkv_proj" in kept and "model.layers.0.mlp.gate_up_proj" not in kept
 
 
 def test_a_model_with_nothing_to_quantize_is_an_error_that_says_why():

@@ -14,7 +14,8 @@ from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
-from trl_fp8.sync.pieces import Layout, Piece, Span
+from trl_fp8.sync.audit import audit
+from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer, by_scale
 
@@ -108,6 +109,45 @@ def test_a_rank_takes_its_part_of_codes_and_of_their_scales():
     for held, part in zip(layout.held.values(), parts, strict=True):
         assert torch.equal(digest(held), digest(part.contiguous())) and digest(held) != 0
     assert torch.equal(torch.stack(list(writer.sums.values())), layout.sums())
+
+
+# q of four heads, k and v of one, which both ranks have; gate and up; each as the second of two ranks holds it
+QKV = Joined((Span(256, 256, 512), Span(0, 128, 128), Span(0, 128, 128)))
+FUSED = {
+    "copied": ("self_attn.qkv_proj", {"sent": (QKV, None)}, [*range(256, 768)]),
+    "views": (
+        "mlp.gate_up_proj",
+        {"sent": (None, Span(128, 128, 256), None), "equal": (0, 2)},
+        [*range(128, 256), *range(384, 512)],
+    ),
+}
+
+
+@pytest.mark.parametrize("is_fp8", [True, False])
+@pytest.mark.parametrize("form", FUSED)
+def test_a_rank_takes_its_rows_of_projections_that_are_one_weight(form, is_fp8):
+    layer, where, rows = FUSED[form]
+    name = f"model.layers.0.{layer}"
+    weight = torch.nn.Parameter(torch.randn(768 if form == "copied" else 512, 256))
+    part = weight.detach()[rows].bfloat16()
+    expected = {f"{name}.weight": part}
+    if is_fp8:
+        (codes,) = BLOCKS.quantize_weights([part], "pow2")
+        expected = {f"{name}.weight": codes.qdata, f"{name}.weight_scale_inv": codes.scale}
+    pieces = []
+    for each, tensor in expected.items():
+        spans = where | {"sent": tuple(s and s.blocks(128) if each != f"{name}.weight" else s for s in where["sent"])}
+        held = SimpleNamespace(tensor=torch.zeros_like(tensor))
+        pieces.append(Piece(each, held, "tensor", tensor.dtype, **spans))
+    layout = Layout(pieces)
+    writer = Writer(layout, FP8Recipe((name,) if is_fp8 else ()))
+    writer.write([(f"{name}.weight", weight)])
+    for piece in pieces:
+        assert torch.equal(piece.parameter.float(), expected[piece.name].float()), piece.name
+        assert piece.is_copied == (form == "copied")
+        with pytest.raises(ValueError, match="elements in dim"):
+            piece.of_sent(torch.zeros(1024, 256))
+    assert torch.equal(torch.stack([writer.sums[each] for each in layout.names]), layout.sums())
 
 
 @pytest.mark.parametrize("part", ["qdata", "scale"])
@@ -222,3 +262,27 @@ def test_all_ranks_refuse_what_one_of_them_wrote():
     first = next(iter(writer.finite))
     with pytest.raises(ValueError, match=f"1 of 25 parameters: {first}[.] The engine refuses"):
         writer.inspect(another_saw)
+
+
+def test_what_an_engine_derives_is_made_anew_and_compared():
+    """Here of a weight `[4, 8]`: its transpose, in FP32."""
+    engine = torch.nn.Module()
+    engine.weight = torch.nn.Parameter(torch.zeros(4, 8, dtype=torch.bfloat16), requires_grad=False)
+    engine.turned = torch.nn.Parameter(torch.zeros(8, 4), requires_grad=False)
+    sent, derived = Piece("a.weight", engine, "weight", torch.bfloat16), lambda: engine.weight.t().float()
+    layout = Layout([Piece("a.turned", engine, "turned", torch.float32, derived=derived), sent])
+    recipe = FP8Recipe((), kv_cache_dtype="auto")
+    for number in (1.0, 2.0):
+        writer = Writer(layout, recipe)
+        writer.write([("a.weight", torch.full((4, 8), number))])
+        assert engine.turned.eq(number).all() and not writer.unknown
+        audit(layout, writer, None)
+    writer = Writer(layout.part(["a.weight"]), recipe)
+    writer.write([("a.weight", torch.full((4, 8), 3.0))])  # as a sync that leaves out what follows from it
+    with pytest.raises(RuntimeError, match=r"never sent: a\.turned"):
+        audit(layout, writer, None)
+    writer = Writer(layout, recipe)
+    writer.write([("a.weight", torch.full((4, 8), 3.0))])
+    engine.turned[2, 1] = 0
+    with pytest.raises(RuntimeError, match=r"1 tensors hold other bytes than were sent: a\.turned"):
+        audit(layout, writer, None)

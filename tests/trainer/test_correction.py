@@ -225,12 +225,12 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
         (
             {
                 "rollout_correction": "nemo_icepop",
-                "top_p": 0.9,
+                "repetition_penalty": 1.1,
                 "fp8_weights": False,
                 "kv_cache_dtype": "auto",
                 "use_vllm": True,
             },
-            ["top_p=0.9", "tokens that survive"],
+            ["repetition_penalty=1.1", "another distribution"],
         ),
     ],
 )

@@ -4,15 +4,33 @@ TRL reads the head's weight, projects and folds tile by tile, and makes all of i
 forward asks the engine for the logits; the backward is TRL's, of the policy's own weight.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
+import trl.trainer.utils as trl_utils
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
 from trl_fp8.policy.flow.linear import tokens_of
 from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.upstream.patches import substituted
 
 
 TOKENS = 256  # whose logits over the whole vocabulary are held at a time
+
+
+def scored_by(head: type[torch.autograd.Function]) -> AbstractContextManager[None]:
+    """Inside the block `head` scores, in the place of TRL's `ChunkedLogProbFunction`."""
+    return substituted(trl_utils, "_ChunkedLogProbFunction", head)
+
+
+def engine_logits(flow: OneForward, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """hidden `[T, K]` -> the engine's logits `[T, V]`, of its own weight or of the policy's."""
+    if flow.shares:
+        return lambda hidden: flow.kernels.logits(tokens_of(hidden))
+    own = weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16)
+    return lambda hidden: flow.kernels.head(tokens_of(hidden), *own)
 
 
 def engine_head(flow: OneForward) -> type[ChunkedLogProbFunction]:
@@ -25,11 +43,9 @@ def engine_head(flow: OneForward) -> type[ChunkedLogProbFunction]:
         ) -> tuple[Tensor | None, ...]:
             """hidden `[T, K]`, weight `[V, K]`, targets `[T]` -> what `outputs` names, FP32 `[T]` each, else None."""
             ctx.set_materialize_grads(False)  # of an entropy that is only logged
-            own = () if flow.shares else (weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16))
-            found = []
-            for rows, wanted in zip(tokens_of(hidden).split(TOKENS), targets.split(TOKENS), strict=True):
-                logits = flow.kernels.head(rows, *own) if own else flow.kernels.logits(rows)
-                found.append(_scored(logits.float().div_(temperature), wanted, outputs))
+            logits, found = engine_logits(flow, weight, bias), []
+            for rows, wanted in zip(hidden.split(TOKENS), targets.split(TOKENS), strict=True):
+                found.append(_scored(logits(rows).float().div_(temperature), wanted, outputs))
             log_probs, log_z, *others = (torch.cat(parts) for parts in zip(*found, strict=True))
             named = dict(zip((name for name in OPTIONAL if name in outputs), others, strict=True))
             entropy = named.get("entropy")

@@ -4,12 +4,14 @@
     before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
     before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
     after_generation(rollouts)       all turns are through
-    scoring(shape, logits_to_keep)   around each pass of the policy that scores rollouts (TRL's old log-probs)
-    reference()                      around each pass of a reference, which may be the policy without its adapters
+    scoring(mask, logits_to_keep)    around each pass of the policy that scores rollouts (TRL's old log-probs, loss)
+    reference(mask, logits_to_keep)  around each pass of a reference, which may be the policy without its adapters
     extend_batch(batch)              TRL's batch is complete: add to it, correct it, measure it
     begin_loss(inputs)               a forward for the loss is about to start
     end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
     save(folder), load(folder)       a checkpoint is written or read, on every rank
+
+`mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
 
 The trainer calls a hook of all features in the order of `trainer.ORDER`. A feature is a callback of the trainer, too.
 """
@@ -72,10 +74,10 @@ class Feature(TrainerCallback):
 
     def after_generation(self, rollouts: Rollouts) -> None: ...
 
-    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         return nullcontext()
 
-    def reference(self) -> AbstractContextManager:
+    def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         return nullcontext()
 
     def extend_batch(self, batch: Batch) -> None: ...

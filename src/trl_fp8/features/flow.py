@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-import trl.trainer.utils as trl_utils
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
@@ -22,9 +21,8 @@ from trl_fp8.policy.flow.gemm import require_backend
 from trl_fp8.policy.flow.kernels import EngineKernels
 from trl_fp8.policy.flow.one_forward import OneForward, release, require_followable
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.upstream.patches import substituted
 
-from .engine_head import engine_head
+from .engine_head import engine_head, scored_by
 from .feature import Batch, Feature, Rollouts
 from .kv_cache import KVCache
 
@@ -67,7 +65,6 @@ class Flow(Feature):
         flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
         self.forward.switch(on=False)
-        self._head = engine_head(self.forward)
 
     def _flow(self, **options) -> FP8Flow:
         trainer = self.trainer
@@ -113,13 +110,12 @@ class Flow(Feature):
         self._outdated = True  # load_best_model_at_end
 
     @contextmanager
-    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> Iterator[None]:
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         self._bring_up_to_date()
-        replaced = substituted(trl_utils, "_ChunkedLogProbFunction", self._head)
-        with self.forward.switched(on=True), replaced:
+        with self.forward.switched(on=True), scored_by(engine_head(self.forward)):
             yield
 
-    def reference(self) -> AbstractContextManager:
+    def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self.forward.switched(on=False)
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -179,7 +175,7 @@ class Flow(Feature):
         with (
             torch.no_grad(),
             as_cached,
-            self.scoring(ids.shape, 1),
+            self.scoring(torch.ones_like(ids), 1),
             comparison.policy(),
         ):  # but no observation, no routes
             GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)

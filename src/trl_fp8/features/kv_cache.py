@@ -81,12 +81,12 @@ class KVCache(Feature):
         }
 
     @contextmanager
-    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> Iterator[None]:
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         with self.calibrator.watching(), self.simulated():
             yield
 
     @contextmanager
-    def reference(self) -> Iterator[None]:
+    def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         before = self.hook.scales_L3
         self.hook.simulate(None)
         try:

@@ -34,8 +34,8 @@ class Routes(Feature):
         chosen = self.trainer.vllm_generation.llm.routes.of(rollouts.sequences)
         self.routes.arrived(chosen, [len(prompt) for prompt in rollouts.prompt_ids])
 
-    def scoring(self, shape: tuple[int, int], logits_to_keep: int) -> AbstractContextManager:
-        return self.routes.old_log_probs(shape, logits_to_keep, self.trainer.accelerator.device)
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
+        return self.routes.old_log_probs(mask.shape, logits_to_keep, self.trainer.accelerator.device)
 
     def extend_batch(self, batch: Batch) -> None:
         prompt_columns = batch.tensors["prompt_ids"].shape[1]

@@ -1,6 +1,7 @@
 """Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from trl import GRPOConfig
 
@@ -75,33 +76,45 @@ class CorrectionFlags:
             self._check_sampling()
             self._check_correction(any_fp8)
 
+    def _not_neutral(self, neutral: dict[str, tuple]) -> dict[str, Any]:
+        """Settings of the sampling, fields or in `generation_kwargs`, that are none of their neutral values."""
+        fields = {name: getattr(self, name) for name in neutral if hasattr(self, name)}
+        given = fields | (self.generation_kwargs or {})
+        return {name: given[name] for name in neutral if name in given and given[name] not in neutral[name]}
+
+    @property
+    def truncated_by(self) -> dict[str, Any]:
+        """The settings that leave some tokens out of the sampling; the trainer's log-probs can follow those."""
+        return self._not_neutral({"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0)})
+
     def _check_sampling(self) -> None:
-        """Correction compares log-probs of the full softmax; truncated sampling renormalizes those of the rollout."""
+        """Correction compares log-probs: what changes those of the rollout must change those of the trainer."""
         if not self.vllm_importance_sampling_correction:
             return
-        neutral_fields = {
-            "top_p": (1.0,),
-            "top_k": (0, -1, None),
-            "min_p": (None, 0.0),
-            "repetition_penalty": (1.0,),
-            "vllm_structured_outputs_regex": (None,),
-        }
-        neutral = neutral_fields | {  # the rest can only be in generation_kwargs
-            "presence_penalty": (0.0,),
-            "frequency_penalty": (0.0,),
-            "min_tokens": (0,),
-            **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
-        }
-        given = {name: getattr(self, name) for name in neutral_fields} | (self.generation_kwargs or {})
-        changing = {name: value for name, value in given.items() if name in neutral and value not in neutral[name]}
+        changing = self._not_neutral(
+            {
+                "repetition_penalty": (1.0,),
+                "vllm_structured_outputs_regex": (None,),
+                "presence_penalty": (0.0,),
+                "frequency_penalty": (0.0,),
+                "min_tokens": (0,),
+                **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
+            }
+        )
         if changing:
             given = ", ".join(f"{name}={value!r}" for name, value in changing.items())
             raise ValueError(
                 f"{given} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
-                "distribution (renormalized over the tokens that survive), the trainer's are not, so every importance "
-                "ratio would be off. Sample from the full distribution (top_p=1.0, top_k=0, min_p=None, "
-                "repetition_penalty=1.0, no other restriction), or set vllm_importance_sampling_correction=False and "
-                "accept uncorrected FP8 rollouts."
+                "distribution than the trainer's, so every importance ratio would be off. Sample without it "
+                "(repetition_penalty=1.0, no other restriction; top_p, top_k and min_p are free), or set "
+                "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
+            )
+        if self.truncated_by and self.vllm_mode != "colocate":
+            given = ", ".join(f"{name}={value!r}" for name, value in self.truncated_by.items())
+            raise ValueError(
+                f"{given} with rollout_correction={self.rollout_correction!r} and vllm_mode={self.vllm_mode!r}: "
+                "vLLM's log-probs are renormalized over the tokens that survive, and only a colocated engine tells "
+                "the trainer which. Set vllm_mode='colocate', or top_p=1.0, top_k=0, min_p=None."
             )
 
     def _check_correction(self, any_fp8: bool) -> None:

@@ -14,7 +14,7 @@ RESERVED_ENGINE_KWARGS = (
     *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
     *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
     *("model_impl", "trust_remote_code", "enable_return_routed_experts", "aux_output_config"),
-    "mm_device_do_normalize",
+    *("mm_device_do_normalize", "return_sampling_mask"),
 )
 # Public fields of vLLM 0.31's SamplingParams
 VLLM_NAMES = frozenset(

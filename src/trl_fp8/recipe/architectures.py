@@ -177,6 +177,12 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         _AROUND,
         full_every="sliding_window_pattern",
     ),
+    "glm": Architecture(
+        "GlmForCausalLM",
+        _defaults(151552, 4096, 13696, 40, 32, 2, 131072, head_dim=128, attention_bias=True),
+        _attention(_BIAS),
+        dense=_FUSED_MLP,
+    ),
     "glm4": Architecture(
         "Glm4ForCausalLM",
         _defaults(151552, 4096, 13696, 40, 32, 2, 131072, head_dim=128, attention_bias=True),

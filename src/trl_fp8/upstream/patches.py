@@ -37,7 +37,10 @@ _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.trainer.grpo_trainer.create_model_from_path": ("trainer.py", "TRL loads a whole model by this name."),
-        "trl.trainer.utils._ChunkedLogProbFunction": ("features/flow.py", "TRL's output head calls it by this name."),
+        "trl.trainer.utils._ChunkedLogProbFunction": (
+            "features/engine_head.py",
+            "TRL's output head calls it by this name.",
+        ),
         "transformers.modeling_utils.get_hf_quantizer": (
             "policy/base/stored.py",
             "A quantizer may empty modules; its config must be of the kind that the checkpoint has.",

@@ -16,6 +16,8 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(
         ["_dist", "_init_vllm", "_iter_named_params", "_llm_weights_sleeping"], "engine"
     ),
+    "trl.kernels.chunked_logprob": {"_addmm_fp32": "features"},
+    "trl.trainer.utils": {"_use_triton": "features"},
     "transformers.Trainer": dict.fromkeys(
         ["_get_output_dir", "_load_optimizer_and_scheduler", "_save_checkpoint"], "run"
     ),

@@ -25,7 +25,9 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "torch.ops": {"_C": "engine"},
     "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
     "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": {"input_batch": "upstream", "query_start_loc": "upstream"},
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": dict.fromkeys(
+        ["input_batch", "query_start_loc", "sampler"], "upstream"
+    ),
     f"{_LAYERS}.attention.Attention": {
         f"_{which}_scale{copy}": "engine"
         for which in "qkv"
@@ -90,6 +92,13 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
     for index, (start, end) in enumerate(pairwise(bounds)):  # vLLM appends a suffix to the id of a request
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
+
+
+def sampler(llm: "LLM") -> nn.Module:
+    """What draws tokens: (logits, generators, k, p) -> tokens `[R]`, and the log-probs `[R, V]` by which it drew them
+    (`processed_logprobs`); R requests of `scheduled_tokens`. The first model runner.
+    """
+    return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
 def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

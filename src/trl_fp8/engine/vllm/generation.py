@@ -64,6 +64,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
+        return_survivors: Let `llm.survivors` remember the tokens that top-k, top-p and min-p leave.
         share_kernels: The trainer calls the engine's kernels, so run kernels that it can share, and those alone.
         base: What of the policy, whose LoRA adapters are trained, lives in the engine alone. None: nothing.
         **kwargs: As for TRL's `VLLMGeneration`.
@@ -79,12 +80,14 @@ class FP8VLLMGeneration(VLLMGeneration):
         calibrate: Callable[[], KVScales] | None = None,
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
+        return_survivors: bool = False,
         share_kernels: bool = False,
         base: Base | None = None,
         **kwargs,
     ):
         self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
-        self.return_routes, self.share_kernels, self.base = return_routes, share_kernels, base
+        self.return_routes, self.return_survivors = return_routes, return_survivors
+        self.share_kernels, self.base = share_kernels, base
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -92,10 +95,12 @@ class FP8VLLMGeneration(VLLMGeneration):
         require_same_positions(self.model, self.max_model_length)
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
-        wanted = {"return_routes": self.return_routes, "share_kernels": self.share_kernels}
+        wanted = {name: getattr(self, name) for name in ("return_routes", "return_survivors", "share_kernels")}
         ours = platform.arguments(self.recipe, self.model.config, **sizes, **wanted, user=self.engine_kwargs)
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
+        if self.return_survivors:
+            ours["survivors_from"] = platform.survivors_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
         room = adapters_installed(self.recipe, room_for(self.model)) if self.base else nullcontext()
@@ -112,6 +117,10 @@ class FP8VLLMGeneration(VLLMGeneration):
             require_invariant_routers(upstream.engine_model(self.llm))
         if self.share_kernels or self.base:
             self.llm.share_weights()
+        if self.return_survivors and (self.generation_kwargs.get("top_k", self.top_k) or 0) <= 0:
+            # vLLM returns survivors only where top_k bounds their number: by the whole vocabulary, which is no bound
+            vocabulary = upstream.engine_config(self.llm).model_config.get_vocab_size()
+            self.generation_kwargs = self.generation_kwargs | {"top_k": vocabulary}
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:

@@ -26,6 +26,7 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import caches_of
+from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
@@ -49,6 +50,7 @@ class Platform(ABC):
     invariance: ClassVar[Invariance]  # vLLM's settings for a trainer that calls the engine's kernels
     mismatch_bound: ClassVar[float]  # see `EngineNumerics`
     routes_from: ClassVar[Literal["vllm", "routers"]]  # where `RolloutLLM` gets the experts that routers choose
+    survivors_from: ClassVar[Literal["vllm", "sampler"]]  # and the tokens that are left to be sampled from
 
     @abstractmethod
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
@@ -62,6 +64,7 @@ class Platform(ABC):
         max_num_seqs: int,
         max_model_len: int | None,
         return_routes: bool = False,
+        return_survivors: bool = False,
         share_kernels: bool = False,
         user: dict | None = None,
     ) -> dict:
@@ -70,7 +73,8 @@ class Platform(ABC):
         Args:
             recipe, config: The policy's.
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
-            return_routes, share_kernels: See `FP8VLLMGeneration`; on CPU kernels always are those that can be shared.
+            return_routes, return_survivors, share_kernels: See `FP8VLLMGeneration`; on CPU kernels always are those
+                that can be shared.
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
@@ -86,6 +90,8 @@ class Platform(ABC):
         arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
         if share_kernels:
             arguments |= self._invariant_arguments(config.get_text_config())
+        if return_survivors and self.survivors_from == "vllm":
+            arguments["return_sampling_mask"] = True
         if return_routes:
             arguments |= self._routes_arguments(recipe, user)
             cached = arguments["enable_prefix_caching"]
@@ -128,6 +134,7 @@ class Cpu(Platform):
     # Reductions in FP64 have one result, whatever the batch. The room is for log-softmax, in FP32 on both sides
     mismatch_bound = 1e-5
     routes_from = "routers"
+    survivors_from = "sampler"
     block = 128  # tokens per KV cache block
 
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
@@ -190,6 +197,7 @@ class Cuda(Platform):
     )
     mismatch_bound = 1e-3  # a third of what BF16 rollouts leave at 2 layers; has not been measured
     routes_from = "vllm"
+    survivors_from = "vllm"
 
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
         only = recipe.format.linear_backend
@@ -257,6 +265,8 @@ class Cuda(Platform):
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
+        if recipe.decoder == WRAPPED and config.model_type == "gemma3_text":
+            attention = "TRITON_ATTN"  # tokens of an image see all of it, which FlashAttention 3 cannot mask
         if getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query, and runs on each of them
             attention = "TRITON_MLA"
         arguments = {"attention_backend": attention} if recipe.fp8_kv_cache else {}

@@ -1,4 +1,4 @@
-"""vLLM's engine with a lighter sleep, a memory of its routers, and random numbers of its own.
+"""vLLM's engine with a lighter sleep, a memory of routers and sampler, and random numbers of its own.
 
 TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
 with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same: there level 1
@@ -18,7 +18,9 @@ import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 
 from .images import leave_image_tokens
+from .rollout_log import RolloutLog
 from .routes import RouteLog, RouterCapture, returned_routes
+from .survivors import SamplerCapture, SurvivorLog, returned_survivors
 
 
 @contextmanager
@@ -36,19 +38,21 @@ class RolloutLLM(LLM):
     """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set, and less if its weights are shared.
 
     `routes_from` says where the experts that routers choose come from: `"vllm"` returns them (`ValueError` with its
-    reason if it cannot), `"routers"` are read; None: nobody asks. `seed` is the same on ranks that share an engine.
+    reason if it cannot), `"routers"` are read; None: nobody asks. `survivors_from` says it of the tokens that are left
+    to draw: `"vllm"` or the `"sampler"`. `seed` is the same on ranks that share an engine.
     """
 
     keep_weights = False  # they will be needed again as they are
     weights_kept = False  # the engine sleeps and has its weights, in host memory unless they are shared
     _weights_shared = _weights_asleep = False
     routes: RouteLog | None = None  # of everything that was generated; None without `routes_from`
+    survivors: SurvivorLog | None = None  # likewise, without `survivors_from`
     occasion = 0, 1  # the trainer's step, and 1 if it trains: all that a resumed run has, to sample as without a break
     _routes_from: str | None = None
     _seed = 0
     _calls: Mapping[tuple[int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
 
-    def __init__(self, *, routes_from: str | None = None, **kwargs):
+    def __init__(self, *, routes_from: str | None = None, survivors_from: str | None = None, **kwargs):
         self._routes_from, self._seed = routes_from, kwargs.get("seed") or 0
         try:
             super().__init__(**kwargs)
@@ -58,29 +62,40 @@ class RolloutLLM(LLM):
                     f"router_replay: vLLM cannot return the experts that it chooses here: {reason[0].strip()} "
                     "Otherwise set router_replay='off'."
                 ) from error
+            if survivors_from == "vllm" and (reason := re.search(r"sampling distribution replay[^\[\n]*", str(error))):
+                raise ValueError(
+                    f"top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them here: "
+                    f"{reason[0].strip()}. Otherwise set top_p=1.0, top_k=0, min_p=None."
+                ) from error
             raise
         leave_image_tokens(self)
         if routes_from is not None:
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
+        if survivors_from is not None:
+            self.survivors = SurvivorLog(SamplerCapture(self) if survivors_from == "sampler" else returned_survivors)
 
     def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
-        """Note what the next generation is for, and forget the routes of the last one."""
+        """Note what the next generation is for, and forget what was noted of the last one."""
         self.occasion, self.keep_weights = occasion, keep_weights
-        if self.routes is not None:
-            self.routes.clear()
+        for log in self._logs:
+            log.clear()
 
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
         of_this_step = {occasion: calls for occasion, calls in self._calls.items() if occasion[0] == self.occasion[0]}
         self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}
         with numpy_seeded(self._seed, *self.occasion, self._calls[self.occasion]):
             outputs = super().generate(*args, **kwargs)
-        if self.routes is not None:
-            self.routes.add(outputs)
+        for log in self._logs:
+            log.add(outputs)
         return outputs
+
+    @property
+    def _logs(self) -> list[RolloutLog]:
+        return [log for log in (self.routes, self.survivors) if log is not None]
 
     def prefill(self, tokens: list[int]) -> None:
         """Compute the layers for a sequence, all of it in one go. No rollout: neither routes nor draws are counted."""
-        parameters = SamplingParams(max_tokens=1, skip_reading_prefix_cache=True)
+        parameters = SamplingParams(max_tokens=1, top_k=1, skip_reading_prefix_cache=True)  # survivors need a bound
         with numpy_seeded(self._seed):
             super().generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
 

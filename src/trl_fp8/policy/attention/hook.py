@@ -76,7 +76,9 @@ class AttentionHook:
             setattr(module, _HOOK, self)
             if hasattr(module, "expand_kv"):
                 module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
-        self._handle = decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        # A vision-language model makes other masks of the mask of padding before it calls its decoder
+        note = self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True)
+        self._handles = note, decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def skip(self, layers: Collection[int]) -> None:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
@@ -96,7 +98,8 @@ class AttentionHook:
         self.scales_L3 = scales_L3
 
     def remove(self) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
         for module in self._attention:
             delattr(module, _HOOK)
             vars(module).pop("expand_kv", None)
@@ -173,12 +176,12 @@ class AttentionHook:
                 query = cache_round_trip(query, q_scale)
         return query, key, value
 
-    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Note the padding mask; under scales, and as the engine, real tokens also get the positions that they have
-        there.
-        """
+    def _note_padding(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Under scales, and as the engine, real tokens get the positions that they have there."""
         ours = {}
         if self._followed:
             tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)

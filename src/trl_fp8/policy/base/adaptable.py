@@ -99,6 +99,8 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
         return type(layer).__name__
     if name not in linears:
         return "not a layer of a decoder"
+    if name.endswith(".kv_b_proj"):
+        return "an engine decodes with the base's part of it alone"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)

@@ -183,6 +183,12 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
     require_sums(model, recipe.tensor_parallel_size)
     require_followable_experts(recipe, flow.backward)
     base = transformers_model(model)
+    if any(hasattr(module, "expand_kv") for module in base.modules()):
+        raise ValueError(
+            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: its attention is latent (MLA), and "
+            "an engine expands the latents of prompts by kv_b_proj, but multiplies by parts of that weight while it "
+            "decodes: no forward of a trainer has the bits of both. Set fp8_forward='off'."
+        )
     if f"{type(base).__module__}.{TURN}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "

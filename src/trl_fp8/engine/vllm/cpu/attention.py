@@ -47,6 +47,7 @@ class ReferenceAttention(CPUAttentionBackend):
     supported_kv_cache_dtypes = ["fp8", "fp8_e4m3", "auto", "bfloat16"]
     get_impl_cls = staticmethod(lambda: ReferenceAttentionImpl)
     get_builder_cls = staticmethod(lambda: ReferenceMetadataBuilder)
+    supports_mm_prefix = classmethod(lambda cls: True)
 
 
 class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
@@ -123,6 +124,8 @@ class ReferenceAttentionImpl(AttentionImpl):
         if kv_cache.dtype == torch.uint8:
             k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
+        for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
+            _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
         attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap, self.sinks)
         output[:tokens] = attended_RQHD[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
         return output
@@ -214,6 +217,12 @@ def visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | Non
     if causal:
         seen = seen & (key <= query_RQ1)
     return seen if window is None else seen & (key > query_RQ1 - window)
+
+
+def _see_whole(images: list[tuple[int, int]], visible_QS: Tensor, first: int) -> None:
+    """Let tokens of `images` (first and last position of each) see all of theirs; queries start at `first`."""
+    for start, end in images:
+        visible_QS[max(start - first, 0) : max(end + 1 - first, 0), start : end + 1] = True
 
 
 def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
