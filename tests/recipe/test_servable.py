@@ -100,10 +100,7 @@ def test_what_vllm_says_goes_before_the_lists():
 def test_published_models_are_refused_for_what_they_are():
     outlines = {name: outline_of_config(config, name) for name, config in published.CONFIGS.items()}
     reasons = {name: reason for name, made in outlines.items() if (reason := servable.why_not_servable(made))}
-    assert {name.partition("/")[2]: reason[:40] for name, reason in reasons.items()} == {
-        "gemma-3-4b-it": "of a vision-language model vLLM holds th",
-        "gemma-3-12b-it": "of a vision-language model vLLM holds th",
-    }
+    assert reasons == {}
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
     assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]
 
@@ -118,11 +115,14 @@ def test_a_model_without_a_linear_for_fp8_is_planned_without_unless_it_is_asked_
     assert "fp8_weight_format='tensor', another model" in capsys.readouterr().err
 
 
-def test_vision_towers_are_neither_served_nor_accused():
-    made = outline(other_models.config("gemma3", text_config=other_models.config("gemma3_text").to_dict()))
-    said = refusal(servable.require_servable, made)
-    assert "vision-language" in said and "models of type 'gemma3' cannot" in said  # what its config.json calls it
-    assert made.model_type == "gemma3_text"
+def test_vision_towers_are_neither_quantized_nor_accused():
+    made = outline(other_models.config("gemma3"))
+    assert servable.why_not_servable(made) is None
+    assert (made.config_type, made.model_type, made.decoder) == ("gemma3", "gemma3_text", "model.language_model")
+    recipe = recipe_for(made)
+    kept = [name for name, reason in recipe.kept_modules.items() if reason == "vision tower"]
+    assert len(kept) == 12 and all(name.startswith("model.vision_tower.encoder.layers.") for name in kept)
+    assert len(recipe.fp8_modules) == 14
     assert any(name.endswith("k_proj.bias") for name in made.parameters)
     assert not any("biases" in risk.text for risk in risks(plan_for(made, recipe_for(made)), made))
     biased = outline(tiny_models.config("qwen2"))
