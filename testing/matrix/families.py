@@ -40,6 +40,8 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
     return save
 
 
+ATTENTION = {"attention_multiplier": 0.125}  # of scores; Granite's default of 1 leaves one key of each query
+UNBALANCED = {"router_aux_loss_coef": 0.0}  # TRL cannot count their experts
 FAMILIES = {
     "afmoe": Family("Trinity (AFMoE)", other("afmoe")),
     "apertus": Family("Apertus", other("apertus")),
@@ -62,12 +64,17 @@ FAMILIES = {
     "glm4_moe_lite": Family("GLM 4.7 Flash", other("glm4_moe_lite")),
     "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
+    "granitemoe": Family("Granite 3, mixtures of experts", other("granitemoe", **ATTENTION), flags=UNBALANCED),
+    "granitemoehybrid": Family(
+        "Granite 4 without Mamba layers", other("granitemoehybrid", num_local_experts=0, **ATTENTION), flags=UNBALANCED
+    ),
+    "granitemoeshared": Family(
+        "Granite, with shared experts", other("granitemoeshared", **ATTENTION), flags=UNBALANCED
+    ),
     "granite_swa": Family("Granite, sliding windows", other("granite_swa")),
-    "granitemoe": Family("Granite 3, mixtures of experts", other("granitemoe")),
-    "granitemoe_swa": Family("Granite, sliding windows and experts", other("granitemoe_swa")),
-    "granitemoehybrid": Family("Granite 4 without Mamba layers", other("granitemoehybrid")),
-    "granitemoeshared": Family("Granite, with shared experts", other("granitemoeshared")),
-    "hy_v3": Family("Hunyuan 3", other("hy_v3")),
+    "granitemoe_swa": Family(
+        "Granite, sliding windows and experts", other("granitemoe_swa", **ATTENTION), flags=UNBALANCED
+    ),
     "hyperclovax": Family("HyperCLOVA X", other("hyperclovax")),
     "jais2": Family("Jais 2", other("jais2")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),

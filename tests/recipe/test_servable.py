@@ -104,6 +104,16 @@ def test_published_models_are_refused_for_what_they_are():
     assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]
 
 
+def test_a_model_without_a_linear_for_fp8_is_planned_without_unless_it_is_asked_for(tmp_path, capsys, without_vllm):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["openai/gpt-oss-20b"]))
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "--fp8_weights False" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--weight-format", "tensor"]) == 0
+    assert "--fp8_weight_format tensor" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--weight-format", "blocks"]) == 2
+    assert "fp8_weight_format='tensor', another model" in capsys.readouterr().err
+
+
 def test_vision_towers_are_neither_quantized_nor_accused():
     made = outline(other_models.config("gemma3"))
     assert servable.why_not_servable(made) is None
