@@ -6,8 +6,8 @@ vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibrat
               is seen, but with the weights of one optimizer step ago
     policy    the new weights are run over a bounded number of tokens: the coming prompts and the latest rollouts
 
-Before the first rollouts there are only prompts, with either, and of images their tokens, not what a vision tower makes
-of them: with images `policy`, too, takes the old-log-prob pass into account. The same old-log-prob pass shows how many elements the
+Before the first rollouts there are only prompts, with either, and of images their tokens, not what a vision tower
+makes of them: with images `policy`, too, counts the old-log-prob pass. It also shows how many elements the
 scales in force did not hold; too many of them widen the margin.
 """
 
