@@ -84,6 +84,8 @@ FAMILIES = {
     "mistral": Family("Mistral", trained("mistral"), "mistralai/Mistral-7B-v0.3"),
     "mixtral": Family("Mixtral", trained("mixtral"), "mistralai/Mixtral-8x7B-v0.1"),
     "nemotron": Family("Nemotron, Minitron", other("nemotron")),
+    "olmo2": Family("OLMo 2", other("olmo2")),
+    "olmo3": Family("OLMo 3", other("olmo3")),
     "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
     "opt": Family("OPT", other("opt")),
     "phi": Family("Phi 1 - 2", other("phi")),
@@ -99,5 +101,6 @@ FAMILIES = {
     "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     "qwen3_vl": seeing("Qwen3-VL", "qwen3_vl"),
     "seed_oss": Family("Seed-OSS", other("seed_oss")),
+    "smollm3": Family("SmolLM3", other("smollm3")),
     "stablelm": Family("StableLM 2", other("stablelm")),
 }
