@@ -46,6 +46,8 @@ def seeing(title: str, model_type: str, published: str = "") -> Family:
     return Family(title, lambda folder: vision.save_checkpoint(folder, model_type), published, images=True)
 
 
+ATTENTION = {"attention_multiplier": 0.125}  # of scores; Granite's default of 1 leaves one key of each query
+UNBALANCED = {"router_aux_loss_coef": 0.0}  # TRL cannot count their experts
 FAMILIES = {
     "afmoe": Family("Trinity (AFMoE)", other("afmoe")),
     "apertus": Family("Apertus", other("apertus")),
@@ -69,12 +71,17 @@ FAMILIES = {
     "glm4_moe_lite": Family("GLM 4.7 Flash", other("glm4_moe_lite")),
     "gpt_oss": Family("GPT-OSS", trained("gpt_oss")),
     "granite": Family("Granite 3", trained("granite")),
+    "granitemoe": Family("Granite 3, mixtures of experts", other("granitemoe", **ATTENTION), flags=UNBALANCED),
+    "granitemoehybrid": Family(
+        "Granite 4 without Mamba layers", other("granitemoehybrid", num_local_experts=0, **ATTENTION), flags=UNBALANCED
+    ),
+    "granitemoeshared": Family(
+        "Granite, with shared experts", other("granitemoeshared", **ATTENTION), flags=UNBALANCED
+    ),
     "granite_swa": Family("Granite, sliding windows", other("granite_swa")),
-    "granitemoe": Family("Granite 3, mixtures of experts", other("granitemoe")),
-    "granitemoe_swa": Family("Granite, sliding windows and experts", other("granitemoe_swa")),
-    "granitemoehybrid": Family("Granite 4 without Mamba layers", other("granitemoehybrid")),
-    "granitemoeshared": Family("Granite, with shared experts", other("granitemoeshared")),
-    "hy_v3": Family("Hunyuan 3", other("hy_v3")),
+    "granitemoe_swa": Family(
+        "Granite, sliding windows and experts", other("granitemoe_swa", **ATTENTION), flags=UNBALANCED
+    ),
     "hyperclovax": Family("HyperCLOVA X", other("hyperclovax")),
     "jais2": Family("Jais 2", other("jais2")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
@@ -87,7 +94,7 @@ FAMILIES = {
     "olmo2": Family("OLMo 2", other("olmo2")),
     "olmo3": Family("OLMo 3", other("olmo3")),
     "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
-    "opt": Family("OPT", other("opt")),
+    "opt": Family("OPT", other("opt"), flags={"disable_dropout": True}),
     "phi": Family("Phi 1 - 2", other("phi")),
     "phi3": Family("Phi-3, Phi-3.5, Phi-4", trained("phi3"), "microsoft/phi-4"),
     "qwen2": Family("Qwen2, Qwen2.5", trained("qwen2"), "Qwen/Qwen2.5-7B"),
@@ -100,7 +107,7 @@ FAMILIES = {
     "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
     "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     "qwen3_vl": seeing("Qwen3-VL", "qwen3_vl"),
-    "seed_oss": Family("Seed-OSS", other("seed_oss")),
+    "seed_oss": Family("Seed-OSS", other("seed_oss"), flags={"disable_dropout": True}),
     "smollm3": Family("SmolLM3", other("smollm3")),
     "stablelm": Family("StableLM 2", other("stablelm")),
 }

@@ -46,8 +46,7 @@ def without_vllm(monkeypatch):
 @pytest.mark.parametrize(
     "model_type, named",
     [
-        ("olmo2", "no class of its own"),
-        ("smollm3", "no class of its own"),
+        ("gpt_bigcode", "q, k, v as one tensor"),
         ("gpt_neox", "q, k, v as one tensor"),
         ("llama4_text", "permutes the rows"),
         ("lfm2_moe", "without ordinary attention"),
@@ -103,6 +102,16 @@ def test_published_models_are_refused_for_what_they_are():
     assert reasons == {}
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
     assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]
+
+
+def test_a_model_without_a_linear_for_fp8_is_planned_without_unless_it_is_asked_for(tmp_path, capsys, without_vllm):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["openai/gpt-oss-20b"]))
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "--fp8_weights False" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--weight-format", "tensor"]) == 0
+    assert "--fp8_weight_format tensor" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--weight-format", "blocks"]) == 2
+    assert "fp8_weight_format='tensor', another model" in capsys.readouterr().err
 
 
 def test_vision_towers_are_neither_quantized_nor_accused():

@@ -7,8 +7,8 @@ vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibrat
     policy    the new weights are run over a bounded number of tokens: the coming prompts and the latest rollouts
 
 Before the first rollouts there are only prompts, with either, and of images their tokens, not what a vision tower
-makes of them: with images `policy`, too, counts the old-log-prob pass. It also shows how many elements the
-scales in force did not hold; too many of them widen the margin.
+makes of them: with images `policy`, too, takes the old-log-prob pass into account. The same pass shows how many
+elements the scales in force did not hold; too many of them widen the margin.
 """
 
 import json
