@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
 from trl_fp8.engine.vllm.fallback import classes_derived
+from trl_fp8.engine.vllm.generation import own_configs
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.export.export import published
@@ -64,6 +65,7 @@ def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
     with (
         Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
+        own_configs(),
         pytest.MonkeyPatch.context() as patch,
         set_current_vllm_config(VllmConfig()),
         socket.socket() as free,

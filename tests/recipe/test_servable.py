@@ -46,8 +46,7 @@ def without_vllm(monkeypatch):
 @pytest.mark.parametrize(
     "model_type, named",
     [
-        ("olmo2", "no class of its own"),
-        ("smollm3", "no class of its own"),
+        ("gpt_bigcode", "q, k, v as one tensor"),
         ("gpt_neox", "q, k, v as one tensor"),
         ("llama4_text", "permutes the rows"),
         ("lfm2_moe", "without ordinary attention"),

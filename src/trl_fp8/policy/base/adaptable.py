@@ -102,7 +102,7 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
     if name not in linears:
         return "not a layer of a decoder"
     if name.endswith(MLA):
-        return "of latent attention, for which an engine has paths around its linear layers"
+        return "MLA's, for which an engine has paths around its linear layers; q_b_proj and o_proj have none"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)
