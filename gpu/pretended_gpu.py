@@ -124,6 +124,7 @@ def pretend(capability: tuple[int, int]) -> None:
     )
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.Stream = torch.cuda.Event = type("Pretended", (), {})  # that of experts which all tokens share
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: device
     _pretend_to_triton(capability)
     PretendedGPU.import_kernels()
@@ -199,20 +200,23 @@ def become_a_rank(folder: Path) -> None:
 
 def process_weights(engine: "nn.Module") -> list[str]:
     """As vLLM does after a load; returns the parameters that are then stored otherwise than they were loaded."""
-    from vllm.model_executor.layers.attention import Attention
+    import torch
+    from vllm.model_executor.layers.attention import Attention, MLAAttention, is_deferred_attention_layer
 
     changed = []
     for name, module in engine.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None:
             continue
-        if isinstance(module, Attention):  # vLLM looks at the values of its scales, and drops what they came in
+        if isinstance(module, (Attention, MLAAttention)):  # vLLM looks at the values of its scales, and drops what they came in
             for scale in ("q_scale", "k_scale", "v_scale", "prob_scale"):
                 delattr(module, scale)
             continue
         loaded = _stored(module)
         method.process_weights_after_loading(module)
         changed += [f"{name}.{key}" for key, stored in _stored(module).items() if stored != loaded.get(key)]
+    for module in filter(is_deferred_attention_layer, engine.modules()):
+        module.process_weights_after_loading(torch.bfloat16)
     return changed
 
 
