@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 ALIKE = dict(num_attention_heads=32, head_dim=128, vocab_size=151936, max_position_embeddings=40960, rope_theta=1e6)
 OTHER_KINDS = (
-    *("deepseek-ai/DeepSeek-V3", "google/gemma-2-9b", "google/gemma-3-4b-it", "microsoft/phi-4", "openai/gpt-oss-20b"),
+    *("deepseek-ai/DeepSeek-V3", "google/gemma-2-9b", "microsoft/phi-4", "openai/gpt-oss-20b"),
     *("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B"),
 )
 SHAPES = {  # as published
@@ -73,6 +73,7 @@ FAMILIES = {  # of other kinds: attention, experts, names
     | dict(hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96)
     | dict(num_key_value_heads=8, head_dim=128, vocab_size=151552, moe_intermediate_size=1408, n_routed_experts=128)
     | dict(num_experts_per_tok=8, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True),
+    "gemma-3-4b-it": CONFIGS["google/gemma-3-4b-it"] | dict(vision_config=dict(vision_use_head=False)),
     "MiniMax-M2": dict(model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"])
     | dict(hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48)
     | dict(num_key_value_heads=8, head_dim=128, vocab_size=200064, num_local_experts=256, num_experts_per_tok=8),

@@ -125,6 +125,7 @@ def pretend(capability: tuple[int, int]) -> None:
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_properties = lambda device=None: properties
     torch.cuda.Stream = torch.cuda.Event = type("Pretended", (), {})  # that of experts which all tokens share
+    torch.cuda.current_device = lambda: 0
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: device
     _pretend_to_triton(capability)
     PretendedGPU.import_kernels()
