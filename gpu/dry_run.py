@@ -109,6 +109,7 @@ class Found:
         not_held, never_sent: Names of the weight stream that the engine lacks, and the other way round.
         reshaped: Parameters that are not stored as they were loaded, and what was computed with them.
         calls: Operator or Triton kernel -> the arguments that it was called with.
+        not_followed: Steps that no machine without a GPU can take: they need values, or a kernel that wants a device.
         problems: What must not be, in a pinned engine.
     """
 
@@ -131,6 +132,7 @@ class Found:
     never_sent: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     calls: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    not_followed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
@@ -146,7 +148,8 @@ def look(capability: str, models: list[str], layers: int | None) -> list[dict]:
             for model, policy in policies.items():
                 if model in FAMILIES and choice != PINNED:
                     continue
-                for backend in [None] if choice == OWN else candidates[model]:
+                kernels = [None] if choice == OWN else candidates[model]
+                for backend in kernels[:1] if model in FAMILIES else kernels:
                     found.append(Found(model, capability, choice, backend))
                     with _prepared(choice, policy):
                         _look_at(found[-1], policy)
@@ -262,8 +265,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
                 require_invariant_routers(engine)
             if found.choice != OWN:
                 _note_layout(found, engine, recipe, policy)
-                if found.model in SHAPES:
-                    _call_a_layer(found, config, engine)
+                _call_a_layer(found, config, engine)
     except Exception as error:  # a report of whatever happens
         traceback.print_exc()
         found.problems.append(f"{type(error).__name__}: {error}")
@@ -359,11 +361,13 @@ def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedM
 
 
 def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
-    """The second decoder layer, which adds a residual, too, uncompiled; and this project's kernels."""
+    """The last decoder layer, which adds a residual, too, uncompiled; and this project's kernels."""
+    import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException
     from vllm import ir
 
-    give_caches(config, engine)
-    layer = engine.model.layers[1]
+    give_caches(config)
+    layer = getattr(engine, "language_model", engine).model.layers[-1]
     steps = {name: partial(call_layer, layer, config, *batch) for name, batch in BATCHES.items()}
     steps["kernels of the sync"] = _call_own_kernels
     if found.choice == FOLLOWED:
@@ -373,7 +377,10 @@ def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
         with calls_recorded() as calls, ir.enable_torch_wrap(False):
             try:
                 call()
+            except (DataDependentOutputException, torch.AcceleratorError):
+                found.not_followed.append(step)
             except Exception as error:  # a report of whatever happens
+                traceback.print_exc()
                 last = f", after {calls[-1][0]}" if calls else ""
                 found.problems.append(f"{step}{last}: {type(error).__name__}: {error}")
         for name, arguments in calls:
@@ -417,6 +424,8 @@ def _call_head(head: "nn.Module") -> None:
 def _contradictions(found: Found) -> list[str]:
     """Where the operators that were called are not what the project believes that its trainer follows."""
     wrong = []
+    if found.not_followed:
+        return wrong
     scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
     if scaled != {str(scale == "pow2") for scale in found.scales}:
         wrong.append(f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}")
@@ -435,6 +444,8 @@ def _contradictions(found: Found) -> list[str]:
 
 def tables(found: list[dict]) -> str:
     """The page's Markdown."""
+    families = [each for each in found if each["model"] in FAMILIES]
+    found = [each for each in found if each not in families]
     pinned = [each for each in found if each["choice"] != OWN]
     own = [each for each in found if each["choice"] == OWN]
     chosen = "model|GPU|full flow|linears, experts|scales|attention|KV cache|compiled, graphs|norms|custom operations"
@@ -442,8 +453,9 @@ def tables(found: list[dict]) -> str:
         _table(f"{chosen}|found", [(*_asked(each), *_chosen(each), _verdict(each)) for each in pinned]),
         _table("model|GPU|linears, experts|attention|refused", [_left_to_vllm(each) for each in own]),
         _table("operator|GPU|tensors of one call", _operators(pinned)),
+        _table("model|GPU|linears, experts|attention|found", [_family(each) for each in families]),
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(parts if families else parts[:-1])
 
 
 def _table(head: str, rows: list[tuple[str, ...]]) -> str:
@@ -480,13 +492,19 @@ def _left_to_vllm(each: dict) -> tuple[str, ...]:
     return each["model"], each["capability"], _counted(each["kernels"]), _counted(each["attention"]), refused
 
 
+def _family(each: dict) -> tuple[str, ...]:
+    kernels = _counted(each["kernels"]) or "BF16"
+    return each["model"], each["capability"], kernels, _counted(each["attention"]), _verdict(each)
+
+
 def _verdict(each: dict) -> str:
     if each["problems"] or each["refused"]:
         return _first(each["problems"]) if each["problems"] else f"refused: {_sentence(each['refused'][0])}"
     triton = sum(name.startswith("triton::") for name in each["calls"])
     answered = f"{len(each['calls']) - triton} operators answer"
     compiled = f", {triton} Triton kernels compile" if triton else ""
-    return f"auditable; {each['held']} tensors sent and held; {answered}{compiled}"
+    missing = f"; not followed: {', '.join(each['not_followed'])}" if each["not_followed"] else ""
+    return f"auditable; {each['held']} tensors sent and held; {answered}{compiled}{missing}"
 
 
 def _first(problems: list[str]) -> str:
