@@ -34,6 +34,8 @@ from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_model
 
+from .vision import picture
+
 
 # Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
 CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
@@ -157,8 +159,11 @@ def _load_latent_scales(llm: LLM, folder: Path, recipe: FP8Recipe) -> None:
 def log_probs(llm: LLM) -> list[tuple]:
     """Greedy tokens, their log-probs and the prompts' log-probs: equal only if the engines are, bit for bit."""
     parameters = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, prompt_logprobs=1, ignore_eos=True)
-    results = []
-    for output in llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], parameters, use_tqdm=False):
+    results, prompts = [], [{"prompt_token_ids": ids} for ids in PROMPTS]
+    if llm.renderer.mm_processor is not None:
+        text = engine_model(llm).get_placeholder_str("image", 0) + "1+2="
+        prompts += [{"prompt": text, "multi_modal_data": {"image": picture(number)}} for number in range(2)]
+    for output in llm.generate(prompts, parameters, use_tqdm=False):
         completion = output.outputs[0]
         generated = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
         rows = zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)

@@ -66,6 +66,10 @@ VISION = {  # vision-language models -> their towers
     "mistral3": _TOWER | dict(image_size=64),
     "qwen2_vl": _QWEN | dict(embed_dim=64, hidden_size=256),
     "qwen2_5_vl": _QWEN | dict(intermediate_size=128, out_hidden_size=256, window_size=32, fullatt_block_indexes=[1]),
+    **dict.fromkeys(
+        ("qwen3_5", "qwen3_5_moe"),
+        _QWEN | dict(intermediate_size=128, out_hidden_size=256, num_position_embeddings=16),
+    ),
     "qwen3_vl": _QWEN
     | dict(intermediate_size=128, out_hidden_size=256, deepstack_visual_indexes=[0], num_position_embeddings=16),
 }

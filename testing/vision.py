@@ -14,7 +14,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from . import other_models
+from . import other_models, runs
 from .tokenizer import tokenizer
 
 
@@ -127,3 +127,8 @@ def dataset(rows: int = 16) -> Dataset:
     """Conversational prompts with one image each, as TRL wants them."""
     prompts = [[{"role": "user", "content": f"{10 + 7 * row % 89}+{10 ** (row % 3)}="}] for row in range(rows)]
     return Dataset.from_list([{"prompt": prompt, "image": picture(row)} for row, prompt in enumerate(prompts)])
+
+
+def reward_digits(completions, **kwargs):
+    """`runs.reward_digits` of conversations."""
+    return runs.reward_digits([messages[0]["content"] for messages in completions])

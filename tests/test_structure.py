@@ -66,6 +66,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("engine/vllm/adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
+    ("engine/vllm/images.py", "processor._apply_prompt_updates"): "vLLM calls it, and asks nobody",
     ("engine/vllm/kernels.py", "processor.logits_as_input"): "a copy of vLLM's, told that the logits are made already",
     ("engine/vllm/kv_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
@@ -86,7 +87,13 @@ WRITTEN_FROM_OUTSIDE = {
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes
-NAMES_THAT_ARE_WRITTEN = {name for names in trl.PRIVATE_NAMES.values() for name in names if name.startswith("_")}
+NAMES_THAT_ARE_WRITTEN = {
+    name
+    for owners in (trl.PRIVATE_NAMES, vllm.PRIVATE_NAMES)
+    for names in owners.values()
+    for name in names
+    if name.startswith("_")
+}
 
 
 def imports():

@@ -44,7 +44,7 @@ from .policy.base.adaptable import require_adaptable, require_apart, require_tra
 from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
 from .policy.base.stored import load_without_base
 from .policy.flow.one_forward import release
-from .policy.model import dequantizing_config, in_high_precision, is_reference
+from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_rows
 from .run.saving import Saving
@@ -241,6 +241,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
         require_servable(self.model, engine_class)
+        require_countable_experts(self.model, args.router_aux_loss_coef)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from testing.processes import alone, free_port
 
+from .torchvision import FOLDER, declare_operators
+
 
 LIMIT = 600  # seconds of a family
 RESULT = "RESULT "
@@ -30,9 +32,7 @@ def one(name: str) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if name in WITH_TORCHVISION:
-        from .torchvision import make_importable
-
-        make_importable()
+        declare_operators()
     from .families import FAMILIES
     from .row import row
 
@@ -43,9 +43,11 @@ def one(name: str) -> None:
 def in_a_process(name: str) -> dict:
     """The row of a family, or how it failed."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "testing.matrix", "--one", name]
+    command, environment = [sys.executable, "-m", "testing.matrix", "--one", name], alone()
+    if name in WITH_TORCHVISION:
+        environment["PYTHONPATH"] = os.pathsep.join([environment.get("PYTHONPATH", ""), str(FOLDER)])
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=alone())
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
         lines = ran.stdout.splitlines()
         rows = [json.loads(line.removeprefix(RESULT)) for line in lines if line.startswith(RESULT)]
         found = rows[0] if rows else {"failed": ran.stderr[-4000:]}

@@ -10,10 +10,10 @@ from statistics import pstdev
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from testing import engines, published
+from testing import engines, published, vision
 from testing.runs import arguments, column, recorded, training
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
@@ -35,7 +35,8 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
     model = folder / "policy"
     family.save(model)
     flags, synced = dict(family.flags), []
-    with training(str(model), arguments(folder / "run", **flags)) as trainer:
+    task = {"train": vision.dataset(), "reward_funcs": vision.reward_digits} if family.images else {}
+    with training(str(model), arguments(folder / "run", **flags), **task) as trainer:
         generation = trainer.vllm_generation
 
         def note(result: None) -> None:
@@ -69,13 +70,13 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
         "kv": kv_words(recipe, trainer.model),
         "mismatch": max(mismatch),
         "spread": spread,
-        "full": full(model, folder / "full", flags),
+        "full": full(model, folder / "full", flags, task),
     }
 
 
 def require_readable(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
     """transformers reads an export as the policy `model` with its FP8 weights dequantized, tensor by tensor."""
-    read = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    read = type(model).from_pretrained(folder, dtype=torch.bfloat16)
     found = dict(read.named_parameters()) | dict(persistent_buffers(read))
     sent = dict(model.named_parameters()) | dict(persistent_buffers(model))
     assert found.keys() == sent.keys(), found.keys() ^ sent.keys()
@@ -86,10 +87,10 @@ def require_readable(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) ->
         assert torch.equal(found[name].bfloat16(), expected), f"transformers reads another {name}"
 
 
-def full(model: Path, folder: Path, flags: dict) -> dict[str, Any]:
+def full(model: Path, folder: Path, flags: dict, task: dict) -> dict[str, Any]:
     """The mismatch with a full FP8 forward, or why there is none."""
     try:
-        with training(str(model), arguments(folder, fp8_forward="full", **flags)) as trainer:
+        with training(str(model), arguments(folder, fp8_forward="full", **flags), **task) as trainer:
             trainer.train()
             found = column(trainer, DIFFERENCE)
     except ValueError as error:

@@ -14,12 +14,9 @@ FOLDER = Path(sys.prefix) / "torchvision"  # where `make models` installs it, ou
 _DECLARED = []
 
 
-def make_importable() -> None:
-    """Before transformers is imported, which looks once whether torchvision is there."""
-    if not FOLDER.exists():
-        raise SystemExit(f"{FOLDER} does not exist: run `make models`, which installs torchvision there.")
+def declare_operators() -> None:
+    """Make torchvision, which stands in `FOLDER`, importable."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _DECLARED.append(library)  # it ends with its last reference
-    sys.path.append(str(FOLDER))

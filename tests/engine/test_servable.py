@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import Qwen3NextConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -21,6 +22,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
+from trl_fp8.engine.vllm.fallback import classes_derived
+from trl_fp8.engine.vllm.generation import own_configs
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.export.export import published
@@ -62,6 +65,7 @@ def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
     with (
         Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
+        own_configs(),
         pytest.MonkeyPatch.context() as patch,
         set_current_vllm_config(VllmConfig()),
         socket.socket() as free,
@@ -87,7 +91,7 @@ def built(policy, folder):
     arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
     config = EngineArgs(**arguments).create_engine_config()
-    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), classes_derived(recipe):
         return recipe, initialize_model(vllm_config=config, model_config=config.model_config), config
 
 
@@ -150,6 +154,8 @@ def _both(piece, sent):
 def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
     if model_type.startswith("qwen3_5"):  # vLLM's file of these classes has the vision-language ones, too
         pytest.importorskip("torchvision")
+    if model_type.startswith("qwen") and model_type in other_models.VISION:
+        pytest.importorskip("torchvision", reason="vLLM's classes of Qwen's towers import it")
     policy = other_models.policy(model_type)
     assert servable.why_not_servable(outline_of(policy), engine_class) is None
     deliver(policy, tmp_path)
@@ -208,10 +214,19 @@ def test_the_fallback_is_known_by_model_type_and_by_class():
         for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
         if isinstance(name, str) and (engine_class((name,)) or "").startswith("Transformers")
     }
-    assert backed <= set(servable.TRANSFORMERS_BACKED)
-    remote = {"nanbeige"}  # brings its own code
-    assert set(servable.TRANSFORMERS_BACKED) - remote == backed
-    assert engine_class(("NanbeigeForCausalLM",)) == "TransformersForCausalLM"
+    assert set(servable.TRANSFORMERS_BACKED) == backed
+    assert engine_class(("NanbeigeForCausalLM",)) == "TransformersForCausalLM"  # brings its own code
+
+
+def test_the_fallback_leaves_the_policys_class_as_it_is(tmp_path):
+    policy, twin = other_models.policy("olmo2"), other_models.policy("olmo2")
+    expected = policy(input_ids=torch.arange(9)[None]).logits
+    _, engine, _ = built(policy, tmp_path)
+    theirs = type(engine.model)
+    assert issubclass(theirs, TorchCompileWithNoGuardsWrapper) and issubclass(theirs, type(policy.model))
+    assert not isinstance(policy.model, TorchCompileWithNoGuardsWrapper)
+    for model in (policy, twin, other_models.policy("olmo2")):
+        assert torch.equal(model(input_ids=torch.arange(9)[None]).logits, expected)
 
 
 def test_a_class_is_found_as_vllm_finds_it():

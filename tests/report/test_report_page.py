@@ -52,7 +52,8 @@ def made_up_run(folder, steps=40, mismatch=0.01, layers=36, facts=FACTS, **chang
             "log_ratio_limit": 3.0,
             "log_ratio_counts": counts,
             "log_probs": pairs,
-            "kv_scales": [[2.0 ** draw.randint(-8, -2) for _ in "qkv"] for _ in range(layers)],
+            # layer 5 caches no k and v
+            "kv_scales": [[2.0 ** draw.randint(-8, -2) * (layer != 5) for _ in "qkv"] for layer in range(layers)],
             "kv_saturation": [[0.0, 1e-6 * (layer == 3)] for layer in range(layers)],
         }
         append(folder, "rollouts", rollouts)

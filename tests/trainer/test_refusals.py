@@ -41,9 +41,9 @@ BF16 = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": True}
 
 
 @pytest.mark.parametrize("flags", [{}, {"kv_cache_dtype": "auto"}, BF16], ids=["fp8", "weights", "nothing"])
-def test_the_fallback_of_vllm_is_refused_before_an_engine_starts(flags, tmp_path, no_engine):
-    model = saved("olmo2", tmp_path / "model")
-    with pytest.raises(ValueError, match="type 'olmo2' cannot be served.*transformers backend"):
+def test_what_cannot_be_read_back_is_refused_before_an_engine_starts(flags, tmp_path, no_engine):
+    model = saved("gpt_neox", tmp_path / "model")
+    with pytest.raises(ValueError, match="type 'gpt_neox' cannot be served.*q, k, v as one tensor"):
         training(model, arguments(tmp_path / "run", **flags)).__enter__()
 
 
@@ -63,10 +63,10 @@ def test_policies_that_cannot_follow_are_refused_before_an_engine_starts(
 
 def test_the_remedy_of_a_refused_model_trains_it(tmp_path, no_engine):
     args = arguments(tmp_path / "run", max_steps=1, **servable.WITHOUT_ENGINE)
-    with training(saved("olmo2", tmp_path / "model"), args) as trainer:
-        before = trainer.model.model.layers[1].mlp.up_proj.weight.detach().clone()
+    with training(saved("gpt_neox", tmp_path / "model"), args) as trainer:
+        before = trainer.model.gpt_neox.layers[1].mlp.dense_h_to_4h.weight.detach().clone()
         trainer.train()
-        assert not torch.equal(before, trainer.model.model.layers[1].mlp.up_proj.weight)
+        assert not torch.equal(before, trainer.model.gpt_neox.layers[1].mlp.dense_h_to_4h.weight)
 
 
 OWN_CODE = """

@@ -20,7 +20,7 @@ from trl_fp8.planning.summary import as_json, as_text
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline, outline_of_config
-from trl_fp8.recipe.recipe import recipe_for
+from trl_fp8.recipe.recipe import recipe_for, some_fit
 from trl_fp8.recipe.servable import Resolve, require_servable
 from trl_fp8.upstream.patches import FAMILIES
 
@@ -105,6 +105,9 @@ def run(given: Namespace) -> str:
         raise ValueError("no model: give its id or folder, or a --config that has model_name_or_path.")
     options, forward, router = _checked_flags(settings)
     outline = _outline(str(model))
+    asked = any(settings.value(key) is not None for key in ("fp8_weights", "fp8_weight_format"))
+    if not asked and not some_fit(outline, options["weight_format"]):
+        options["fp8_weights"] = False  # which its flags then say
     setup = settings.setup(outline.context)
     _check_model(forward, router, outline, setup.tensor_parallel_size)
 

@@ -12,6 +12,7 @@ from itertools import islice
 
 import torch
 from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
 from trl.distributed import DistributedBackend
 
 from trl_fp8.engine.protocol import EngineNumerics
@@ -19,6 +20,7 @@ from trl_fp8.policy.attention.calibration import KVCalibrator, layers_with_outli
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.kernels import EngineKernels
 from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.audit import all_reduce_max
 
@@ -50,6 +52,7 @@ class KVCache(Feature):
             max_tokens=args.kv_calibration_tokens,
             pad_token_id=trainer._tokenizer.pad_token_id,
             fused_lm_head=True,
+            has_images=recipe.decoder == WRAPPED,
             reduce_max=reduce_max,
         )
         self._logged: KVScales | None = None
@@ -146,4 +149,10 @@ class KVCache(Feature):
             )
         # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
         self.trainer._batch_environments = [row.get("environment") for row in rows]
-        return self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        return self.trainer._tokenize_prompts([_with_images(row) for row in rows])[0]
+
+
+def _with_images(row: Mapping) -> str | list:
+    """A row's prompt, its images within, as TRL puts them there."""
+    images = row.get("images") or [row.get("image")]
+    return row["prompt"] if images == [None] else prepare_multimodal_messages(row["prompt"], images=images)

@@ -91,8 +91,9 @@ class EngineFlags:
     def _check_engine_kwargs(self) -> None:
         if self.vllm_model_impl == "transformers":
             raise ValueError(
-                "vllm_model_impl='transformers' wraps the model's class for the whole process, and the trainer's own "
-                "model of that class then fails in a colocated engine. Set vllm_model_impl='vllm'."
+                "vllm_model_impl='transformers': the engine would hold its tensors otherwise than vLLM's own class of "
+                "the model, which is the one that is known. Set vllm_model_impl='vllm'; where vLLM has no class it "
+                "takes transformers' all the same."
             )
         if reserved := sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS)):
             raise ValueError(

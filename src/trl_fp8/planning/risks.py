@@ -48,11 +48,13 @@ def risks(
 
 def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
     recipe, found = plan.recipe, []
-    if outline.model_type not in TRAINED:
+    if outline.config_type not in TRAINED:
         extent = (
-            "that its weights arrive is, training is not" if outline.model_type in DELIVERED else "nothing of it is"
+            "that its weights arrive is, training is not" if outline.config_type in DELIVERED else "nothing of it is"
         )
-        found.append(Risk(f"architecture not tested ({outline.model_type}): {extent}.", {}))
+        found.append(Risk(f"architecture not tested ({outline.config_type}): {extent}.", {}))
+    if outline.is_text_only:
+        found.append(Risk("its vision tower stays in BF16, and is left out of all numbers.", {}))
     if outline.stored_as and not (fp8_base and outline.stored_as == "fp8"):
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"
         text = "it is dequantized for training, and the engine gets weights that are quantized anew at every sync."

@@ -60,6 +60,20 @@ def dequantizing_config(
     return FineGrainedFP8Config.from_dict(stored | {"dequantize": True})
 
 
+def require_countable_experts(model: nn.Module, coefficient: float | None) -> None:
+    """Raise `ValueError` for experts that TRL 1.16 cannot count, whose load it would balance.
+
+    `coefficient` is the flag router_aux_loss_coef; None: the config's own.
+    """
+    config = transformers_model(model).config.get_text_config()
+    coefficient = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
+    if coefficient and hasattr(config, "output_router_logits") and not hasattr(config, "num_experts"):
+        raise ValueError(
+            f"router_aux_loss_coef={coefficient} with a model of type {config.model_type!r}: TRL's load-balancing "
+            "loss asks its config for num_experts, which it has under another name. Set router_aux_loss_coef=0.0."
+        )
+
+
 def in_high_precision(model: nn.Module) -> None:
     """Give a dequantized policy one dtype, and make `model.save_pretrained` write it as it is.
 

@@ -200,6 +200,16 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         buffers=_CORRECTION,
         also_called="num_local_experts",
     ),
+    "glm4_moe_lite": Architecture(
+        "Glm4MoeLiteForCausalLM",
+        _defaults(154880, 2048, 10240, 47, 20, 20, 202752, **_LATENT | {"q_lora_rank": 768, "v_head_dim": 256})
+        | {"qk_nope_head_dim": 192, "n_routed_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 1536}
+        | {"n_shared_experts": 1, "mlp_layer_types": None},
+        _MLA,
+        sparse=(*_EXPERTS, *_ROUTER, *_mlp("mlp.shared_experts", "S")),
+        buffers=_CORRECTION,
+        also_called="num_local_experts",
+    ),
     "gpt_oss": Architecture(
         "GptOssForCausalLM",
         _defaults(201088, 2880, 2880, 36, 64, 8, 131072, head_dim=64, attention_bias=True, sliding_window=128)
@@ -223,6 +233,14 @@ ARCHITECTURES = {  # model type of a language model -> what transformers makes o
         _defaults(32000, 4096, 11008, 32, 32, None, 2048, attention_bias=False, mlp_bias=False),
         _BIASED,
         dense=_mlp(bias="bias=mlp_bias"),
+    ),
+    "minimax_m2": Architecture(
+        "MiniMaxM2ForCausalLM",
+        _defaults(200064, 3072, 1536, 62, 48, 8, 196608, head_dim=128, num_local_experts=256, num_experts_per_tok=8),
+        _attention(q_norm="Q", k_norm="K"),
+        sparse=(*_ROUTER, *_EXPERTS),
+        buffers=("mlp.e_score_correction_bias E",),
+        also_called="num_experts",
     ),
     "ministral3": Architecture(
         "Ministral3ForCausalLM", _defaults(131072, 4096, 14336, 34, 32, 8, 262144, head_dim=128), _PLAIN

@@ -39,6 +39,8 @@ def completed(config: Config, model_type: str, within: str = "") -> dict[str, An
         heads = found["num_attention_heads"]
         raise wrong(f"{within}num_attention_heads", heads, f"at most hidden_size={found['hidden_size']}")
     found["layer_types"] = found["layer_types"] or _layer_types(architecture, found)
+    if "mlp_layer_types" in found and found["mlp_layer_types"] is None:
+        found["mlp_layer_types"] = ["dense"] + ["sparse"] * (found["num_hidden_layers"] - 1)
     return found | {"experts": next((found[key] for key in _EXPERTS if key in found), 0)}
 
 
@@ -85,6 +87,10 @@ def _checked(name: str, value: Any, key: str, layers: int) -> Any:
         if is_list and len(value) == layers and set(value) <= set(_ATTENTIONS):
             return list(value)
         raise wrong(name, value, f"a list of num_hidden_layers={layers} names out of {', '.join(_ATTENTIONS)}")
+    if key == "mlp_layer_types":
+        if isinstance(value, list | tuple) and len(value) == layers and set(map(str, value)) <= {"dense", "sparse"}:
+            return list(value)
+        raise wrong(name, value, f"a list of num_hidden_layers={layers} words out of dense, sparse")
     if key == "mlp_only_layers":
         if isinstance(value, list | tuple) and all(_is_whole(layer) for layer in value):
             return list(value)

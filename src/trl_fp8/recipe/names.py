@@ -75,8 +75,12 @@ _STORED = {
     "mixtral": _MIXTRAL,
 }
 _GRANITE = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
-# Model type -> end of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
-_FP32 = dict.fromkeys(("glm4_moe", "glm4_moe_lite", "minimax_m2"), ".mlp.gate.weight")
+# Model type -> ends of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
+_FP32 = {
+    "afmoe": (".mlp.router.gate.weight", ".mlp.expert_bias"),
+    "ernie4_5_moe": (".mlp.gate.weight", ".e_score_correction_bias"),
+}
+_FP32 |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2"), ".mlp.gate.weight")
 _FP32 |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ".linear_attn.A_log")  # an exponent
 _HELD = {
     "afmoe": ((".router.gate.", ".gate."),),

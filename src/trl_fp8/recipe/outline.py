@@ -127,6 +127,8 @@ def _parameters(architecture: Architecture, fields: Config, prefix: str) -> _Sha
 def _sparse_layers(architecture: Architecture, fields: Config) -> set[int]:
     """Numbers of the layers with experts."""
     first, step = fields.get("first_k_dense_replace", 0), fields.get("decoder_sparse_step", 1)
+    if "mlp_layer_types" in fields:
+        return {layer for layer, kind in enumerate(fields["mlp_layer_types"]) if kind == "sparse"}
     layers = (layer for layer in range(first, fields["num_hidden_layers"]) if (layer + 1) % step == 0)
     return set(layers).difference(fields.get("mlp_only_layers") or ()) if architecture.sparse else set()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import format_named
+from trl_fp8.quantization.formats import FORMATS, format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
@@ -190,12 +190,14 @@ def recipe_for(
     kept = {name: reasons[name] for name in modules if reasons[name]}
     if fp8_weights and len(kept) == len(modules):
         offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
+        others = [one for one in FORMATS if one != spec.name and some_fit(outline, one, tensor_parallel_size)]
+        other = "".join(f"fp8_weight_format={one!r}, " for one in others)
         smaller = f"a tensor parallel size below {tensor_parallel_size} or " if tensor_parallel_size > 1 else ""
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
             f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
-            f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}another model, or set "
-            "fp8_weights=False (kv_cache_dtype='fp8' works without it)."
+            f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}{other}another model, "
+            "or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
         )
     holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
@@ -211,6 +213,13 @@ def recipe_for(
         model_type=outline.model_type,
         decoder=outline.decoder,
     )
+
+
+def some_fit(outline: Outline, weight_format: str, tensor_parallel_size: int = 1) -> bool:
+    """Whether an engine can hold any linear layer or experts of a model in a format."""
+    spec = format_named(weight_format)
+    modules = (*outline.linears, *outline.experts)
+    return any(_why_kept(outline, name, spec, tensor_parallel_size) is None for name in modules)
 
 
 def is_vision(name: str) -> bool:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from .outline import Outline
 
 
-# Model types that vLLM loads through transformers' modeling code
+# Model types that vLLM serves by transformers' modeling code: it has no class of its own for them
 TRANSFORMERS_BACKED = (
-    *("flex_olmo", "gpt_bigcode", "hunyuan_v1_dense", "hunyuan_v1_moe", "nanbeige", "olmo", "olmo2", "olmo3"),
-    *("smollm3", "starcoder2", "vaultgemma"),
+    *("flex_olmo", "gpt_bigcode", "hunyuan_v1_dense", "hunyuan_v1_moe", "olmo", "olmo2", "olmo3", "smollm3"),
+    *("starcoder2", "vaultgemma"),
 )
 # Part of a parameter's name -> what it says of the model
 _GIVEN_AWAY = {
@@ -40,10 +40,12 @@ _MODEL_TYPES = {
 TRAINED = ("llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 DELIVERED = (
     *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3"),
-    *("ernie4_5", "ernie4_5_moe", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe"),
-    *("glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid"),
-    *("granitemoeshared", "hy_v3", "hyperclovax", "jais2", "mellum", "minimax_m2", "ministral3", "mistral"),
-    *("nemotron", "opt", "phi", "phi3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "stablelm"),
+    *("ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "glm", "glm4"),
+    *("glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
+    *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "jais2"),
+    *("mellum", "minimax_m2", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3"),
+    *("qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("qwen3_vl", "seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
@@ -70,10 +72,10 @@ def unservable(model_type: str, reason: str) -> str:
 def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | None:
     """The reason that `require_servable` gives, or None."""
     found = resolve(outline.architectures) if resolve is not None else outline.class_name
-    if outline.model_type in TRANSFORMERS_BACKED or (found or "").startswith("Transformers"):
+    if (found or "").startswith("Transformers") and outline.model_type not in TRANSFORMERS_BACKED:
         return (
-            "vLLM 0.31 has no class of its own for them and falls back to its transformers backend, which wraps the "
-            "model's class for the whole process, the trainer's too"
+            "vLLM 0.31 has no class of its own for them and falls back to its transformers backend, of which is known "
+            f"what it makes of {', '.join(TRANSFORMERS_BACKED)}"
         )
     if found is None:
         return f"vLLM 0.31 knows no class for {', '.join(outline.architectures)} (a vLLM plugin may register one)"

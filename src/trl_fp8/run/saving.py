@@ -85,7 +85,7 @@ class Saving:
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
                     words = {"card": card, "merge": _merge(generation.base, what)}
-                    export(transformers_model(self.model), self._tokenizer, parameters=parameters, **words)
+                    export(transformers_model(self.model), self.processing_class, parameters=parameters, **words)
                 except (ValueError, OSError, SafetensorError) as error:
                     failure = error
             for _ in parameters if replicas else ():  # gathers are of every rank, also where another has nothing left

@@ -51,6 +51,10 @@ _PATCHES = {  # how -> target -> (by, why)
             "engine/vllm/adapters.py",
             "Compilers and graphs must see the layers of adapters.",
         ),
+        "vllm.model_executor.models.transformers.base.AutoModel": (
+            "engine/vllm/fallback.py",
+            "It gives the policy's class another base.",
+        ),
         "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platforms.py", "It warns where nothing is bound."),
         f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
     },

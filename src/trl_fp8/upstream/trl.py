@@ -25,6 +25,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "transformers.PreTrainedModel": {"_keys_to_ignore_on_load_unexpected": "policy"},
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
     "transformers.initialization": {"_is_hf_initialized": "policy"},
+    "transformers.models.auto.configuration_auto._LazyConfigMapping": {"_extra_content": "engine"},
     "torch": {"_foreach_copy_": "engine quantization sync"} | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
     "torch.ops.aten": {
         **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),

@@ -16,6 +16,7 @@ from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torchao.quantization import Float8Tensor
+from transformers import CONFIG_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
@@ -34,13 +35,26 @@ from trl_fp8.upstream.patches import substituted
 from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
-from .images import require_same_prompts
+from .images import leave_image_tokens, require_same_prompts
 from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
 
 
 logger = get_logger(__name__)
+
+
+@contextmanager
+def own_configs() -> Iterator[None]:
+    """After the block transformers makes configs as it did before. vLLM registers its own for types like Qwen3-Next,
+    for the whole process, and they lack fields that transformers' models ask for.
+    """
+    before = dict(CONFIG_MAPPING._extra_content)
+    try:
+        yield
+    finally:
+        CONFIG_MAPPING._extra_content.clear()
+        CONFIG_MAPPING._extra_content.update(before)
 
 
 class Base(Protocol):
@@ -104,7 +118,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
         room = adapters_installed(self.recipe, room_for(self.model)) if self.base else nullcontext()
-        with platform.ready(self.recipe), invariant, room, as_rollout_llm:
+        with platform.ready(self.recipe), own_configs(), invariant, room, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
             asked = self.engine_kwargs, self._largest, self.share_kernels
@@ -112,6 +126,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             ours |= self.pinned
             upstream.inspect_engine_class(tuple(self.model.config.architectures or ()))
             super()._init_vllm()
+        leave_image_tokens(self.llm)
         if self.share_kernels:
             platform.invariance.require(upstream.engine_config(self.llm))
             require_invariant_routers(upstream.engine_model(self.llm))

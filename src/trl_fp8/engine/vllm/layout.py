@@ -14,6 +14,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
@@ -169,6 +170,9 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
     elif isinstance(module, VocabParallelEmbedding):
         indices = module.shard_indices
         yield prefix, Span(indices.org_vocab_start_index, indices.num_org_elements, module.org_vocab_size), None, 0
+    elif isinstance(module, MiniMaxText01RMSNormTP):
+        size = len(module.weight)
+        yield prefix, Span(module.weight_shard_rank * size, size, module.weight_shard_world * size), None, 0
     elif isinstance(module, GatedDeltaNetAttention):
         heads = module.num_v_heads // module.tp_size
         yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0

@@ -40,6 +40,7 @@ from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .cpu.packed import PackedAttention
 from .cuda.norms import register_cuda_norms
+from .fallback import classes_derived
 from .invariance import SWITCH, Invariance
 
 
@@ -150,7 +151,8 @@ class Cpu(Platform):
         forget_choices()
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops, register_cpu_delta_net:
             register()
-        with reference_attention(), reference_latent_attention(), _memory_bound_quietly():
+        attentions = reference_attention(), reference_latent_attention()
+        with attentions[0], attentions[1], classes_derived(recipe), _memory_bound_quietly():
             yield
 
     def attention(self, layer: Attention) -> PackedAttention:
@@ -212,7 +214,8 @@ class Cuda(Platform):
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         forget_choices()
-        yield
+        with classes_derived(recipe):
+            yield
 
     def attention(self, layer: Attention) -> object:
         from .cuda.attention import PackedAttention as Paged  # vLLM's CPU build has no FlashAttention

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 import numpy as np
 from vllm import LLM, RequestOutput, SamplingParams
 
-from .images import leave_image_tokens
 from .rollout_log import RolloutLog
 from .routes import RouteLog, RouterCapture, returned_routes
 from .survivors import SamplerCapture, SurvivorLog, returned_survivors
@@ -68,7 +67,6 @@ class RolloutLLM(LLM):
                     f"{reason[0].strip()}. Otherwise set top_p=1.0, top_k=0, min_p=None."
                 ) from error
             raise
-        leave_image_tokens(self)
         if routes_from is not None:
             self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
         if survivors_from is not None:

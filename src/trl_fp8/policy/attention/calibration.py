@@ -6,8 +6,9 @@ vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibrat
               is seen, but with the weights of one optimizer step ago
     policy    the new weights are run over a bounded number of tokens: the coming prompts and the latest rollouts
 
-Before the first rollouts there are only prompts, with either. The same old-log-prob pass shows how many elements the
-scales in force did not hold; too many of them widen the margin.
+Before the first rollouts there are only prompts, with either, and of images their tokens, not what a vision tower
+makes of them: with images `policy`, too, takes the old-log-prob pass into account. The same pass shows how many
+elements the scales in force did not hold; too many of them widen the margin.
 """
 
 import json
@@ -51,6 +52,7 @@ class KVCalibrator:
     max_tokens: int  # flag kv_calibration_tokens
     pad_token_id: int = 0  # see `observe_sequences`, as for `fused_lm_head`
     fused_lm_head: bool = False
+    has_images: bool = False  # which token ids do not show
     reduce_max: Callable[[Tensor], None] | None = None  # makes a tensor its maximum over ranks; None on one process
 
     margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
@@ -67,7 +69,7 @@ class KVCalibrator:
         """Scales for the policy as it is now, run as the trainer calls it. Raises as `kv_scales_from_amax`."""
         self._harvest()
         self.margin_used = self.margin * self.margin_factor
-        if self._rollout_amax_L3 is not None:
+        if self._rollout_amax_L3 is not None and self.mode == "rollout":
             return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used, self.hook.kv_layers)
         sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
         only_prompts = not self._rollouts  # once, before the first rollouts
@@ -83,6 +85,8 @@ class KVCalibrator:
         )
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
+        if self._rollout_amax_L3 is not None:
+            amax_L3 = torch.maximum(amax_L3, self._rollout_amax_L3.to(amax_L3.device))
         if only_prompts:
             self.margin_used *= PROMPTS_ONLY_MARGIN
             errors = outlier_layers(error_L1[:, 0])
@@ -145,7 +149,7 @@ class KVCalibrator:
         amax_L3, fraction_L3 = self._seen.amax_L3, self._seen.saturated_fraction_L3
         self._seen = None
         self._reduce(amax_L3, fraction_L3)
-        if self.mode == "rollout":
+        if self.mode == "rollout" or self.has_images:
             self._rollout_amax_L3 = amax_L3
         fraction_L2 = fraction_L3[:, 1:].cpu()
         if fraction_L2.max() > SATURATION_LIMIT:

@@ -8,11 +8,13 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.recipe.names import COLUMN_PARALLEL, ROW_PARALLEL, checkpoint_name, listed
+from trl_fp8.recipe.names import COLUMN_PARALLEL, REPLICATED, ROW_PARALLEL, checkpoint_name, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
 OFF = "or set fp8_base=False."
+# The engine decodes by parts of kv_b_proj that it keeps apart; a kernel of its own computes the others for a few rows
+MLA = (*REPLICATED, "kv_b_proj")
 INITIALIZED_ALONE = True, False, "gaussian"  # `init_lora_weights` that read no weight of the base
 
 
@@ -99,8 +101,8 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
         return type(layer).__name__
     if name not in linears:
         return "not a layer of a decoder"
-    if name.endswith(".kv_b_proj"):
-        return "an engine decodes with the base's part of it alone"
+    if name.endswith(MLA):
+        return "MLA's, for which an engine has paths around its linear layers; q_b_proj and o_proj have none"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)

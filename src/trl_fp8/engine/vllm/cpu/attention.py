@@ -8,7 +8,7 @@ step gives what a prefill of the same tokens gives, and what `attend_packed` giv
     read:   k = bytes * k_scale; softmax(q k^T) v in fp64; q and the output in the model's dtype
 
 A head with an attention sink s gives each query one more score, s, for which there is nothing to read: the softmax of
-the others sums to less than 1. A layer that shares the cache of an earlier one reads there and writes nothing.
+the others sums to less than 1.
 
 Shape letters: T and N tokens, R requests, Q query length, S cached length, H heads, G kv heads, D head size.
 """
@@ -80,6 +80,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         unsupported = {
             "ALiBi": alibi_slopes is not None,
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "KV sharing between layers": kv_sharing_target_layer_name is not None,
             f"KV cache type {kv_cache_dtype}": kv_cache_dtype not in ReferenceAttention.supported_kv_cache_dtypes,
         }
         if names := [name for name, used in unsupported.items() if used]:
@@ -89,7 +90,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
         self.softcap = logits_soft_cap or None  # vLLM's models without one may say 0
-        self.sinks, self.kv_sharing_target_layer_name = sinks, kv_sharing_target_layer_name
+        self.sinks = sinks
 
     def do_kv_cache_update(
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
