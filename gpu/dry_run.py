@@ -20,8 +20,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -38,6 +40,7 @@ from gpu.pretended_gpu import (
     pretend,
     process_weights,
 )
+from testing.published import CONFIGS
 
 
 if TYPE_CHECKING:
@@ -46,9 +49,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.attention import Attention
 
+    from trl_fp8.recipe.recipe import FP8Recipe
+
 
 ROOT = Path(__file__).parents[1]
 ALIKE = dict(num_attention_heads=32, head_dim=128, vocab_size=151936, max_position_embeddings=40960, rope_theta=1e6)
+OTHER_KINDS = (
+    *("deepseek-ai/DeepSeek-V3", "google/gemma-2-9b", "microsoft/phi-4", "openai/gpt-oss-20b"),
+    *("Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B"),
+)
 SHAPES = {  # as published
     "Qwen3-8B": ALIKE
     | dict(model_type="qwen3", architectures=["Qwen3ForCausalLM"])
@@ -57,6 +66,20 @@ SHAPES = {  # as published
     | dict(model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"])
     | dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=48, num_key_value_heads=4)
     | dict(moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True),
+}
+FAMILIES = {  # of other kinds: attention, experts, names
+    **{name.rpartition("/")[2]: shape for name, shape in CONFIGS.items() if name in OTHER_KINDS},
+    "GLM-4.5-Air": dict(model_type="glm4_moe", architectures=["Glm4MoeForCausalLM"])
+    | dict(hidden_size=4096, intermediate_size=10944, num_hidden_layers=46, num_attention_heads=96)
+    | dict(num_key_value_heads=8, head_dim=128, vocab_size=151552, moe_intermediate_size=1408, n_routed_experts=128)
+    | dict(num_experts_per_tok=8, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True),
+    "gemma-3-4b-it": CONFIGS["google/gemma-3-4b-it"] | dict(vision_config=dict(vision_use_head=False)),
+    "MiniMax-M2": dict(model_type="minimax_m2", architectures=["MiniMaxM2ForCausalLM"])
+    | dict(hidden_size=3072, intermediate_size=1536, num_hidden_layers=62, num_attention_heads=48)
+    | dict(num_key_value_heads=8, head_dim=128, vocab_size=200064, num_local_experts=256, num_experts_per_tok=8),
+    "Qwen3-VL-8B": dict(model_type="qwen3_vl", architectures=["Qwen3VLForConditionalGeneration"])
+    | dict(text_config=dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32))
+    | dict(vision_config=dict(out_hidden_size=4096)),
 }
 PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
 # Over the pins, as a user could ask for it
@@ -86,6 +109,7 @@ class Found:
         not_held, never_sent: Names of the weight stream that the engine lacks, and the other way round.
         reshaped: Parameters that are not stored as they were loaded, and what was computed with them.
         calls: Operator or Triton kernel -> the arguments that it was called with.
+        not_followed: Steps that no machine without a GPU can take: they need values, or a kernel that wants a device.
         problems: What must not be, in a pinned engine.
     """
 
@@ -108,24 +132,28 @@ class Found:
     never_sent: list[str] = field(default_factory=list)
     reshaped: list[str] = field(default_factory=list)
     calls: dict[str, list[dict[str, str]]] = field(default_factory=dict)
+    not_followed: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def look(capability: str, layers: int | None) -> list[dict]:
-    """Everything about one GPU, in this process."""
+def look(capability: str, models: list[str], layers: int | None) -> list[dict]:
+    """Everything about one GPU, in this process; of families the pinned engine, built and not called."""
     pretend(_pair(capability))
     found = []
     with tempfile.TemporaryDirectory() as folder:
         become_a_rank(Path(folder))
-        policies = {model: policy_on_meta(Path(folder) / model, model, layers) for model in SHAPES}
+        policies = {model: policy_on_meta(Path(folder) / model, model, layers) for model in models}
         candidates = {model: _candidates(policy) for model, policy in policies.items()}
         for choice in (PINNED, OWN, FOLLOWED):  # the last one for good: vLLM asks its environment in every call
             for model, policy in policies.items():
-                for backend in [None] if choice == OWN else candidates[model]:
+                if model in FAMILIES and choice != PINNED:
+                    continue
+                kernels = [None] if choice == OWN else candidates[model]
+                for backend in kernels[:1] if model in FAMILIES else kernels:
                     found.append(Found(model, capability, choice, backend))
                     with _prepared(choice, policy):
                         _look_at(found[-1], policy)
-    found.sort(key=lambda each: (list(SHAPES).index(each.model), (PINNED, FOLLOWED, OWN).index(each.choice)))
+    found.sort(key=lambda each: (models.index(each.model), (PINNED, FOLLOWED, OWN).index(each.choice)))
     return [asdict(each) for each in found]
 
 
@@ -134,11 +162,10 @@ def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[
     import torch
 
     from trl_fp8.engine.vllm.platforms import platform_of
-    from trl_fp8.recipe.recipe import recipe_for_model
 
     platform = platform_of(torch.device("cuda"))
     shared = choice == FOLLOWED and platform.flash_attention == 3
-    return platform.invariant(recipe_for_model(policy)) if shared else nullcontext()
+    return platform.invariant(recipe_of(policy)) if shared else nullcontext()
 
 
 def _candidates(policy: "PreTrainedModel") -> list[str]:
@@ -149,11 +176,10 @@ def _candidates(policy: "PreTrainedModel") -> list[str]:
     from trl_fp8.engine.vllm.auditable import why_linear_unverifiable
     from trl_fp8.engine.vllm.gemms import CHECKED, CHECKED_ROWS, Gemm
     from trl_fp8.engine.vllm.platforms import platform_of
-    from trl_fp8.recipe.recipe import recipe_for_model
 
-    device, recipe = torch.device("cuda"), recipe_for_model(policy)
-    candidates = []
-    for name in platform_of(device).linear_backends(recipe):
+    device, recipe = torch.device("cuda"), recipe_of(policy)
+    candidates = [] if recipe.fp8_modules else ["auto"]
+    for name in platform_of(device).linear_backends(recipe) if recipe.fp8_modules else ():
         gemm = Gemm(name, recipe.format, recipe.scale_format, device, policy.config)
         try:
             with FakeTensorMode(), calls_recorded():
@@ -177,15 +203,31 @@ def _pair(capability: str) -> tuple[int, int]:
 def policy_on_meta(folder: Path, model: str, layers: int | None) -> "PreTrainedModel":
     """A policy without memory, and the folder with the config that vLLM reads."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    shape = SHAPES[model] | ({"num_hidden_layers": layers} if layers else {})
-    config = AutoConfig.for_model(**shape, tie_word_embeddings=False)
+    shape = deepcopy((SHAPES | FAMILIES)[model])
+    shape.pop("quantization_config", None)  # of what is published; a policy is in high precision
+    text = shape.get("text_config", shape)
+    if layers:
+        text["num_hidden_layers"] = layers
+        text |= {"layer_types": text["layer_types"][:layers]} if "layer_types" in text else {}
+    tied = {} if model in FAMILIES else {"tie_word_embeddings": False}
+    config = transformers.AutoConfig.for_model(**shape, **tied)
     config.save_pretrained(folder)
     with torch.device("meta"):
-        policy = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        policy = getattr(transformers, config.architectures[0])._from_config(config, dtype=torch.bfloat16)
     policy.config._name_or_path = str(folder)
     return policy
+
+
+def recipe_of(policy: "PreTrainedModel") -> "FP8Recipe":
+    """All that can be FP8 in blocks; where no linear is a multiple of one, the KV cache."""
+    from trl_fp8.recipe.recipe import recipe_for_model
+
+    try:
+        return recipe_for_model(policy)
+    except ValueError:
+        return recipe_for_model(policy, fp8_weights=False)
 
 
 def _look_at(found: Found, policy: "PreTrainedModel") -> None:
@@ -197,10 +239,9 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
 
     from trl_fp8.engine.vllm.invariance import require_invariant_routers
     from trl_fp8.engine.vllm.platforms import Cuda
-    from trl_fp8.recipe.recipe import recipe_for_model
     from trl_fp8.upstream.vllm import forget_choices
 
-    recipe = recipe_for_model(policy)
+    recipe = recipe_of(policy)
     try:
         config = _configured(found, policy, recipe)
     except ValueError as refusal:
@@ -219,13 +260,14 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         ):
             engine = initialize_model(vllm_config=config, model_config=config.model_config)
             found.reshaped = process_weights(engine)
-            _note_kernels(found, config, engine)
+            _note_kernels(found, config, engine, policy)
             if found.choice == FOLLOWED:
                 require_invariant_routers(engine)
             if found.choice != OWN:
                 _note_layout(found, engine, recipe, policy)
                 _call_a_layer(found, config, engine)
     except Exception as error:  # a report of whatever happens
+        traceback.print_exc()
         found.problems.append(f"{type(error).__name__}: {error}")
 
 
@@ -258,12 +300,14 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
     return EngineArgs(**(trls | ours)).create_engine_config()
 
 
-def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
+def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", policy: "PreTrainedModel") -> None:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     from trl_fp8.engine.vllm.auditable import require_auditable
     from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
     from trl_fp8.engine.vllm.numerics import activation_scaling, fp8_experts, fp8_kernels
+    from trl_fp8.recipe.caches import kv_layers
+    from trl_fp8.recipe.from_model import caches_of
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name
@@ -276,7 +320,8 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
     found.kernels = dict(fp8_kernels(engine))
     found.attention = dict(Counter(_attention_name(layer) for layer in attention_layers(engine).values()))
     found.kv_cache = config.cache_config.cache_dtype + (", q too" if quantizes_query(engine) else "")
-    for check in (lambda: require_auditable(engine), lambda: fp8_attention_layers(engine)):
+    cached = kv_layers(caches_of(policy.config.get_text_config()))
+    for check in (lambda: require_auditable(engine), lambda: fp8_attention_layers(engine, cached)):
         try:
             check()
         except RuntimeError as refusal:
@@ -298,6 +343,7 @@ def _attention_name(layer: "Attention") -> str:
 def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedModel") -> None:
     from trl_fp8.engine.vllm.layout import engine_layout
     from trl_fp8.recipe.from_model import persistent_buffers
+    from trl_fp8.sync.policy_checks import require_same_tensors
 
     buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
     layout = engine_layout(engine, recipe.linears, buffers)
@@ -305,19 +351,23 @@ def _note_layout(found: Found, engine: "nn.Module", recipe, policy: "PreTrainedM
     sent |= {recipe.scale_name(name) for name in recipe.fp8_tensors}
     found.held = len(layout.pieces)
     found.not_held = sorted(sent - set(layout.pieces))
-    found.never_sent = sorted(set(layout.pieces) - sent)
+    found.never_sent = sorted(set(layout.pieces) - sent - {piece.name for piece in layout.derived})
     found.problems += [f"sent, not held: {name}" for name in found.not_held]
     found.problems += [f"held, never sent: {name}" for name in found.never_sent]
     found.problems += [f"not as it was loaded: {name}" for name in found.reshaped]
     found.problems += found.refused
+    if not found.problems:
+        require_same_tensors(policy, recipe, layout)
 
 
 def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> None:
-    """The second decoder layer, which adds a residual, too, uncompiled; and this project's kernels."""
+    """The last decoder layer, which adds a residual, too, uncompiled; and this project's kernels."""
+    import torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException
     from vllm import ir
 
-    give_caches(config, engine)
-    layer = engine.model.layers[1]
+    give_caches(config)
+    layer = getattr(engine, "language_model", engine).model.layers[-1]
     steps = {name: partial(call_layer, layer, config, *batch) for name, batch in BATCHES.items()}
     steps["kernels of the sync"] = _call_own_kernels
     if found.choice == FOLLOWED:
@@ -327,7 +377,10 @@ def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
         with calls_recorded() as calls, ir.enable_torch_wrap(False):
             try:
                 call()
+            except (DataDependentOutputException, torch.AcceleratorError):
+                found.not_followed.append(step)
             except Exception as error:  # a report of whatever happens
+                traceback.print_exc()
                 last = f", after {calls[-1][0]}" if calls else ""
                 found.problems.append(f"{step}{last}: {type(error).__name__}: {error}")
         for name, arguments in calls:
@@ -371,6 +424,8 @@ def _call_head(head: "nn.Module") -> None:
 def _contradictions(found: Found) -> list[str]:
     """Where the operators that were called are not what the project believes that its trainer follows."""
     wrong = []
+    if found.not_followed:
+        return wrong
     scaled = {call["scale_ue8m0"] for call in found.calls.get(QUANTIZE, [])}
     if scaled != {str(scale == "pow2") for scale in found.scales}:
         wrong.append(f"activations are quantized with scale_ue8m0={sorted(scaled)}, numerics.py says {found.scales}")
@@ -389,6 +444,8 @@ def _contradictions(found: Found) -> list[str]:
 
 def tables(found: list[dict]) -> str:
     """The page's Markdown."""
+    families = [each for each in found if each["model"] in FAMILIES]
+    found = [each for each in found if each not in families]
     pinned = [each for each in found if each["choice"] != OWN]
     own = [each for each in found if each["choice"] == OWN]
     chosen = "model|GPU|full flow|linears, experts|scales|attention|KV cache|compiled, graphs|norms|custom operations"
@@ -396,8 +453,9 @@ def tables(found: list[dict]) -> str:
         _table(f"{chosen}|found", [(*_asked(each), *_chosen(each), _verdict(each)) for each in pinned]),
         _table("model|GPU|linears, experts|attention|refused", [_left_to_vllm(each) for each in own]),
         _table("operator|GPU|tensors of one call", _operators(pinned)),
+        _table("model|GPU|linears, experts|attention|found", [_family(each) for each in families]),
     )
-    return "\n\n".join(parts)
+    return "\n\n".join(parts if families else parts[:-1])
 
 
 def _table(head: str, rows: list[tuple[str, ...]]) -> str:
@@ -434,13 +492,19 @@ def _left_to_vllm(each: dict) -> tuple[str, ...]:
     return each["model"], each["capability"], _counted(each["kernels"]), _counted(each["attention"]), refused
 
 
+def _family(each: dict) -> tuple[str, ...]:
+    kernels = _counted(each["kernels"]) or "BF16"
+    return each["model"], each["capability"], kernels, _counted(each["attention"]), _verdict(each)
+
+
 def _verdict(each: dict) -> str:
     if each["problems"] or each["refused"]:
         return _first(each["problems"]) if each["problems"] else f"refused: {_sentence(each['refused'][0])}"
     triton = sum(name.startswith("triton::") for name in each["calls"])
     answered = f"{len(each['calls']) - triton} operators answer"
     compiled = f", {triton} Triton kernels compile" if triton else ""
-    return f"auditable; {each['held']} tensors sent and held; {answered}{compiled}"
+    missing = f"; not followed: {', '.join(each['not_followed'])}" if each["not_followed"] else ""
+    return f"auditable; {each['held']} tensors sent and held; {answered}{compiled}{missing}"
 
 
 def _first(problems: list[str]) -> str:
@@ -470,7 +534,7 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in names) + (f", commit {commit}" if commit else "")
 
 
-def look_in_processes(capabilities: list[str], layers: int | None) -> list[dict]:
+def look_in_processes(capabilities: list[str], models: list[str], layers: int | None) -> list[dict]:
     """One process for each GPU: what vLLM finds out about it on import stays for good."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -481,7 +545,7 @@ def look_in_processes(capabilities: list[str], layers: int | None) -> list[dict]
         for capability in capabilities:
             path = Path(folder) / f"{capability}.json"
             command = [sys.executable, "-m", "gpu.dry_run", "--look", capability, "--json", str(path)]
-            command += ["--layers", str(layers)] if layers else []
+            command += ["--models", *models, *(["--layers", str(layers)] if layers else [])]
             subprocess.run(command, cwd=ROOT, env=environment, check=True)
             found += json.loads(path.read_text())
     return found
@@ -493,14 +557,16 @@ def main() -> int:
     parser.add_argument(
         "--capabilities", nargs="+", choices=known, default=known, help="compute capabilities to pretend"
     )
+    shapes = list(SHAPES | FAMILIES)
+    parser.add_argument("--models", nargs="+", choices=shapes, default=list(SHAPES), help="of " + ", ".join(shapes))
     parser.add_argument("--layers", type=int, help="fewer layers than published (at least 2), for a quick look")
     parser.add_argument("--json", type=Path, help="file for everything that was found")
     parser.add_argument("--look", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.look:
-        found = look(arguments.look, arguments.layers)
+        found = look(arguments.look, arguments.models, arguments.layers)
     else:
-        found = look_in_processes(arguments.capabilities, arguments.layers)
+        found = look_in_processes(arguments.capabilities, arguments.models, arguments.layers)
         print(f"{versions()}\n\n{tables(found)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1))

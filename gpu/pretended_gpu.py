@@ -79,6 +79,7 @@ def pretend(capability: tuple[int, int]) -> None:
     """From now on this process has one of `GPUS`. Before vLLM is imported: much of it decides on import."""
     gpu = GPUS[capability]
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # what vLLM compiles by itself runs on fake tensors as it is
+    os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"  # there are no streams
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # vLLM then keeps Triton although no driver is active (triton_utils)
     import torch
     from vllm import platforms
@@ -124,6 +125,7 @@ def pretend(capability: tuple[int, int]) -> None:
     )
     torch.cuda.get_device_capability = lambda device=None: capability
     torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.current_device = lambda: 0
     torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = lambda device: device
     _pretend_to_triton(capability)
     PretendedGPU.import_kernels()
@@ -199,20 +201,25 @@ def become_a_rank(folder: Path) -> None:
 
 def process_weights(engine: "nn.Module") -> list[str]:
     """As vLLM does after a load; returns the parameters that are then stored otherwise than they were loaded."""
-    from vllm.model_executor.layers.attention import Attention
+    import torch
+    from vllm.model_executor.layers.attention import Attention, MLAAttention, is_deferred_attention_layer
 
     changed = []
     for name, module in engine.named_modules():
         method = getattr(module, "quant_method", None)
         if method is None:
             continue
-        if isinstance(module, Attention):  # vLLM looks at the values of its scales, and drops what they came in
+        if isinstance(
+            module, (Attention, MLAAttention)
+        ):  # vLLM looks at the values of its scales, and drops what they came in
             for scale in ("q_scale", "k_scale", "v_scale", "prob_scale"):
                 delattr(module, scale)
             continue
         loaded = _stored(module)
         method.process_weights_after_loading(module)
         changed += [f"{name}.{key}" for key, stored in _stored(module).items() if stored != loaded.get(key)]
+    for module in filter(is_deferred_attention_layer, engine.modules()):
+        module.process_weights_after_loading(torch.bfloat16)
     return changed
 
 
@@ -221,19 +228,20 @@ def _stored(module: "nn.Module") -> dict[str, tuple]:
     return {name: (each.dtype, tuple(each.shape), each.stride()) for name, each in named}
 
 
-def give_caches(config: "VllmConfig", engine: "nn.Module") -> None:
+def give_caches(config: "VllmConfig") -> None:
     """KV caches in the blocks and strides that vLLM would give them."""
     import torch
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
     from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.worker.utils import allocate_kv_cache
 
     current_platform.update_block_size_for_backend(config)
-    layers = {layer.layer_name: layer for layer in engine.modules() if isinstance(layer, Attention)}
+    context = config.compilation_config.static_forward_context
+    layers = {name: layer for name, layer in context.items() if isinstance(layer, AttentionLayerBase)}
     specs = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-    layouts = get_supported_kv_cache_layouts({layer.attn_backend for layer in layers.values()})
+    layouts = get_supported_kv_cache_layouts({layer.get_attn_backend() for layer in layers.values()})
     layout = resolve_kv_cache_layout(config, [[each.name for each in layouts]], specs.values())
     [caches] = get_kv_cache_configs(config, [specs], [20 * 2**30])
     for name, cache in allocate_kv_cache(caches, torch.device("cuda"), layout).items():
@@ -241,12 +249,14 @@ def give_caches(config: "VllmConfig", engine: "nn.Module") -> None:
 
 
 def call_layer(layer: "nn.Module", config: "VllmConfig", sequences: int, length: int) -> None:
-    """One decoder layer of Llama's kind, on `length` new tokens of each of `sequences`."""
+    """One decoder layer that attends, on `length` new tokens of each of `sequences`."""
     import torch
     from vllm.forward_context import set_forward_context
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    attention, tokens = layer.self_attn.attn, sequences * length
+    [attention] = [module for module in layer.modules() if isinstance(module, AttentionLayerBase)]
+    tokens = sequences * length
     spec, longest = attention.get_kv_cache_spec(config), config.model_config.max_model_len
     slots = torch.empty(tokens, dtype=torch.int64)
     batch = CommonAttentionMetadata(
@@ -261,10 +271,12 @@ def call_layer(layer: "nn.Module", config: "VllmConfig", sequences: int, length:
         slot_mapping=slots,
     )
     name = attention.layer_name
-    builder = attention.attn_backend.get_builder_cls()(spec, [name], config, torch.device("cuda"))
-    hidden, residual = (torch.empty(tokens, layer.hidden_size, dtype=torch.bfloat16) for _ in range(2))
+    builder = attention.get_attn_backend().get_builder_cls()(spec, [name], config, torch.device("cuda"))
+    hidden, residual = (
+        torch.empty(tokens, config.model_config.get_hidden_size(), dtype=torch.bfloat16) for _ in range(2)
+    )
     with set_forward_context({name: builder.build(0, batch)}, config, num_tokens=tokens, slot_mapping={name: slots}):
-        layer(torch.empty(tokens, dtype=torch.int64), hidden, residual)
+        layer(positions=torch.empty(tokens, dtype=torch.int64), hidden_states=hidden, residual=residual)
 
 
 @contextmanager

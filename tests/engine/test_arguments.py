@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from testing import tiny_models
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
@@ -28,6 +29,27 @@ def test_attention_is_pinned_to_what_reads_the_scales_anew():
     assert arguments()["attention_backend"] == "FLASH_ATTN"
     assert arguments(platform=ADA)["attention_backend"] == "TRITON_ATTN"
     assert "attention_backend" not in arguments(FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto"))
+
+
+def of_type(model_type, recipe=RECIPE, platform=HOPPER, **fields):
+    config = AutoConfig.for_model(model_type, **fields)
+    return platform.arguments(recipe, config, max_num_seqs=8, max_model_len=64)
+
+
+def test_attention_sinks_are_read_anew_with_a_bf16_cache_too():
+    bf16 = FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto")
+    assert of_type("gpt_oss", bf16)["attention_backend"] == "FLASH_ATTN"
+    assert of_type("gpt_oss", bf16, Cuda((10, 0), 4))["attention_backend"] == "TRITON_ATTN"
+
+
+@pytest.mark.parametrize("platform", [ADA, Cuda((12, 0), 2)], ids=str)
+def test_fp8_latents_that_need_more_shared_memory_than_there_is_are_refused(platform):
+    with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8' with latents of 512 .* needs 100 KiB"):
+        of_type("deepseek_v3", platform=platform)
+    assert of_type("deepseek_v3", platform=platform, kv_lora_rank=256)["attention_backend"] == "TRITON_MLA"
+    assert of_type("deepseek_v3")["attention_backend"] == "TRITON_MLA"
+    bf16 = FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto")
+    assert "attention_backend" not in of_type("deepseek_v3", bf16, platform)
 
 
 def test_linears_are_left_to_what_is_measured():

@@ -83,9 +83,10 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
     """How an engine's tensor differs from what is sent, if it does: then nothing could be written into it."""
-    held = layout.held[name]
+    piece = layout.pieces[name]
+    held = piece.of_engine()
     try:
-        part = layout.pieces[name].of_sent(torch.empty(shape, device="meta")).shape
+        part = piece.of_sent(torch.empty(shape, device="meta")).shape
     except (RuntimeError, ValueError):  # of fewer dims, or another size
         part = torch.Size(shape)
     if [size for size in held.shape if size != 1] != [size for size in part if size != 1]:

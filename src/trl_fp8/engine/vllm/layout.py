@@ -60,7 +60,7 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
     if packed:
         raise ValueError(
             f"vLLM's kernels rearrange tensors of this model, where a sync cannot write: {'; '.join(sorted(packed))}. "
-            "Remove moe_backend from vllm_engine_kwargs, or choose another model."
+            "Remove moe_backend and attention_backend from vllm_engine_kwargs, or choose another model."
         )
     return Layout(pieces)
 
@@ -76,6 +76,9 @@ def _why_packed(module: nn.Module) -> str | None:
             read = getattr(config, scale, None)
             if read is not None and read.data_ptr() != getattr(module, held).data_ptr():
                 return f"experts compute with a copy of {held} ({backend})"
+    sinks = getattr(module, SINKS, None)
+    if isinstance(sinks, nn.Parameter) and module.attn.impl.sinks is not sinks:
+        return f"attention computes with a copy of {SINKS} ({type(module.attn.impl).__name__})"
     return None
 
 

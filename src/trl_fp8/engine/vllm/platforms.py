@@ -44,6 +44,11 @@ from .fallback import classes_derived
 from .invariance import SWITCH, Invariance
 
 
+WITH_SINKS = "gpt_oss", "granite_swa", "granitemoe_swa"  # model types whose attention may have sinks
+# Elements of a latent without its rotated rest: of as many, FP8 tiles fit into the smaller blocks of Ada and of 12.x
+LATENT_IN_99_KIB = 256
+
+
 class Platform(ABC):
     """Where an engine runs."""
 
@@ -270,9 +275,17 @@ class Cuda(Platform):
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
         if recipe.decoder == WRAPPED and config.model_type == "gemma3_text":
             attention = "TRITON_ATTN"  # tokens of an image see all of it, which FlashAttention 3 cannot mask
-        if getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query, and runs on each of them
+        if latent := getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query
             attention = "TRITON_MLA"
-        arguments = {"attention_backend": attention} if recipe.fp8_kv_cache else {}
+            if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
+                raise ValueError(
+                    f"kv_cache_dtype={recipe.kv_cache_dtype!r} with latents of {latent} elements (kv_lora_rank) on a "
+                    f"GPU of compute capability {major}.{minor}: vLLM's kernel for FP8 latents (TRITON_MLA) needs 100 "
+                    "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
+                )
+        # FlashInfer, again, keeps a copy of attention sinks
+        pinned = recipe.fp8_kv_cache or config.model_type in WITH_SINKS
+        arguments = {"attention_backend": attention} if pinned else {}
         # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})
 
