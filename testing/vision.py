@@ -14,7 +14,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from . import other_models, runs
+from . import other_models
 from .tokenizer import tokenizer
 
 
@@ -130,5 +130,5 @@ def dataset(rows: int = 16) -> Dataset:
 
 
 def reward_digits(completions, **kwargs):
-    """`runs.reward_digits` of conversations."""
-    return runs.reward_digits([messages[0]["content"] for messages in completions])
+    """As that of `runs`, of conversations."""
+    return [sum(c.isdigit() for c in messages[0]["content"]) / 8 for messages in completions]

@@ -61,6 +61,7 @@ FAMILIES = {
     "ernie4_5": Family("ERNIE 4.5, dense", other("ernie4_5")),
     "ernie4_5_moe": Family("ERNIE 4.5, mixtures of experts", other("ernie4_5_moe")),
     "exaone4": Family("EXAONE 4", other("exaone4")),
+    "flex_olmo": Family("FlexOLMo", other("flex_olmo")),
     "gemma": Family("Gemma", trained("gemma")),
     "gemma2": Family("Gemma 2", trained("gemma2"), "google/gemma-2-9b"),
     "gemma3": seeing("Gemma 3 with images", "gemma3", "google/gemma-3-12b-it"),
@@ -82,6 +83,9 @@ FAMILIES = {
     "granitemoe_swa": Family(
         "Granite, sliding windows and experts", other("granitemoe_swa", **ATTENTION), flags=UNBALANCED
     ),
+    "hunyuan_v1_dense": Family("Hunyuan 1, dense", other("hunyuan_v1_dense")),
+    "hunyuan_v1_moe": Family("Hunyuan 1, mixtures of experts", other("hunyuan_v1_moe")),
+    "hy_v3": Family("Hunyuan 3", other("hy_v3")),
     "hyperclovax": Family("HyperCLOVA X", other("hyperclovax")),
     "jais2": Family("Jais 2", other("jais2")),
     "llama": Family("Llama 2 - 3.3, SmolLM2", trained("llama"), "meta-llama/Llama-3.1-8B"),
@@ -91,6 +95,7 @@ FAMILIES = {
     "mistral": Family("Mistral", trained("mistral"), "mistralai/Mistral-7B-v0.3"),
     "mixtral": Family("Mixtral", trained("mixtral"), "mistralai/Mixtral-8x7B-v0.1"),
     "nemotron": Family("Nemotron, Minitron", other("nemotron")),
+    "olmo": Family("OLMo 1", other("olmo")),
     "olmo2": Family("OLMo 2", other("olmo2")),
     "olmo3": Family("OLMo 3", other("olmo3")),
     "olmoe": Family("OLMoE", trained("olmoe"), "allenai/OLMoE-1B-7B-0924"),
@@ -110,4 +115,6 @@ FAMILIES = {
     "seed_oss": Family("Seed-OSS", other("seed_oss"), flags={"disable_dropout": True}),
     "smollm3": Family("SmolLM3", other("smollm3")),
     "stablelm": Family("StableLM 2", other("stablelm")),
+    "starcoder2": Family("StarCoder2", other("starcoder2")),
+    "vaultgemma": Family("VaultGemma", other("vaultgemma")),
 }

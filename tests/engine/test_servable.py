@@ -152,10 +152,8 @@ def _both(piece, sent):
 
 @pytest.mark.parametrize("model_type", servable.TRAINED + servable.DELIVERED)
 def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
-    if model_type.startswith("qwen3_5"):  # vLLM's file of these classes has the vision-language ones, too
+    if model_type.startswith("qwen3_5") or model_type in other_models.VISION:  # as vLLM's files of these classes do
         pytest.importorskip("torchvision")
-    if model_type.startswith("qwen") and model_type in other_models.VISION:
-        pytest.importorskip("torchvision", reason="vLLM's classes of Qwen's towers import it")
     policy = other_models.policy(model_type)
     assert servable.why_not_servable(outline_of(policy), engine_class) is None
     deliver(policy, tmp_path)

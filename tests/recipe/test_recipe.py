@@ -298,3 +298,16 @@ def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
         recipe_for(outline, kv_cache_skip_layers=(0, 1, 3))
     with pytest.raises(ValueError, match="all 2 layers.*kv_cache_dtype='auto'"):
         recipe_for(outline, kv_cache_skip_layers=(3, 7))
+
+
+def test_parts_of_a_vision_language_model_have_names_of_their_own_in_an_engine():
+    recipe = recipe_for_model(other_models.policy("gemma3"))
+    layer = "layers.0.self_attn.q_proj.weight"
+    held = {
+        f"model.language_model.{layer}": f"language_model.model.{layer}",
+        "lm_head.weight": "language_model.lm_head.weight",
+        "model.multi_modal_projector.mm_soft_emb_norm.weight": "multi_modal_projector.mm_soft_emb_norm.weight",
+        "model.vision_tower.post_layernorm.bias": "vision_tower.vision_model.post_layernorm.bias",
+    }
+    assert {name: recipe.engine_name(name) for name in held} == held
+    assert recipe_for_model(on_meta("qwen3")).engine_name(f"model.{layer}") == f"model.{layer}"

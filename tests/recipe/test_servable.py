@@ -138,7 +138,9 @@ def test_remedies_of_a_model_that_has_nothing_to_quantize():
     small = outline(tiny_models.config(hidden_size=64, intermediate_size=96))
     message = refusal(recipe_for, small)
     assert "tensor parallel size" not in message
-    assert recipe_for(small, **flags_in(message.rpartition("Block-FP8")[2])).fp8_kv_cache
+    remedies = flags_in(message.partition("Use ")[2])
+    assert recipe_for(small, weight_format=remedies.pop("fp8_weight_format")).fp8_weights
+    assert recipe_for(small, **remedies).fp8_kv_cache
     split = outline(tiny_models.config())
     message = refusal(recipe_for, split, tensor_parallel_size=4)
     assert "a tensor parallel size below 4" in message

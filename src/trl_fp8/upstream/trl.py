@@ -11,7 +11,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         "_get_per_token_logps_and_entropies": "features trainer",
         **dict.fromkeys(["_batch_environments", "_last_loaded_step", "_tokenize_prompts", *_IMPORTANCE], "features"),
         **dict.fromkeys(["_buffered_inputs", "_step"], "run"),
-        "_tokenizer": "features run",
+        "_tokenizer": "features",
     },
     "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(
         ["_dist", "_init_vllm", "_iter_named_params", "_llm_weights_sleeping"], "engine"
