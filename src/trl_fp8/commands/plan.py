@@ -21,7 +21,7 @@ from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import recipe_for, some_fit
-from trl_fp8.recipe.servable import Resolve, require_servable
+from trl_fp8.recipe.servable import Resolve, require_same_positions, require_servable
 from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
@@ -109,6 +109,7 @@ def run(given: Namespace) -> str:
     if not asked and not some_fit(outline, options["weight_format"]):
         options["fp8_weights"] = False  # which its flags then say
     setup = settings.setup(outline.context)
+    require_same_positions(outline, setup.training.tokens)
     _check_model(forward, router, outline, setup.tensor_parallel_size)
 
     @cache
