@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of
 # REPLICATED.
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
+MLA = (*REPLICATED, "kv_b_proj")
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
