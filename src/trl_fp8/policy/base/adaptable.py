@@ -103,6 +103,8 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
         return "not a layer of a decoder"
     if name.endswith(MLA):
         return "MLA's, for which an engine has paths around its linear layers; q_b_proj and o_proj have none"
+    if name.endswith(".shared_expert_gate"):
+        return "the gate of a shared expert, which every rank of an engine has whole"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)

@@ -263,7 +263,7 @@ def _headers(files: Iterable[str]) -> Iterator[tuple[str, Stored]]:
 def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, suffix: str = "") -> tuple[str, ...]:
     """What checkpoints call a parameter of the policy, or with a suffix its scales: several if it is of experts."""
     sent = recipe.stored_name(name + suffix)
-    parts = published_names(sent, BLOCKS.scale_suffix)
+    parts = published_names(sent, BLOCKS.scale_suffix, recipe.model_type)
     return tuple(part.format(expert) for expert in range(shape[0]) for part in parts) or (sent,)
 
 
