@@ -29,7 +29,8 @@ _QWEN_TOKENS = {
     "vision_end_token": "<|vision_end|>",
 }
 _GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+_WRITING = ("o_proj.weight", "linear_attn.out_proj.weight", "down_proj.weight", "experts.down_proj")  # to the residual
 PIXELS = 32  # height and width of what a tower sees
 
 
@@ -63,9 +64,10 @@ def processor(model_type: str) -> ProcessorMixin:
     )
 
     made = _tokenizer(_QWEN_TOKENS)
-    kind = dict(zip(QWEN, (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor), strict=True))[model_type]
+    earlier = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    kind = earlier.get(model_type, Qwen3VLProcessor)
     sizes = {"patch_size": 8, "min_pixels": 16 * 16, "max_pixels": PIXELS * PIXELS}
-    videos = (Qwen3VLVideoProcessor if model_type == "qwen3_vl" else Qwen2VLVideoProcessor)(patch_size=8)
+    videos = (Qwen2VLVideoProcessor if model_type in earlier else Qwen3VLVideoProcessor)(patch_size=8)
     chat = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
     return kind(Qwen2VLImageProcessor(**sizes), made, videos, chat_template=chat)
 
@@ -92,8 +94,8 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "mm_input_projection_weight")):  # zero, which would hide much
                 torch.nn.init.normal_(parameter, std=0.1)
-            if ".language_model." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter[0] = 0
+            if ".language_model." in name and name.endswith(_WRITING):
+                parameter[..., 0, :] = 0
         # So one channel stays as it was embedded, and keeps tokens from being sampled that there would be no image to
         tokens = _QWEN_TOKENS if model_type in QWEN else _GEMMA_TOKENS
         never = [made.convert_tokens_to_ids(token) for token in tokens.values()]

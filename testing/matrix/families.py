@@ -108,6 +108,8 @@ FAMILIES = {
     "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
     "qwen2_vl": seeing("Qwen2-VL", "qwen2_vl"),
     "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
+    "qwen3_5": seeing("Qwen3.5 with images", "qwen3_5", "Qwen/Qwen3.5-27B"),
+    "qwen3_5_moe": seeing("Qwen3.5-MoE with images", "qwen3_5_moe", "Qwen/Qwen3.5-35B-A3B"),
     "qwen3_5_moe_text": Family("Qwen3.5-MoE, text", other("qwen3_5_moe_text"), "Qwen/Qwen3.5-35B-A3B"),
     "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
     "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
