@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
     Gemma3Processor,
+    PixtralImageProcessorPil,
+    PixtralProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -29,6 +31,7 @@ _QWEN_TOKENS = {
     "vision_end_token": "<|vision_end|>",
 }
 _GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
+_MISTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
 _WRITING = ("o_proj.weight", "linear_attn.out_proj.weight", "down_proj.weight", "experts.down_proj")  # to the residual
 PIXELS = 32  # height and width of what a tower sees
@@ -54,6 +57,11 @@ def processor(model_type: str) -> ProcessorMixin:
         images = Gemma3ImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
         chat = CHAT.replace("IMAGE", made.boi_token)
         return Gemma3Processor(images, made, chat_template=chat, image_seq_length=4)
+    if model_type == "mistral3":
+        made = _tokenizer(_MISTRAL_TOKENS)
+        images = PixtralImageProcessorPil(size={"longest_edge": PIXELS}, patch_size=8)
+        chat = CHAT.replace("IMAGE", made.image_token)
+        return PixtralProcessor(images, made, patch_size=8, spatial_merge_size=2, chat_template=chat)
     from transformers import (
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
@@ -85,6 +93,8 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
             for name in ("boi", "eoi")
         }
         ids |= {"image_token_index": ids.pop("image_token_id"), "mm_tokens_per_image": 4}
+    if model_type == "mistral3":
+        ids = {"image_token_index": ids["image_token_id"]}
     config = other_models.config(model_type, **ids)
     config.text_config.vocab_size = len(made)
     config.initializer_range = config.text_config.initializer_range = config.vision_config.initializer_range = 0.08
@@ -97,7 +107,7 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
             if ".language_model." in name and name.endswith(_WRITING):
                 parameter[..., 0, :] = 0
         # So one channel stays as it was embedded, and keeps tokens from being sampled that there would be no image to
-        tokens = _QWEN_TOKENS if model_type in QWEN else _GEMMA_TOKENS
+        tokens = {"gemma3": _GEMMA_TOKENS, "mistral3": _MISTRAL_TOKENS}.get(model_type, _QWEN_TOKENS)
         never = [made.convert_tokens_to_ids(token) for token in tokens.values()]
         embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         if head is embeddings:

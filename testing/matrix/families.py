@@ -41,9 +41,9 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
     return save
 
 
-def seeing(title: str, model_type: str, published: str = "") -> Family:
+def seeing(title: str, model_type: str, published: str = "", **flags) -> Family:
     """A family of `testing.vision`."""
-    return Family(title, lambda folder: vision.save_checkpoint(folder, model_type), published, images=True)
+    return Family(title, lambda folder: vision.save_checkpoint(folder, model_type), published, flags, images=True)
 
 
 ATTENTION = {"attention_multiplier": 0.125}  # of scores; Granite's default of 1 leaves one key of each query
@@ -93,6 +93,7 @@ FAMILIES = {
     "minimax_m2": Family("MiniMax-M2", other("minimax_m2")),
     "ministral3": Family("Ministral 3", other("ministral3")),
     "mistral": Family("Mistral", trained("mistral"), "mistralai/Mistral-7B-v0.3"),
+    "mistral3": seeing("Mistral Small 3 with images", "mistral3", fp8_weight_format="tensor"),
     "mixtral": Family("Mixtral", trained("mixtral"), "mistralai/Mixtral-8x7B-v0.1"),
     "nemotron": Family("Nemotron, Minitron", other("nemotron")),
     "olmo": Family("OLMo 1", other("olmo")),
