@@ -84,6 +84,7 @@ FAMILIES = {  # of other kinds: attention, experts, names
 PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
 # Over the pins, as a user could ask for it
 OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": None}
+NO_STREAM = "getting stream native handle"  # what CuTe DSL's kernels ask of a device
 SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
 BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
 # What a trainer that shares the engine's kernels calls, too (engine/vllm/invariance.py), and what would be others
@@ -380,6 +381,9 @@ def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
             except (DataDependentOutputException, torch.AcceleratorError):
                 found.not_followed.append(step)
             except Exception as error:  # a report of whatever happens
+                if NO_STREAM in str(error):
+                    found.not_followed.append(step)
+                    continue
                 traceback.print_exc()
                 last = f", after {calls[-1][0]}" if calls else ""
                 found.problems.append(f"{step}{last}: {type(error).__name__}: {error}")

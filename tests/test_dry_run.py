@@ -41,6 +41,13 @@ def test_what_vllm_would_choose_stands_with_what_is_said_to_it():
     assert rows(markdown, 1) == [["a", "12.0", "4 `DeepGemm`", "2 `FlashInferImpl`", "repacks; copies"]]
 
 
+def test_other_families_stand_in_a_table_of_their_own():
+    found = Found("phi-4", "9.0", PINNED, kernels={"K": 4}, held=7, not_followed=["prompts"])
+    markdown = dry_run.tables([asdict(found)])
+    assert rows(markdown, 0) == rows(markdown, 2) == []
+    assert rows(markdown, 3)[0][-1] == "auditable; 7 tensors sent and held; 0 operators answer; not followed: prompts"
+
+
 def test_the_page_shows_every_gpu_shape_and_flow():
     page = (ROOT / "docs" / "gpu_kernels.md").read_text()
     for (major, minor), model, flow in product(pretended_gpu.GPUS, dry_run.SHAPES, ("off", "on")):

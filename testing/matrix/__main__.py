@@ -2,8 +2,8 @@
 
 python -m testing.matrix [FAMILY ...] [--workers N]
 
-Each family has a process of its own. Without names all of them run, and the result file is written:
-benchmarks/results/models_cpu.json.
+Each family has a process of its own. Without names all of them run, and benchmarks/results/models_cpu.json is written
+after each; what it has of the same commit is not run again.
 """
 
 import argparse
@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+from benchmarks import record
 from testing.processes import alone, free_port
 
 from .torchvision import FOLDER, declare_operators
@@ -76,12 +77,13 @@ def main() -> int:
     if unknown := set(options.families) - FAMILIES.keys():
         parser.error(f"unknown families {sorted(unknown)}; known are {', '.join(FAMILIES)}")
     names = options.families or list(FAMILIES)
+    rows = {} if options.families else record.held("models", len(names)) or {}
     with ThreadPoolExecutor(options.workers) as pool:
-        rows = dict(zip(names, pool.map(in_a_process, names), strict=True))
-    if not options.families:
-        from benchmarks import record
-
-        record.write("models", len(rows), rows)
+        runs = {pool.submit(in_a_process, name): name for name in names if "title" not in rows.get(name, {})}
+        for run in as_completed(runs):
+            rows[runs[run]] = run.result()
+            if not options.families:
+                record.write("models", len(names), {name: rows[name] for name in names if name in rows})
     return int(any("failed" in found for found in rows.values()))
 
 

@@ -1,10 +1,14 @@
 """What the engine is told, on CPU and on each generation of GPU; no engine is started."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 from transformers import AutoConfig
 
 from testing import tiny_models
+from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -40,6 +44,14 @@ def test_attention_sinks_are_read_anew_with_a_bf16_cache_too():
     bf16 = FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto")
     assert of_type("gpt_oss", bf16)["attention_backend"] == "FLASH_ATTN"
     assert of_type("gpt_oss", bf16, Cuda((10, 0), 4))["attention_backend"] == "TRITON_ATTN"
+
+
+def test_a_copy_of_attention_sinks_is_refused():
+    attention = nn.Module()
+    attention.sinks = nn.Parameter(torch.zeros(4))
+    attention.attn = SimpleNamespace(impl=SimpleNamespace(sinks=attention.sinks.detach().clone()))
+    with pytest.raises(ValueError, match="attention computes with a copy of sinks"):
+        engine_layout(nn.ModuleDict({"layer": attention}), ())
 
 
 @pytest.mark.parametrize("platform", [ADA, Cuda((12, 0), 2)], ids=str)
