@@ -86,9 +86,8 @@ def built(policy, folder):
     """(recipe, vLLM's class for `policy` as an engine would build it, its config), nothing loaded yet."""
     policy.config.save_pretrained(folder)
     some = any(name.endswith("self_attn.o_proj") for name in outline_of(policy).linears)
-    form = "tensor" if policy.config.model_type in WITHOUT_BLOCKS else "blocks"
-    flags = {"expert_kernels": False, "fp8_weights": some, "weight_format": form}
-    recipe = recipe_for_model(policy, kv_cache_dtype="auto", **flags)
+    some &= policy.config.model_type not in WITHOUT_BLOCKS
+    recipe = recipe_for_model(policy, kv_cache_dtype="auto", expert_kernels=False, fp8_weights=some)
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
     arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
