@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from testing import published, tiny_models
+from testing import published, tiny_models, vision
 from trl_fp8 import __version__
 from trl_fp8.cli import main
 from trl_fp8.commands import plan
@@ -219,6 +219,15 @@ def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, caps
     (tmp_path / "fp8" / "config.json").write_text("{}")
     assert main(["verify", folder]) == 2
     assert "config.json are not what was exported" in capsys.readouterr().err
+
+
+def test_an_export_has_the_vision_tower_and_the_processor(tmp_path):
+    vision.save_checkpoint(tmp_path / "source", "gemma3")
+    assert main(["export", str(tmp_path / "source"), str(tmp_path / "fp8")]) == 0
+    (sent,), (made,) = (sorted((tmp_path / folder).glob("*.safetensors")) for folder in ("source", "fp8"))
+    names = [name for name in load_file(made) if not name.endswith("_scale_inv")]
+    assert len(names) == len(load_file(sent)) and any("vision_tower" in name for name in names)
+    assert (tmp_path / "fp8" / "processor_config.json").exists()
 
 
 def test_an_fp8_checkpoint_is_exported_to_the_same_codes(checkpoint, tmp_path):

@@ -45,6 +45,7 @@ from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
 from .policy.base.stored import load_without_base
 from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
+from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, require_no_images, require_rows
 from .run.saving import Saving
@@ -171,6 +172,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 environment_factory=environment_factory,
             )
         in_high_precision(self.model)
+        make_lists(self.processing_class)
         self._choose_progress([one if isinstance(one, type) else type(one) for one in callbacks or ()])
         self.correction = args.correction
         if self.correction is not None:
