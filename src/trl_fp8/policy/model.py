@@ -42,8 +42,8 @@ def dequantizing_config(
 ) -> FineGrainedFP8Config | Mxfp4Config | None:
     """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is in high precision.
 
-    `ValueError` if it is quantized otherwise than in FP8 or MXFP4, or its FP8 weights have one scale each: transformers
-    5.17 would drop those scales without an error.
+    `ValueError` if it is quantized otherwise than in FP8 or MXFP4, or its FP8 weights have one scale each:
+    transformers 5.17 would drop those scales without an error.
     """
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     stored = getattr(config, "quantization_config", None)
@@ -54,8 +54,8 @@ def dequantizing_config(
         return None
     if method != "fp8":
         raise ValueError(
-            f"model={model!r} is quantized ({method}): trained are checkpoints in high precision, block FP8 and MXFP4. "
-            "Start from the one that it was made of."
+            f"model={model!r} is quantized ({method}): trained are checkpoints in high precision, block FP8 and "
+            "MXFP4. Start from the one that it was made of."
         )
     if stored.get("weight_block_size") is None:
         raise ValueError(

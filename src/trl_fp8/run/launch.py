@@ -19,8 +19,8 @@ def require_no_images(dataset: object, name: str) -> None:
     """Raise `ValueError` for a dataset with images, which the text model `name` would be sent in its prompts."""
     if columns := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
         raise ValueError(
-            f"train_dataset has a column {min(columns)!r}, but model={name!r} sees no images. Remove the column, or take "
-            "a vision-language model."
+            f"train_dataset has a column {min(columns)!r}, but model={name!r} sees no images. Remove the column, or "
+            "take a vision-language model."
         )
 
 
