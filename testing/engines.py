@@ -161,7 +161,7 @@ def log_probs(llm: LLM) -> list[tuple]:
     parameters = SamplingParams(temperature=0.0, max_tokens=16, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     results, prompts = [], [{"prompt_token_ids": ids} for ids in PROMPTS]
     if llm.renderer.mm_processor is not None:
-        text = engine_model(llm).get_placeholder_str("image", 0) + "1+2="
+        text = (engine_model(llm).get_placeholder_str("image", 0) or "[IMG]") + "1+2="
         prompts += [{"prompt": text, "multi_modal_data": {"image": picture(number)}} for number in range(2)]
     for output in llm.generate(prompts, parameters, use_tqdm=False):
         completion = output.outputs[0]

@@ -32,6 +32,7 @@ _COMMON = dict(
 )
 _HYBRID = dict(full_attention_interval=2)
 _TURNED = dict(rope_type="default", rope_theta=1e6)
+_TURNED_IN_PART = dict(partial_rotary_factor=0.25, mrope_section=[4, 2, 2], mrope_interleaved=True)
 _SPECIAL = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), dict(num_key_value_heads=4)),  # as many as of q
     "bloom": dict(head_dim=None),
@@ -53,7 +54,8 @@ _SPECIAL = {
         **dict(ssm_state_size=16, num_hidden_layers=None),
     ),
     "phi": dict(intermediate_size=1024, num_key_value_heads=4),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _HYBRID),
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text"), _HYBRID | dict(rope_parameters=_TURNED | _TURNED_IN_PART)),
+    "qwen3_next": _HYBRID,
     **dict.fromkeys(
         ("qwen2_vl_text", "qwen2_5_vl_text"), dict(rope_parameters=_TURNED | dict(mrope_section=[8, 12, 12]))
     ),

@@ -9,6 +9,8 @@ from transformers import (
     AutoModelForImageTextToText,
     Gemma3ImageProcessorPil,
     Gemma3Processor,
+    PixtralImageProcessorPil,
+    PixtralProcessor,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     ProcessorMixin,
@@ -29,7 +31,9 @@ _QWEN_TOKENS = {
     "vision_end_token": "<|vision_end|>",
 }
 _GEMMA_TOKENS = {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"}
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_MISTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl")
+_WRITING = ("o_proj.weight", "linear_attn.out_proj.weight", "down_proj.weight", "experts.down_proj")  # to the residual
 PIXELS = 32  # height and width of what a tower sees
 
 
@@ -53,6 +57,11 @@ def processor(model_type: str) -> ProcessorMixin:
         images = Gemma3ImageProcessorPil(size={"height": PIXELS, "width": PIXELS})
         chat = CHAT.replace("IMAGE", made.boi_token)
         return Gemma3Processor(images, made, chat_template=chat, image_seq_length=4)
+    if model_type == "mistral3":
+        made = _tokenizer(_MISTRAL_TOKENS)
+        images = PixtralImageProcessorPil(size={"longest_edge": PIXELS}, patch_size=8)
+        chat = CHAT.replace("IMAGE", made.image_token)
+        return PixtralProcessor(images, made, patch_size=8, spatial_merge_size=2, chat_template=chat)
     from transformers import (
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessor,
@@ -63,9 +72,10 @@ def processor(model_type: str) -> ProcessorMixin:
     )
 
     made = _tokenizer(_QWEN_TOKENS)
-    kind = dict(zip(QWEN, (Qwen2VLProcessor, Qwen2_5_VLProcessor, Qwen3VLProcessor), strict=True))[model_type]
+    earlier = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    kind = earlier.get(model_type, Qwen3VLProcessor)
     sizes = {"patch_size": 8, "min_pixels": 16 * 16, "max_pixels": PIXELS * PIXELS}
-    videos = (Qwen3VLVideoProcessor if model_type == "qwen3_vl" else Qwen2VLVideoProcessor)(patch_size=8)
+    videos = (Qwen2VLVideoProcessor if model_type in earlier else Qwen3VLVideoProcessor)(patch_size=8)
     chat = CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
     return kind(Qwen2VLImageProcessor(**sizes), made, videos, chat_template=chat)
 
@@ -83,6 +93,8 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
             for name in ("boi", "eoi")
         }
         ids |= {"image_token_index": ids.pop("image_token_id"), "mm_tokens_per_image": 4}
+    if model_type == "mistral3":
+        ids = {"image_token_index": ids["image_token_id"]}
     config = other_models.config(model_type, **ids)
     config.text_config.vocab_size = len(made)
     config.initializer_range = config.text_config.initializer_range = config.vision_config.initializer_range = 0.08
@@ -92,10 +104,10 @@ def build(model_type: str, processing: ProcessorMixin, **text) -> PreTrainedMode
         for name, parameter in model.named_parameters():
             if name.endswith(("bias", "mm_input_projection_weight")):  # zero, which would hide much
                 torch.nn.init.normal_(parameter, std=0.1)
-            if ".language_model." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter[0] = 0
+            if ".language_model." in name and name.endswith(_WRITING):
+                parameter[..., 0, :] = 0
         # So one channel stays as it was embedded, and keeps tokens from being sampled that there would be no image to
-        tokens = _QWEN_TOKENS if model_type in QWEN else _GEMMA_TOKENS
+        tokens = {"gemma3": _GEMMA_TOKENS, "mistral3": _MISTRAL_TOKENS}.get(model_type, _QWEN_TOKENS)
         never = [made.convert_tokens_to_ids(token) for token in tokens.values()]
         embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         if head is embeddings:

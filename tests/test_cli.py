@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from testing import published, tiny_models
+from testing import published, tiny_models, vision
 from trl_fp8 import __version__
 from trl_fp8.cli import main
 from trl_fp8.commands import plan
@@ -155,7 +155,7 @@ LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0]
             "Qwen/Qwen3-8B",
             {"quantization_config": {"quant_method": "awq"}},
             [],
-            "'awq'): trained are checkpoints in high",
+            "is quantized (awq): trained are checkpoints in high",
         ),
         ("Qwen/Qwen3-8B", {"quantization_config": {"quant_method": "fp8"}}, [], "without weight_block_size"),
         ("openai/gpt-oss-20b", {}, ["--fp8-base"], "in MXFP4: leave the FP8 base out"),
@@ -245,6 +245,15 @@ def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, caps
     (tmp_path / "fp8" / "config.json").write_text("{}")
     assert main(["verify", folder]) == 2
     assert "config.json are not what was exported" in capsys.readouterr().err
+
+
+def test_an_export_has_the_vision_tower_and_the_processor(tmp_path):
+    vision.save_checkpoint(tmp_path / "source", "gemma3")
+    assert main(["export", str(tmp_path / "source"), str(tmp_path / "fp8")]) == 0
+    (sent,), (made,) = (sorted((tmp_path / folder).glob("*.safetensors")) for folder in ("source", "fp8"))
+    names = [name for name in load_file(made) if not name.endswith("_scale_inv")]
+    assert len(names) == len(load_file(sent)) and any("vision_tower" in name for name in names)
+    assert (tmp_path / "fp8" / "processor_config.json").exists()
 
 
 def test_an_fp8_checkpoint_is_exported_to_the_same_codes(checkpoint, tmp_path):

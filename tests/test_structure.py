@@ -81,6 +81,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/base/stored.py", "placeholder._is_hf_initialized"): "transformers would initialize what was not loaded",
     ("policy/flow/*", "module.*"): "modules follow an engine in place, so that names, hooks and optimizers keep them",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
+    ("policy/processor.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
     ("policy/router.py", "router.*"): "routers become replayed ones in place",
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.seal"): "the same",

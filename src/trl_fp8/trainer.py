@@ -45,8 +45,9 @@ from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
 from .policy.base.stored import load_without_base
 from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
+from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
-from .run.launch import check_launch, require_rows
+from .run.launch import check_launch, require_no_images, require_rows
 from .run.saving import Saving
 from .sync.policy_checks import require_servable
 from .upstream.patches import substituted
@@ -171,6 +172,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 environment_factory=environment_factory,
             )
         in_high_precision(self.model)
+        make_lists(self.processing_class)
         self._choose_progress([one if isinstance(one, type) else type(one) for one in callbacks or ()])
         self.correction = args.correction
         if self.correction is not None:
@@ -242,6 +244,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
         require_servable(self.model, engine_class)
         require_countable_experts(self.model, args.router_aux_loss_coef)
+        if (config := self.model.config).get_text_config() is config:
+            require_no_images(self.train_dataset, config.name_or_path)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:

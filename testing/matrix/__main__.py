@@ -24,7 +24,10 @@ from .torchvision import FOLDER, declare_operators
 
 LIMIT = 600  # seconds of a family
 RESULT = "RESULT "
-WITH_TORCHVISION = ("gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_vl")
+WITH_TORCHVISION = (
+    *("gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+    "qwen3_vl",
+)
 
 
 def one(name: str) -> None:

@@ -41,9 +41,9 @@ def other(model_type: str, **overrides) -> Callable[[Path], object]:
     return save
 
 
-def seeing(title: str, model_type: str, published: str = "") -> Family:
+def seeing(title: str, model_type: str, published: str = "", **flags) -> Family:
     """A family of `testing.vision`."""
-    return Family(title, lambda folder: vision.save_checkpoint(folder, model_type), published, images=True)
+    return Family(title, lambda folder: vision.save_checkpoint(folder, model_type), published, flags, images=True)
 
 
 ATTENTION = {"attention_multiplier": 0.125}  # of scores; Granite's default of 1 leaves one key of each query
@@ -93,6 +93,7 @@ FAMILIES = {
     "minimax_m2": Family("MiniMax-M2", other("minimax_m2")),
     "ministral3": Family("Ministral 3", other("ministral3")),
     "mistral": Family("Mistral", trained("mistral"), "mistralai/Mistral-7B-v0.3"),
+    "mistral3": seeing("Mistral Small 3 with images", "mistral3", fp8_weight_format="tensor"),
     "mixtral": Family("Mixtral", trained("mixtral"), "mistralai/Mixtral-8x7B-v0.1"),
     "nemotron": Family("Nemotron, Minitron", other("nemotron")),
     "olmo": Family("OLMo 1", other("olmo")),
@@ -108,6 +109,8 @@ FAMILIES = {
     "qwen3": Family("Qwen3", trained("qwen3"), "Qwen/Qwen3-8B"),
     "qwen2_vl": seeing("Qwen2-VL", "qwen2_vl"),
     "qwen3_moe": Family("Qwen3, mixtures of experts", trained("qwen3_moe"), "Qwen/Qwen3-30B-A3B"),
+    "qwen3_5": seeing("Qwen3.5 with images", "qwen3_5", "Qwen/Qwen3.5-27B"),
+    "qwen3_5_moe": seeing("Qwen3.5-MoE with images", "qwen3_5_moe", "Qwen/Qwen3.5-35B-A3B"),
     "qwen3_5_moe_text": Family("Qwen3.5-MoE, text", other("qwen3_5_moe_text"), "Qwen/Qwen3.5-35B-A3B"),
     "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
     "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),

@@ -60,7 +60,7 @@ def test_the_reference_is_the_loop(name, activation, with_bias):
 
 
 def test_what_it_cannot_do_is_refused():
-    assert not ReferenceUnquantizedExperts._supports_activation(MoEActivation.SWIGLUOAI)
+    assert not ReferenceUnquantizedExperts._supports_activation(MoEActivation.SWIGLUSTEP)
     with pytest.raises(NotImplementedError, match="not what goes in"):
         options = {"activation": MoEActivation.SILU, "apply_router_weight_on_input": True}
         experts().apply(*[torch.empty(1, 1)] * 6, **options)

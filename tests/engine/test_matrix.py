@@ -16,9 +16,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "models_cpu.jso
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", ["phi3", "qwen3_next", "gemma3"])
+@pytest.mark.parametrize("name", ["phi3", "qwen3_next", "deepseek_v3"])
 def test_a_family_goes_through_a_whole_run(name, tmp_path):
-    """A fused projection, a hybrid of experts, and images."""
+    """Fused projections, a hybrid, and latent attention; both of the latter with experts."""
     made = row(FAMILIES[name], tmp_path)
     assert made["kv"] == {"qwen3_next": "FP8 in 1 of 2 layers"}.get(name, "FP8")
     assert 0 < made["mismatch"] < made["spread"] / 3

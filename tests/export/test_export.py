@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing import engines, tiny_models
+from testing import engines, other_models, tiny_models
 from testing.reference_experts import reference_fp8_experts
 from testing.runs import arguments, training
 from trl_fp8.export.checksums import CHECKSUMS, verify_export
@@ -189,3 +189,9 @@ def test_a_trainers_export_is_what_its_engine_holds(lora, checkpoint, tmp_path, 
             trainer.save_fp8_model(tmp_path / "fp8")
         assert all(torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())  # adapters unmerged
     assert engines.loaded_log_probs(tmp_path / "fp8", trainer.recipe, trainer.vllm_generation.pinned) == held
+
+
+def test_blocks_that_vllm_could_not_read_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="type 'mistral3'.*--weight-format tensor"):
+        export_fp8(other_models.policy("mistral3"), None, tmp_path / "fp8")
+    assert not (tmp_path / "fp8").exists()

@@ -111,7 +111,7 @@ def test_the_rest_of_a_model_is_as_usual_and_what_lacks_can_be_read(model, check
     assert all(same(tensor, expected[name]) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("model", ["gemma3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("model", other_models.VISION)
 def test_a_vision_language_model_is_read_under_whatever_names_it_is_published(model, tmp_path):
     usual = other_models.policy(model).bfloat16()
     usual.save_pretrained(tmp_path)

@@ -9,10 +9,11 @@ from vllm.model_executor.models import registry
 
 from testing import engines, other_models, tiny_models
 from testing.reference_experts import offered_fp8_experts
-from testing.runs import arguments, training
+from testing.runs import arguments, dataset, training
 from trl_fp8.engine.vllm import generation as fp8_generation
 from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.policy.model import dequantizing_config
 from trl_fp8.recipe import servable
 
 
@@ -123,7 +124,30 @@ def test_experts_that_vllm_packs_are_refused_on_cpu(checkpoint, kept, monkeypatc
 def test_other_names_are_found_in_the_engine_where_no_list_has_them(kept, tmp_path, monkeypatch):
     monkeypatch.setattr(servable, "_MODEL_TYPES", {})
     Kept, made = kept
-    with pytest.raises(ValueError, match="type 'granitemoe' cannot be served.*block_sparse_moe.gate.weight") as error:
-        engines.start(saved("granitemoe", tmp_path), generation=Kept, kv_cache_dtype="auto")
+    with pytest.raises(ValueError, match="type 'laguna' cannot be served") as error:
+        engines.start(saved("laguna", tmp_path), generation=Kept, kv_cache_dtype="auto")
     engines.shutdown(made[0].llm)
-    assert "defect" not in str(error.value) and "block_sparse_moe.router.weight" in str(error.value)
+    assert "defect" not in str(error.value)
+
+
+def test_images_are_nothing_for_a_text_model(checkpoint, tmp_path):
+    rows = dataset().add_column("image", [None] * len(dataset()))
+    with pytest.raises(ValueError, match="train_dataset has a column 'image'.*sees no images. Remove the column"):
+        with training(checkpoint("qwen3"), arguments(tmp_path), train=rows):
+            pass
+
+
+def test_sequences_are_no_longer_than_the_model(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="vllm_max_model_length=129.*promises 128 tokens.*=128 or less"):
+        with training(checkpoint("qwen3"), arguments(tmp_path, vllm_max_model_length=129)):
+            pass
+
+
+def test_a_checkpoint_in_another_quantization_is_not_trained(tmp_path):
+    config = tiny_models.config()
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"is quantized \(awq\): trained are checkpoints in high precision, block FP8"
+    ):
+        dequantizing_config(str(tmp_path))

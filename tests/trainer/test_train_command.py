@@ -241,9 +241,9 @@ def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, capsys):
     assert main(["train", "--config", path]) == 2
     assert_only("model_name_or_path='./model': ", capsys.readouterr().err)
     Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "phi3"}')
+    Path("model/config.json").write_text('{"model_type": "laguna"}')
     assert main(["train", "--config", path]) == 2
-    assert_only("'./model': models of type 'phi3' cannot be served", capsys.readouterr().err)
+    assert_only("'./model': models of type 'laguna' cannot be served", capsys.readouterr().err)
 
 
 def test_a_dataset_that_cannot_be_read_is_named(here, no_models, capsys):

@@ -22,7 +22,8 @@ def export(given: Namespace) -> str:
     model_config(given.model)  # refused before torch is imported, which takes seconds
 
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoProcessor
+    from trl.trainer.utils import create_model_from_path
 
     from trl_fp8.export.export import export_fp8
     from trl_fp8.planning.plan import plan_for_model
@@ -30,10 +31,12 @@ def export(given: Namespace) -> str:
     from trl_fp8.recipe.recipe import recipe_for_model
 
     stored = dequantizing_config(given.model)
-    model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.bfloat16, quantization_config=stored)
+    # By the class that the config names: AutoModelForCausalLM would leave a vision tower out
+    loading = {"dtype": torch.bfloat16, "quantization_config": stored, "device_map": None}
+    model = create_model_from_path(given.model, **loading)
     formats = {"weight_format": given.weight_format, "scale_format": given.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
-    folder = export_fp8(model, AutoTokenizer.from_pretrained(given.model), folder, recipe=recipe)
+    folder = export_fp8(model, AutoProcessor.from_pretrained(given.model), folder, recipe=recipe)
     return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
 
 

@@ -238,10 +238,10 @@ def _check_stored(model: str, config: Any, fp8_base: bool) -> None:
     stored = config.get("quantization_config") if isinstance(config, Mapping) else None
     method = stored.get("quant_method") if isinstance(stored, Mapping) else None
     if method not in (None, "fp8", "mxfp4") or (method == "fp8" and stored.get("weight_block_size") is None):
-        kind = "'fp8' without weight_block_size" if method == "fp8" else reprlib.repr(method)
+        kind = "fp8 without weight_block_size" if method == "fp8" else reprlib.repr(method).strip("'")
         raise ValueError(
-            f"MODEL={model!r}: a checkpoint that is quantized ({kind}): trained are checkpoints in high precision, "
-            "block FP8 and MXFP4. Give the one in BF16."
+            f"MODEL={model!r} is quantized ({kind}): trained are checkpoints in high precision, block FP8 and MXFP4. "
+            "Start from the one that it was made of."
         )
     if fp8_base and method == "mxfp4":
         raise ValueError(f"--fp8-base with MODEL={model!r}, a checkpoint in MXFP4: leave the FP8 base out.")

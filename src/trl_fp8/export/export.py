@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_fp8.planning.plan import plan_for_model
+from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
@@ -39,6 +40,7 @@ from .model_card import export_card, merged_card
 
 
 INDEX = "model.safetensors.index.json"
+WITHOUT_BLOCKS = ("mistral3",)  # config types of which vLLM 0.31 renames `weight_scale_inv` as it loads
 
 
 def export_fp8(
@@ -69,7 +71,7 @@ def export_fp8(
 
     Raises:
         ValueError: `folder` holds files, the policy has nothing to quantize or is a PEFT model without `parameters`,
-            or a weight is not finite.
+            vLLM could not read the format, or a weight is not finite.
         OSError: The checkpoint could not be written. Nothing of it is left.
     """
     if parameters is None:
@@ -81,6 +83,12 @@ def export_fp8(
         parameters = ((checkpoint_name(name), parameter) for name, parameter in model.named_parameters())
         require_finite(model)
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
+    if recipe.format is BLOCKS and model.config.model_type in WITHOUT_BLOCKS:
+        raise ValueError(
+            f"an export in 128x128 blocks of a model of type {model.config.model_type!r}: vLLM 0.31 renames their "
+            "scales to those of whole tensors, and could not read it. Train with fp8_weight_format='tensor', or call "
+            "trainer.save_model(folder) and then trl-fp8 export FOLDER TARGET --weight-format tensor."
+        )
     name = model.config.name_or_path
     base_model = name if name and not Path(name).exists() else None  # only an id of the Hub
     plan = plan_for_model(model, recipe).table()

@@ -98,7 +98,9 @@ class CorrectionFlags:
                 "presence_penalty": (0.0,),
                 "frequency_penalty": (0.0,),
                 "min_tokens": (0,),
+                "watermarking": (None, False),
                 **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
+                **dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids"), (None,)),
             }
         )
         if changing:

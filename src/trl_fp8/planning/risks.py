@@ -6,7 +6,7 @@ from typing import NamedTuple
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe, formats_for, is_vision
-from trl_fp8.recipe.servable import DELIVERED, TRAINED
+from trl_fp8.recipe.servable import TRAINED
 
 from .plan import Plan
 
@@ -48,10 +48,7 @@ def risks(
 def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
     recipe, found = plan.recipe, []
     if outline.config_type not in TRAINED:
-        extent = (
-            "that its weights arrive is, training is not" if outline.config_type in DELIVERED else "nothing of it is"
-        )
-        found.append(Risk(f"architecture not tested ({outline.config_type}): {extent}.", {}))
+        found.append(Risk(f"architecture not tested ({outline.config_type}).", {}))
     if outline.is_text_only:
         found.append(Risk("its vision tower stays in BF16, and is left out of all numbers.", {}))
         found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3: nobody has run them.", {}))

@@ -40,17 +40,23 @@ def is_reference(model: nn.Module) -> bool:
 def dequantizing_config(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> FineGrainedFP8Config | Mxfp4Config | None:
-    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is in neither FP8 nor MXFP4.
+    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is in high precision.
 
-    `ValueError` if its weights have one scale each: transformers 5.17 would drop those scales without an error.
+    `ValueError` if it is quantized otherwise than in FP8 or MXFP4, or its FP8 weights have one scale each:
+    transformers 5.17 would drop those scales without an error.
     """
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     stored = getattr(config, "quantization_config", None)
     method = stored.get("quant_method") if isinstance(stored, dict) else None
     if method == "mxfp4":
         return Mxfp4Config.from_dict(stored | {"dequantize": True})
-    if method != "fp8":
+    if method is None:
         return None
+    if method != "fp8":
+        raise ValueError(
+            f"model={model!r} is quantized ({method}): trained are checkpoints in high precision, block FP8 and "
+            "MXFP4. Start from the one that it was made of."
+        )
     if stored.get("weight_block_size") is None:
         raise ValueError(
             f"model={model!r} is an FP8 checkpoint with one scale per weight (no weight_block_size in its config), "

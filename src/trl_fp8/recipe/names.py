@@ -99,7 +99,7 @@ _HELD = {
 _TOGETHER = ("gpt_oss", *_GRANITE)
 # The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
 WRAPPED = "model.language_model"
-WRAPPED_OTHERWISE = ("language_model.model", "model")  # in checkpoints of Gemma 3; of Qwen2-VL and Qwen2.5-VL
+WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3; of Qwen2-VL and Qwen2.5-VL
 _HELD_PARTS = (
     (f"{WRAPPED}.", "language_model.model."),
     ("lm_head", "language_model.lm_head"),

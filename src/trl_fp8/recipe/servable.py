@@ -36,19 +36,17 @@ _MODEL_TYPES = {
     "llama4_text": "vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back",
     "minicpm3": "vLLM's class quantizes q_a_proj, which it gives no name, whatever is asked of it",
 }
-# Types of whole configs: those whose tiny policies went through a whole run (testing/matrix), and those of which tests
-# only see every tensor arrive
+# Types of whole configs, whose tiny policies went through a whole run (testing/matrix)
 TRAINED = (
     *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3"),
     *("ernie4_5", "ernie4_5_moe", "exaone4", "flex_olmo", "gemma", "gemma2", "gemma3", "gemma3_text", "glm"),
     *("glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite", "granite_swa", "granitemoe", "granitemoe_swa"),
     *("granitemoehybrid", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax"),
-    *("jais2", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "olmo", "olmo2"),
-    *("olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "seed_oss", "smollm3", "stablelm"),
-    *("starcoder2", "vaultgemma"),
+    *("jais2", "llama", "mellum", "minimax_m2", "ministral3", "mistral", "mistral3", "mixtral", "nemotron", "olmo"),
+    *("olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl"),
+    *("seed_oss", "smollm3", "stablelm", "starcoder2", "vaultgemma"),
 )
-DELIVERED = ("qwen3_5", "qwen3_5_moe")
 # What always works instead, as flags
 WITHOUT_ENGINE = {"fp8_weights": False, "kv_cache_dtype": "auto", "use_vllm": False}
 WITHOUT_ENGINE_WORDS = ", ".join(f"{flag}={value!r}" for flag, value in WITHOUT_ENGINE.items())
@@ -72,11 +70,17 @@ def unservable(model_type: str, reason: str) -> str:
 
 
 def require_same_positions(outline: Outline, longest: int | None) -> None:
-    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy.
+    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy, or has no
+    positions for them.
 
     `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
     """
-    short = outline.turned_alike
+    short, promised = outline.turned_alike, outline.context
+    if longest and promised and longest > promised:
+        raise ValueError(
+            f"vllm_max_model_length={longest}, but the model's config promises {promised} tokens "
+            f"(max_position_embeddings). Set vllm_max_model_length={promised} or less."
+        )
     if short and (longest or outline.context) > short:
         raise ValueError(
             f"vllm_max_model_length={longest} with a {outline.model_type!r} model that turns q and k by other factors "

@@ -15,6 +15,15 @@ def require_rows(dataset: object) -> None:
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
 
 
+def require_no_images(dataset: object, name: str) -> None:
+    """Raise `ValueError` for a dataset with images, which the text model `name` would be sent in its prompts."""
+    if columns := {"image", "images"}.intersection(getattr(dataset, "column_names", None) or ()):
+        raise ValueError(
+            f"train_dataset has a column {min(columns)!r}, but model={name!r} sees no images. Remove the column, or "
+            "take a vision-language model."
+        )
+
+
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
     """Refuse launches that would train something else than they seem to.
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trl_fp8.quantization.digest import Table
+from trl_fp8.recipe.names import listed
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,11 @@ class Layout:
     """
 
     def __init__(self, pieces: Iterable[Piece]):
+        pieces = list(pieces)
         self.pieces = {piece.name: piece for piece in pieces}
         self.names = tuple(self.pieces)
+        if twice := [piece.name for piece in pieces if self.pieces[piece.name] is not piece]:
+            raise RuntimeError(f"several tensors of an engine have one name: {listed(twice)}.")
         self.derived = tuple(piece for piece in self.pieces.values() if piece.derived is not None)
         self._places: list[tuple] | None = None
         self._held: dict[str, torch.Tensor] = {}

@@ -6,6 +6,7 @@ two parts in its own order, for decoding: they are made anew of what a sync wrot
 """
 
 from collections.abc import Collection, Iterator
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -72,8 +73,8 @@ def _why_packed(module: nn.Module) -> str | None:
         if getattr(backend, "name", None) != "TRITON" and method.experts_cls is not ReferenceUnquantizedExperts:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
-        for scale, held in ("w1_scale", f"{HELD[0]}_weight_scale_inv"), ("w2_scale", f"{HELD[1]}_weight_scale_inv"):
-            read = getattr(config, scale, None)
+        for number, kind in product((0, 1), (("scale", "weight_scale_inv"), ("bias", "bias"))):
+            read, held = getattr(config, f"w{number + 1}_{kind[0]}", None), f"{HELD[number]}_{kind[1]}"
             if read is not None and read.data_ptr() != getattr(module, held).data_ptr():
                 return f"experts compute with a copy of {held} ({backend})"
     sinks = getattr(module, SINKS, None)
@@ -138,6 +139,8 @@ def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Pie
     """`W_UK_T` `[H, D, R]` and `W_UV` `[H, R, D]`, of H heads, D their size and R the latent's. Unquantized they are
     views of kv_b_proj's own memory, so that a checksum reads them in that order.
     """
+    if attribute not in ("W_UK_T", "W_UV"):
+        raise RuntimeError(f"vLLM derives {prefix}.{attribute}, of which is not known how. {REMEDY}.")
     held = getattr(attention, attribute)
     transposed = held.stride(-1) != 1
 

@@ -86,10 +86,10 @@ class Platform(ABC):
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
         # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
         arguments["mm_device_do_normalize"] = False
-        if overrides := engine_fields(config.get_text_config().to_dict()):
-            arguments["hf_overrides"] = overrides
+        # also where nothing is FP8: the folder's config may say how its own weights are quantized
+        fields = engine_fields(config.get_text_config().to_dict())
+        arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
         if recipe.quantization_config is not None:
-            arguments["hf_overrides"] = overrides | {"quantization_config": recipe.quantization_config}
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]

@@ -104,6 +104,8 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str |
     if name.endswith(MLA):
         # it decodes by parts of kv_b_proj that it keeps apart; a kernel of its own computes the others for a few rows
         return "MLA's, for which an engine has paths around its linear layers"
+    if name.endswith(".shared_expert_gate"):
+        return "the gate of a shared expert, which every rank of an engine has whole"
     if any(layer.lora_bias.values()):
         return "lora_bias=True"
     return next((type(variant).__name__ for variant in layer.lora_variant.values()), None)

@@ -271,7 +271,7 @@ def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, s
     sent = recipe.stored_name(name + suffix)
     if sent.startswith(f"{recipe.decoder}."):
         sent = decoder + sent.removeprefix(recipe.decoder)
-    parts = published_names(sent, BLOCKS.scale_suffix)
+    parts = published_names(sent, BLOCKS.scale_suffix, recipe.model_type)
     return tuple(part.format(expert) for expert in range(shape[0]) for part in parts) or (sent,)
 
 

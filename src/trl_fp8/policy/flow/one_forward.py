@@ -209,7 +209,7 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
     for name, module in model.named_modules():
         if module in computing and isinstance(module, nn.Embedding):
             _embedding(module)
-        elif module in computing and isinstance(module, nn.Dropout) and module.p:
+        elif module in computing and isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
             raise ValueError(
                 f"fp8_forward='full': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
                 "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
