@@ -122,6 +122,12 @@ def test_adapters_are_on_projections_that_an_engine_has_them_on(name, targets, p
     assert plan(name, *words)["flags"]["lora_target_modules"] == targets
 
 
+def test_no_base_is_shared_with_a_checkpoint_in_mxfp4(plan):
+    found = plan("openai/gpt-oss-20b", "--weight-format", "tensor", "--lora", "--gpu-memory", "64")
+    assert not found["fits"] and found["fits_instead"]
+    assert not any(way["fp8_base"] for way in found["fits_instead"])
+
+
 def test_a_plan_that_leaves_fp8_out_skips_no_layers_of_its_cache(plan):
     found = plan("openai/gpt-oss-20b", "--gpus", "8")
     assert found["flags"]["fp8_weights"] is False and "kv_cache_skip_layers" not in found["flags"]

@@ -120,7 +120,8 @@ def run(given: Namespace) -> str:
         return plan_for(outline, recipe_for(outline, **options, tensor_parallel_size=ranks, expert_kernels=kernels))
 
     in_one_piece = router.routes_returned or (forward.fp8_flow_on and (outline.experts or setup.training.lora_rank))
-    planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES, _against_base(settings) is None)
+    may_share = outline.stored_as != "mxfp4" and _against_base(settings) is None
+    planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES, may_share)
     if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
         raise ValueError(
             f"{settings.shown('vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of {model} by it. "

@@ -273,7 +273,8 @@ def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
         found.append(f"watch: {text}")
     training = capacity.setup.training
     if training.lora_rank and training.dtype == "bfloat16" and not training.fp8_base:
-        remedy = "; --fp8_base True merges nothing" if capacity.plan.recipe.fp8_weights else ""
+        may_share = capacity.plan.recipe.fp8_weights and outline.stored_as != "mxfp4"
+        remedy = "; --fp8_base True merges nothing" if may_share else ""
         text = f"each sync merges adapters into the BF16 base and takes them out, which wears it{remedy}."
         found.append(f"watch: {text}")
     return found
