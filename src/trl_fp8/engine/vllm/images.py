@@ -31,8 +31,8 @@ def require_awake(config: PretrainedConfig) -> None:
     """Raise `ValueError` for a model whose engine keeps, beside its weights, what a sleep takes and no sync brings."""
     if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
         raise ValueError(
-            f"vllm_enable_sleep_mode=True with a model of type {config.model_type!r}: vLLM adds tensors that lose what "
-            "they hold in its sleep to the states of the first layers, with images or without. Set "
+            f"vllm_enable_sleep_mode=True with a model of type {config.model_type!r}: vLLM adds tensors that lose "
+            "what they hold in its sleep to the states of the first layers, with images or without. Set "
             "vllm_enable_sleep_mode=False."
         )
 
