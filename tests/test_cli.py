@@ -136,10 +136,36 @@ def test_plan_of_experts_says_where_they_are_fp8(tmp_path, capsys):
 
 def test_errors_are_one_message_and_status_two(tmp_path, capsys):
     tiny_models.config(hidden_size=64, intermediate_size=96).save_pretrained(tmp_path)
-    assert main(["plan", str(tmp_path)]) == 2
+    assert main(["plan", str(tmp_path), "--weight-format", "blocks"]) == 2
     assert "not a multiple of 128 x 128" in capsys.readouterr().err
+    found = plan_of(capsys, str(tmp_path))  # what is not asked for is left out, and why is said
+    assert found["flags"]["fp8_weights"] is False
+    assert any("no weights can be FP8" in risk and "not a multiple of 128 x 128" in risk for risk in found["risks"])
     assert main(["plan", str(tmp_path / "missing")]) == 2
     assert "is no folder here" in capsys.readouterr().err
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+
+
+@pytest.mark.parametrize(
+    "name, changes, words, said",
+    [
+        (
+            "Qwen/Qwen3-8B",
+            {"quantization_config": {"quant_method": "awq"}},
+            [],
+            "is quantized (awq): trained are checkpoints in high",
+        ),
+        ("Qwen/Qwen3-8B", {"quantization_config": {"quant_method": "fp8"}}, [], "without weight_block_size"),
+        ("openai/gpt-oss-20b", {}, ["--fp8-base"], "in MXFP4: leave the FP8 base out"),
+        ("microsoft/phi-4", {"rope_scaling": LONGROPE}, ["--context", "8192"], "vllm_max_model_length=4096 or less"),
+    ],
+)
+def test_what_the_trainer_refuses_of_a_model_is_refused(name, changes, words, said, tmp_path, capsys):
+    assert main(["plan", folder_of(name, tmp_path, **changes), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and said in err
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,27 @@ def test_ranks_do_not_cut_the_blocks_of_fp8_weights(plan):
     assert plan("Qwen/Qwen2.5-72B", "--gpus", "8", "--tensor-parallel-size", "8")["fp8_share_of_parameters"] < 0.2
 
 
+@pytest.mark.parametrize(
+    "name, targets",
+    [
+        ("Qwen/Qwen3-8B", "all-linear"),
+        ("openai/gpt-oss-20b", "q_proj k_proj v_proj o_proj"),
+        ("deepseek-ai/DeepSeek-V3", "q_b_proj o_proj"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "in_proj_qkvz out_proj q_proj k_proj v_proj o_proj"),
+    ],
+)
+def test_adapters_are_on_projections_that_an_engine_has_them_on(name, targets, plan):
+    words = ("--lora", "8", "--gpus", "64", "--gpu-memory", "2000")
+    assert plan(name, *words)["flags"]["lora_target_modules"] == targets
+
+
+def test_a_plan_that_leaves_fp8_out_skips_no_layers_of_its_cache(plan):
+    found = plan("openai/gpt-oss-20b", "--gpus", "8")
+    assert found["flags"]["fp8_weights"] is False and "kv_cache_skip_layers" not in found["flags"]
+    (why,) = [risk for risk in found["risks"] if risk.startswith("no weights can be FP8")]
+    assert "experts of another layout" in why and "2880" in why and "fp8_weight_format tensor" in why
+
+
 def test_routes_are_not_asked_of_several_ranks(plan):
     found = plan("Qwen/Qwen3-30B-A3B", "--gpus", "8", "--gpu-memory", "141", "--tensor-parallel-size", "2")
     assert "router_replay" not in found["flags"] and any("neither" in risk for risk in found["risks"])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from trl.trainer.utils import create_model_from_path
 
-from testing import tiny_models
+from testing import other_models, tiny_models
 from testing.held import layout_for
 from trl_fp8.export.export import export_fp8
 from trl_fp8.policy.base import stored
@@ -109,6 +109,17 @@ def test_the_rest_of_a_model_is_as_usual_and_what_lacks_can_be_read(model, check
     tensors = dict(base.tensors())
     assert tensors.keys() == base.recipe.fp8_tensors == recipe_for_model(usual).fp8_tensors
     assert all(same(tensor, expected[name]) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("model", other_models.VISION)
+def test_a_vision_language_model_is_read_under_whatever_names_it_is_published(model, tmp_path):
+    usual = other_models.policy(model).bfloat16()
+    usual.save_pretrained(tmp_path)
+    policy, base = loaded(tmp_path)
+    expected, own = usual.state_dict(), policy.state_dict()
+    tensors = dict(base.tensors())
+    assert tensors.keys() == base.recipe.fp8_tensors == expected.keys() - own.keys()
+    assert all(same(tensor, expected[name]) for name, tensor in (own | tensors).items())
 
 
 def test_a_dtype_that_is_asked_for_is_that_of_what_is_loaded_and_not_of_what_is_stored(checkpoint):

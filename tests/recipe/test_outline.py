@@ -24,6 +24,7 @@ from trl_fp8.recipe.outline import Outline, outline_of_config
 ALONE = [kind for kind, architecture in ARCHITECTURES.items() if architecture.class_name]
 DEEP = {"num_hidden_layers": 8}  # each kind of layer of each pattern
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
 CONFIGS = {
     **{kind: lambda kind=kind: other_models.config(kind, **DEEP) for kind in ALONE},
     "tied": lambda: tiny_models.config(tied=True),
@@ -36,6 +37,7 @@ CONFIGS = {
     "some_windows": lambda: other_models.config("qwen2_moe", **DEEP, **WINDOWS, max_window_layers=5),
     "every_second": lambda: other_models.config("qwen3_next", **DEEP, full_attention_interval=2),
     "float32_state": lambda: other_models.config("qwen3_5_text", mamba_ssm_dtype="float32"),
+    "longrope": lambda: tiny_models.config("phi3", rope_parameters=LONGROPE, original_max_position_embeddings=64),
     "stored_as_fp8": lambda: other_models.config("qwen3", quantization_config={"quant_method": "fp8"}),
     "dense_and_sparse": lambda: tiny_models.config(
         "qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3]

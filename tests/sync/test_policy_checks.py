@@ -4,7 +4,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from testing import tiny_models
-from trl_fp8.sync.policy_checks import require_same_positions, require_servable
+from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.servable import require_same_positions
+from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.upstream.vllm import engine_class
 
 
@@ -19,11 +21,11 @@ def test_a_policy_that_is_quantized_already_is_refused_with_what_to_do(checkpoin
 def test_an_engine_that_turns_short_sequences_by_long_factors_is_refused():
     factors = {"short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
-    model = tiny_models.on_meta("phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    model = outline_of(tiny_models.on_meta("phi3", rope_parameters=rope, original_max_position_embeddings=64))
     require_same_positions(model, 64)
     for longest in (65, None):
         with pytest.raises(
             ValueError, match=f"vllm_max_model_length={longest} with a 'phi3' model.*length=64 or less"
         ):
             require_same_positions(model, longest)
-    require_same_positions(tiny_models.on_meta("phi3"), None)
+    require_same_positions(outline_of(tiny_models.on_meta("phi3")), None)

@@ -1,6 +1,7 @@
 """`trl-fp8 plan`: what of a model would be FP8, what fits on which GPUs and what it may gain, from its config."""
 
 import json
+import reprlib
 import sys
 from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
@@ -20,8 +21,8 @@ from trl_fp8.planning.summary import as_json, as_text
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline, outline_of_config
-from trl_fp8.recipe.recipe import recipe_for, some_fit
-from trl_fp8.recipe.servable import Resolve, require_servable
+from trl_fp8.recipe.recipe import formats_for, recipe_for
+from trl_fp8.recipe.servable import Resolve, require_same_positions, require_servable
 from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
@@ -104,11 +105,13 @@ def run(given: Namespace) -> str:
     if not (model := given.model or settings.value("model_name_or_path")):
         raise ValueError("no model: give its id or folder, or a --config that has model_name_or_path.")
     options, forward, router = _checked_flags(settings)
-    outline = _outline(str(model))
+    outline = _outline(str(model), settings.truth("fp8_base"))
     asked = any(settings.value(key) is not None for key in ("fp8_weights", "fp8_weight_format"))
-    if not asked and not some_fit(outline, options["weight_format"]):
+    asked = asked or settings.truth("fp8_base")
+    if not asked and options["weight_format"] not in formats_for(outline):
         options["fp8_weights"] = False  # which its flags then say
     setup = settings.setup(outline.context)
+    require_same_positions(outline, setup.training.tokens)
     _check_model(forward, router, outline, setup.tensor_parallel_size)
 
     @cache
@@ -212,8 +215,9 @@ def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, r
         )
 
 
-def _outline(model: str) -> Outline:
+def _outline(model: str, fp8_base: bool) -> Outline:
     config = model_config(model)
+    _check_stored(model, config, fp8_base)
     try:
         outline = outline_of_config(config, model)
     except ValueError as error:
@@ -227,6 +231,20 @@ def _outline(model: str) -> Outline:
     with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
         outline = _outline_by_transformers(model, config)
         return _served(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
+
+
+def _check_stored(model: str, config: Any, fp8_base: bool) -> None:
+    """Raise `ValueError` for a checkpoint that is quantized, and not as the trainer takes it."""
+    stored = config.get("quantization_config") if isinstance(config, Mapping) else None
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    if method not in (None, "fp8", "mxfp4") or (method == "fp8" and stored.get("weight_block_size") is None):
+        kind = "fp8 without weight_block_size" if method == "fp8" else reprlib.repr(method).strip("'")
+        raise ValueError(
+            f"MODEL={model!r} is quantized ({kind}): trained are checkpoints in high precision, block FP8 and MXFP4. "
+            "Start from the one that it was made of."
+        )
+    if fp8_base and method == "mxfp4":
+        raise ValueError(f"--fp8-base with MODEL={model!r}, a checkpoint in MXFP4: leave the FP8 base out.")
 
 
 def _served(outline: Outline, resolve: Resolve | None) -> Outline:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline
-from trl_fp8.recipe.recipe import is_vision
+from trl_fp8.recipe.recipe import FP8Recipe, formats_for, is_vision
 from trl_fp8.recipe.servable import TRAINED
 
 from .plan import Plan
@@ -13,7 +13,6 @@ from .plan import Plan
 
 LOW_SHARE = 0.5  # of the parameters
 SMALL = 1e9  # parameters
-DEQUANTIZED = ("fp8", "mxfp4")  # before training, see `policy.model`
 # Their routers choose by one top-k, which can be replayed
 REPLAYED = (
     "gpt_oss",
@@ -28,7 +27,7 @@ class Risk(NamedTuple):
     """What may go wrong, in one sentence or two, and the flags of `FP8GRPOConfig` that answer it."""
 
     text: str
-    flags: dict[str, str | int]
+    flags: dict[str, str | float]
 
 
 def risks(
@@ -52,11 +51,11 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
         found.append(Risk(f"architecture not tested ({outline.config_type}).", {}))
     if outline.is_text_only:
         found.append(Risk("its vision tower stays in BF16, and is left out of all numbers.", {}))
+        found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3: nobody has run them.", {}))
     if outline.stored_as and not (fp8_base and outline.stored_as == "fp8"):
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"
-        text = "it is dequantized for training, and the engine gets weights that are quantized anew at every sync."
-        refused = "the trainer takes no such weights. Take the checkpoint in BF16."
-        found.append(Risk(f"{stored}: {text if outline.stored_as in DEQUANTIZED else refused}", {}))
+        anew = ", and the engine gets weights that are quantized anew at every sync" if recipe.fp8_weights else ""
+        found.append(Risk(f"{stored}: it is dequantized for training{anew}.", {}))
     key_biases = (name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name))
     if recipe.fp8_kv_cache and any(key_biases):
         text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."
@@ -82,7 +81,12 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
             f"nor remove {where}."
         )
         found.append(Risk(text, {}))
-    if not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:
+    if outline.model_type.startswith("granitemoe"):
+        text = "router_aux_loss_coef: TRL's load-balancing loss finds no num_experts in its config, and has to be off."
+        found.append(Risk(text, {"router_aux_loss_coef": 0.0}))
+    if not recipe.fp8_weights and "fp8_weights is off" not in recipe.kept_modules.values():
+        found.append(Risk(_why_none(recipe, outline), {"fp8_weights": False}))
+    elif not_aligned := [name for name, reason in recipe.kept_modules.items() if "multiple" in reason]:
         kept = f"{len(not_aligned)} modules stay in BF16 because their shards do not {recipe.format.requirement}"
         split = recipe.tensor_parallel_size > 1
         remedy = "A smaller vllm_tensor_parallel_size may help." if split else "No flag helps: it is their shape."
@@ -92,3 +96,12 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
     if plan.parameters < SMALL:
         found.append(Risk("below about 1 B parameters others lost more with FP8 rollouts than they gained.", {}))
     return found
+
+
+def _why_none(recipe: FP8Recipe, outline: Outline) -> str:
+    """Of what, one linear layer and one module of experts, no format that was asked for can hold."""
+    kept = [name for name, why in recipe.kept_modules.items() if why not in ("output head", "router")]
+    firsts = {name in outline.experts: name for name in reversed(kept)}.values()
+    why = ", ".join(f"{name} ({recipe.kept_modules[name]})" for name in sorted(firsts))
+    others = formats_for(outline, recipe.tensor_parallel_size)
+    return f"no weights can be FP8: {why}." + "".join(f" --fp8_weight_format {one} takes some." for one in others)

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from math import gcd
 
+from trl_fp8.recipe.names import MLA
 from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import adapter_targets
 
 from .capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
 from .plan import format_bytes
@@ -38,7 +40,8 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
     flags: Flags = {"accelerate_config": "fsdp2", "num_processes": training.gpus} if training.gpus > 1 else {}
     if training.lora_rank:
         # of experts PEFT's all-linear means their weights and routers, too, and those dwarf all other adapters
-        targets = "q_proj k_proj v_proj o_proj" if outline.experts else "all-linear"
+        is_whole = not outline.experts and not any(name.endswith(MLA) for name in outline.linears)
+        targets = "all-linear" if is_whole else " ".join(adapter_targets(outline.linears))
         flags |= {"use_peft": True, "lora_r": training.lora_rank, "lora_target_modules": targets}
         flags["lora_dropout"] = 0.0  # TRL's is 0.05, and an engine has none
     flags["vllm_gpu_memory_utilization"] = capacity.utilization
@@ -61,6 +64,8 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
             flags[name] = value
     for risk in _risks(capacity, outline, given):
         flags |= risk.flags
+    if is_not_worth_it(capacity):  # says to leave the FP8 KV cache out, which has no layers to skip then
+        flags.pop("kv_cache_skip_layers", None)
     return flags
 
 

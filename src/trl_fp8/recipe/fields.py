@@ -44,6 +44,15 @@ def completed(config: Config, model_type: str, within: str = "") -> dict[str, An
     return found | {"experts": next((found[key] for key in _EXPERTS if key in found), 0)}
 
 
+def longrope_tokens(config: Config) -> int:
+    """Tokens up to which a model with longrope takes its factors for short sequences; 0: it has none."""
+    rope = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
+    if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
+        return 0
+    key = "original_max_position_embeddings"
+    return _checked(key, config.get(key) or rope.get(key) or 4096, key, 0)
+
+
 def mapping(config: Config, key: str) -> Config:
     """A field that is an object of JSON; empty where it is null or not there."""
     value = config.get(key)

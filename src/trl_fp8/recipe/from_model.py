@@ -9,6 +9,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from .caches import LayerCache, layer_caches
+from .fields import longrope_tokens
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape
 from .outline import Outline
 
@@ -37,6 +38,7 @@ def outline_of(model: nn.Module) -> Outline:
         experts=experts,
         experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
         context=getattr(text, "max_position_embeddings", None) or 0,
+        turned_alike=longrope_tokens(text.to_dict()),
         stored_as=_stored_as(model.config),
     )
 

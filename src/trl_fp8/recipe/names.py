@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 # vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of
 # REPLICATED.
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
+MLA = (*REPLICATED, "kv_b_proj")
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -98,6 +99,7 @@ _HELD = {
 _TOGETHER = ("gpt_oss", *_GRANITE)
 # The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
 WRAPPED = "model.language_model"
+WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3; of Qwen2-VL and Qwen2.5-VL
 _HELD_PARTS = (
     (f"{WRAPPED}.", "language_model.model."),
     ("lm_head", "language_model.lm_head"),

@@ -25,6 +25,7 @@ from .names import (
     FUSED,
     GATE_UP,
     LINEAR_ATTENTION,
+    MLA,
     PARTS,
     REPLICATED,
     ROW_PARALLEL,
@@ -177,8 +178,7 @@ def recipe_for(
     linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
     modules = [*linears, *experts]
     _check_named(ignored_modules, modules, kv_cache_skip_layers, outline)
-    reasons = {name: "fp8_weights is off" for name in modules if not fp8_weights}
-    reasons |= dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
+    reasons = dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name in modules:
         reasons[name] = reasons.get(name) or _why_kept(outline, name, spec, tensor_parallel_size)
         if name in experts and not expert_kernels:
@@ -187,11 +187,11 @@ def recipe_for(
         blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
         if reasons[name] is None and blocked:
             reasons[name] = _fused_reason(blocked[0])
+    reasons = {name: reasons[name] or (None if fp8_weights else "fp8_weights is off") for name in modules}
     kept = {name: reasons[name] for name in modules if reasons[name]}
     if fp8_weights and len(kept) == len(modules):
         offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
-        others = [one for one in FORMATS if one != spec.name and some_fit(outline, one, tensor_parallel_size)]
-        other = "".join(f"fp8_weight_format={one!r}, " for one in others)
+        other = "".join(f"fp8_weight_format={one!r}, " for one in formats_for(outline, tensor_parallel_size))
         smaller = f"a tensor parallel size below {tensor_parallel_size} or " if tensor_parallel_size > 1 else ""
         raise ValueError(
             f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
@@ -215,11 +215,20 @@ def recipe_for(
     )
 
 
-def some_fit(outline: Outline, weight_format: str, tensor_parallel_size: int = 1) -> bool:
-    """Whether an engine can hold any linear layer or experts of a model in a format."""
-    spec = format_named(weight_format)
+def formats_for(outline: Outline, tensor_parallel_size: int = 1) -> list[str]:
+    """Formats in which an engine can hold some linear layers or experts of a model."""
     modules = (*outline.linears, *outline.experts)
-    return any(_why_kept(outline, name, spec, tensor_parallel_size) is None for name in modules)
+    return [
+        name
+        for name, spec in FORMATS.items()
+        if any(_why_kept(outline, module, spec, tensor_parallel_size) is None for module in modules)
+    ]
+
+
+def adapter_targets(linears: Iterable[str]) -> list[str]:
+    """Last names of the projections of attention that adapters may be on, also where the base is the engine's."""
+    names = (name.rpartition(".") for name in linears if _PROJECTION.search(name))
+    return list(dict.fromkeys(kind for parent, _, kind in names if parent.endswith("_attn") and kind not in MLA))
 
 
 def is_vision(name: str) -> bool:

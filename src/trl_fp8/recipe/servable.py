@@ -69,6 +69,27 @@ def unservable(model_type: str, reason: str) -> str:
     )
 
 
+def require_same_positions(outline: Outline, longest: int | None) -> None:
+    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy, or has no
+    positions for them.
+
+    `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
+    """
+    short, promised = outline.turned_alike, outline.context
+    if longest and promised and longest > promised:
+        raise ValueError(
+            f"vllm_max_model_length={longest}, but the model's config promises {promised} tokens "
+            f"(max_position_embeddings). Set vllm_max_model_length={promised} or less."
+        )
+    if short and (longest or outline.context) > short:
+        raise ValueError(
+            f"vllm_max_model_length={longest} with a {outline.model_type!r} model that turns q and k by other factors "
+            f"in sequences of more than {short} tokens (longrope): vLLM takes those for all sequences if one can be "
+            f"that long, so that the engine would sample the others from another policy. Set "
+            f"vllm_max_model_length={short} or less."
+        )
+
+
 def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | None:
     """The reason that `require_servable` gives, or None."""
     found = resolve(outline.architectures) if resolve is not None else outline.class_name

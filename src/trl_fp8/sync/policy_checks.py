@@ -38,29 +38,6 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
         )
 
 
-def require_same_positions(model: nn.Module, longest: int | None) -> None:
-    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy, or has no
-    positions for them.
-
-    `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
-    """
-    text = model.config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    short, promised = rope.get("original_max_position_embeddings"), getattr(text, "max_position_embeddings", None)
-    if longest and promised and longest > promised:
-        raise ValueError(
-            f"vllm_max_model_length={longest}, but the model's config promises {promised} tokens "
-            f"(max_position_embeddings). Set vllm_max_model_length={promised} or less."
-        )
-    if rope.get("rope_type") == "longrope" and (longest or text.max_position_embeddings) > short:
-        raise ValueError(
-            f"vllm_max_model_length={longest} with a {text.model_type!r} model that turns q and k by other factors in "
-            f"sequences of more than {short} tokens (longrope): vLLM takes those for all sequences if one can be that "
-            "long, so that the engine would sample the others from another policy. Set "
-            f"vllm_max_model_length={short} or less."
-        )
-
-
 def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
     """Raise `ValueError` naming some of the tensors that an engine holds under other names, or in another form."""
     # A sync would fail too, but could not tell a model that vLLM holds differently from a tensor that got lost

@@ -20,13 +20,14 @@ from transformers import CONFIG_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.recipe.from_model import of_adapter
+from trl_fp8.recipe.from_model import of_adapter, outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.adapters import adapter_tensors, factors, merged, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
-from trl_fp8.sync.policy_checks import require_same_positions, require_servable
+from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.shards import Sharded, gathered
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
@@ -106,7 +107,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         require_servable(self.model, upstream.engine_class)
-        require_same_positions(self.model, self.max_model_length)
+        require_same_positions(outline_of(self.model), self.max_model_length)
         if self.enable_sleep_mode:
             require_awake(self.model.config)
         platform = platform_of(self.accelerator.device)

@@ -1,5 +1,7 @@
 """What of a policy with adapters cannot be trained on an FP8 base that lives in the engine alone."""
 
+from collections.abc import Container
+
 from peft import PeftConfig
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import LoraLayer
@@ -8,13 +10,11 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.recipe.names import COLUMN_PARALLEL, REPLICATED, ROW_PARALLEL, checkpoint_name, listed
-from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.recipe.names import MLA, checkpoint_name, listed
+from trl_fp8.recipe.recipe import FP8Recipe, adapter_targets
 
 
 OFF = "or set fp8_base=False."
-# The engine decodes by parts of kv_b_proj that it keeps apart; a kernel of its own computes the others for a few rows
-MLA = (*REPLICATED, "kv_b_proj")
 INITIALIZED_ALONE = True, False, "gaussian"  # `init_lora_weights` that read no weight of the base
 
 
@@ -58,12 +58,12 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
             "fp8_base=True with adapters that are frozen: nothing would be trained. Load them with "
             "PeftModel.from_pretrained(model, folder, is_trainable=True)."
         )
-    linears = {*recipe.fp8_modules, *recipe.kept_modules} - {"lm_head"}
+    linears = [name for name in (*recipe.fp8_modules, *recipe.kept_modules) if name != "lm_head"]
     if other := {name: why for name, layer in adapters.items() if (why := _why_not(name, layer, linears))}:
         raise ValueError(
             f"fp8_base=True with adapters that the engine has no room for: "
-            f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers (of a "
-            f"mixture of experts target_modules={[*COLUMN_PARALLEL[:3], ROW_PARALLEL[0]]}, not 'all-linear'), {OFF}"
+            f"{listed([f'{name} ({why})' for name, why in other.items()], 3)}. Use plain LoRA on linear layers "
+            f"(with experts or MLA target_modules={adapter_targets(linears)}, not 'all-linear'), {OFF}"
         )
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
     if others := sorted({name for module in wrappers for name in module.active_adapters} - {"default"}):
@@ -93,7 +93,7 @@ def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe
         )
 
 
-def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
+def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str | None:
     """What an adapter is, unless it adds to a linear layer of a decoder layer what two matrices make of its input."""
     if not isinstance(layer, LoraLayer):
         return type(layer).__module__.split(".")[-2]
@@ -102,7 +102,8 @@ def _why_not(name: str, layer: BaseTunerLayer, linears: set[str]) -> str | None:
     if name not in linears:
         return "not a layer of a decoder"
     if name.endswith(MLA):
-        return "MLA's, for which an engine has paths around its linear layers; q_b_proj and o_proj have none"
+        # it decodes by parts of kv_b_proj that it keeps apart; a kernel of its own computes the others for a few rows
+        return "MLA's, for which an engine has paths around its linear layers"
     if name.endswith(".shared_expert_gate"):
         return "the gate of a shared expert, which every rank of an engine has whole"
     if any(layer.lora_bias.values()):

@@ -27,7 +27,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.blocks import BLOCK, BLOCKS
-from trl_fp8.recipe.names import listed, published_names
+from trl_fp8.recipe.names import WRAPPED, WRAPPED_OTHERWISE, listed, published_names
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
@@ -209,7 +209,9 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
             "and save_pretrained, or set fp8_base=False."
         )
     checkpoint = dict(_headers(files))
-    parts = {name: _names(name, shape, recipe) for name, shape in shapes.items()}
+    decoders = (recipe.decoder, *(WRAPPED_OTHERWISE if recipe.decoder == WRAPPED else ()))
+    decoder = next((one for one in decoders if f"{one}.embed_tokens.weight" in checkpoint), recipe.decoder)
+    parts = {name: _names(name, shape, recipe, decoder) for name, shape in shapes.items()}
     missing = [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]
     if missing:
         raise ValueError(
@@ -225,7 +227,9 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
         _check_codes(coded, recipe, given)
     suffix = recipe.format.scale_suffix
     weights = tuple(
-        StoredWeight(name, shape, parts[name], _names(name, shape, recipe, suffix) if coded else (), checkpoint)
+        StoredWeight(
+            name, shape, parts[name], _names(name, shape, recipe, decoder, suffix) if coded else (), checkpoint
+        )
         for name, shape in shapes.items()
         if name in recipe.fp8_tensors
     )
@@ -260,9 +264,13 @@ def _headers(files: Iterable[str]) -> Iterator[tuple[str, Stored]]:
                 yield name, Stored(file, tensor.get_dtype(), tuple(tensor.get_shape()))
 
 
-def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, suffix: str = "") -> tuple[str, ...]:
-    """What checkpoints call a parameter of the policy, or with a suffix its scales: several if it is of experts."""
+def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, suffix: str = "") -> tuple[str, ...]:
+    """What a checkpoint with decoder layers in `decoder` calls a parameter of the policy, or with a suffix its scales:
+    several if it is of experts.
+    """
     sent = recipe.stored_name(name + suffix)
+    if sent.startswith(f"{recipe.decoder}."):
+        sent = decoder + sent.removeprefix(recipe.decoder)
     parts = published_names(sent, BLOCKS.scale_suffix, recipe.model_type)
     return tuple(part.format(expert) for expert in range(shape[0]) for part in parts) or (sent,)
 
