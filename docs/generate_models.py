@@ -25,7 +25,7 @@ TAIL = """
   transformers read, tensor by tensor.
 - **FP8 parameters**: share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16, because vLLM has no kernel for them.
 - **Mismatch**: the largest of three means of |trainer's log-prob - rollout's log-prob| over the tokens of a step. Policies are tiny and random, so that
-  it compares rows and says nothing of trained models.
+  it compares rows and says nothing of trained models. Latent attention (DeepSeek, GLM 4.7 Flash) on a GPU reads prompts [otherwise](kv_cache.md).
 - **`fp8_forward="full"`**: *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes; otherwise why not.
 
 What is refused, and why, is in [Limitations](limitations.md#models). A model type that is nowhere on these pages is compared with vLLM's class name by

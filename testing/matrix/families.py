@@ -79,7 +79,7 @@ FAMILIES = {
     "granitemoeshared": Family(
         "Granite, with shared experts", other("granitemoeshared", **ATTENTION), flags=UNBALANCED
     ),
-    "granite_swa": Family("Granite, sliding windows", other("granite_swa")),
+    "granite_swa": Family("Granite, sliding windows", other("granite_swa", **ATTENTION)),
     "granitemoe_swa": Family(
         "Granite, sliding windows and experts", other("granitemoe_swa", **ATTENTION), flags=UNBALANCED
     ),

@@ -135,9 +135,9 @@ def test_the_cpu_engine_gets_a_kv_cache_for_all_sequences_but_not_all_of_the_mem
     assert arguments(platform=cpu)["enforce_eager"] is True
 
 
-def test_nothing_fp8_means_no_quantization():
+def test_nothing_fp8_means_no_quantization_whatever_the_folder_says():
     made = arguments(FP8Recipe(fp8_modules=(), kv_cache_dtype="auto"), Cpu())
-    assert "hf_overrides" not in made and "kv_cache_dtype" not in made
+    assert made["hf_overrides"] == {"quantization_config": None} and "kv_cache_dtype" not in made
 
 
 def test_skipped_kv_layers_reach_vllm_by_number():

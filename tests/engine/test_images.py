@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trl_fp8.engine.vllm.cpu.attention import _see_whole
-from trl_fp8.engine.vllm.images import leave_image_tokens, require_same_prompts
+from trl_fp8.engine.vllm.images import leave_image_tokens, require_awake, require_same_prompts
 
 
 IMAGE, TEXT = 64, 5
@@ -47,3 +47,10 @@ def test_tokens_of_an_image_see_all_of_it(first):
     _see_whole([(1, 2), (4, 5)], seen, first)
     expected = [[key <= query or (query, key) in ((1, 2), (4, 5)) for key in range(7)] for query in range(first, 7)]
     assert seen.tolist() == expected
+
+
+def test_a_model_that_a_sleep_would_break_is_refused():
+    require_awake(SimpleNamespace(vision_config=SimpleNamespace()))
+    deep = SimpleNamespace(model_type="qwen3_vl", vision_config=SimpleNamespace(deepstack_visual_indexes=[8]))
+    with pytest.raises(ValueError, match="vllm_enable_sleep_mode=True with a model of type 'qwen3_vl'"):
+        require_awake(deep)

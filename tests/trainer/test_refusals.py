@@ -137,12 +137,6 @@ def test_images_are_nothing_for_a_text_model(checkpoint, tmp_path):
             pass
 
 
-def test_sequences_are_no_longer_than_the_model(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="vllm_max_model_length=129.*promises 128 tokens.*=128 or less"):
-        with training(checkpoint("qwen3"), arguments(tmp_path, vllm_max_model_length=129)):
-            pass
-
-
 def test_a_checkpoint_in_another_quantization_is_not_trained(tmp_path):
     config = tiny_models.config()
     config.quantization_config = {"quant_method": "awq", "bits": 4}

@@ -70,17 +70,11 @@ def unservable(model_type: str, reason: str) -> str:
 
 
 def require_same_positions(outline: Outline, longest: int | None) -> None:
-    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy, or has no
-    positions for them.
+    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy.
 
     `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
     """
-    short, promised = outline.turned_alike, outline.context
-    if longest and promised and longest > promised:
-        raise ValueError(
-            f"vllm_max_model_length={longest}, but the model's config promises {promised} tokens "
-            f"(max_position_embeddings). Set vllm_max_model_length={promised} or less."
-        )
+    short = outline.turned_alike
     if short and (longest or outline.context) > short:
         raise ValueError(
             f"vllm_max_model_length={longest} with a {outline.model_type!r} model that turns q and k by other factors "

@@ -36,7 +36,7 @@ from trl_fp8.upstream.patches import substituted
 from .adapters import adapters_installed
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
-from .images import leave_image_tokens, require_same_prompts
+from .images import leave_image_tokens, require_awake, require_same_prompts
 from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
@@ -108,6 +108,8 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _init_vllm(self) -> None:
         require_servable(self.model, upstream.engine_class)
         require_same_positions(outline_of(self.model), self.max_model_length)
+        if self.enable_sleep_mode:
+            require_awake(self.model.config)
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
         wanted = {name: getattr(self, name) for name in ("return_routes", "return_survivors", "share_kernels")}

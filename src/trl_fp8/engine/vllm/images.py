@@ -5,6 +5,7 @@ TRL's processor writes as many image tokens as an image has embeddings, which is
 another prompt than the one that is scored.
 """
 
+from transformers import PretrainedConfig
 from vllm import LLM
 from vllm.multimodal.processing.processor import MultiModalPromptUpdates, PlaceholderFeaturesInfo
 
@@ -24,6 +25,16 @@ def leave_image_tokens(llm: LLM) -> None:
         return complete(token_ids, updates)
 
     processor._apply_prompt_updates = located
+
+
+def require_awake(config: PretrainedConfig) -> None:
+    """Raise `ValueError` for a model whose engine keeps, beside its weights, what a sleep takes and no sync brings."""
+    if getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None):
+        raise ValueError(
+            f"vllm_enable_sleep_mode=True with a model of type {config.model_type!r}: vLLM adds tensors that lose "
+            "what they hold in its sleep to the states of the first layers, with images or without. Set "
+            "vllm_enable_sleep_mode=False."
+        )
 
 
 def require_same_prompts(sent: list[list[int]], returned: list[list[int]]) -> None:
