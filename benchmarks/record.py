@@ -52,7 +52,7 @@ def held(name: str, n: int, folder: Path = RESULTS) -> dict | None:
 def _provenance(n: int) -> dict:
     return {
         "command": shlex.join(["python", *map(_relative, sys.orig_argv[1:])]),
-        "commit": _commit(),
+        "commit": commit(),
         "versions": versions(),
         "hardware": hardware(),
         "n": n,
@@ -64,7 +64,7 @@ def _relative(word: str) -> str:
     return str(path.relative_to(Path.cwd())) if path.exists() and path.is_relative_to(Path.cwd()) else word
 
 
-def _commit() -> str:
+def commit() -> str:
     """`TRL_FP8_COMMIT` where it is set: a copy of the working tree on another host may have no repository."""
     if given := os.environ.get("TRL_FP8_COMMIT"):
         return given

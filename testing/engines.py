@@ -20,7 +20,7 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms.cpu import CpuPlatform
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration, own_configs
 from trl_fp8.engine.vllm.kv_scales import attention_layers, write_kv_scales
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.export.export import published
@@ -131,7 +131,7 @@ def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> 
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     arguments = {"max_num_batched_tokens": 4096} | arguments  # as TRL: the compiler fuses by it
     arguments.pop("hf_overrides", None)  # the checkpoint's own config says it
-    with platform.ready(recipe):
+    with platform.ready(recipe), own_configs():
         llm = LLM(
             model=str(folder),
             distributed_executor_backend="external_launcher",

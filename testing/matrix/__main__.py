@@ -2,8 +2,8 @@
 
 python -m testing.matrix [FAMILY ...] [--workers N]
 
-Each family has a process of its own. Without names all of them run, and benchmarks/results/models_cpu.json is written
-after each; what it has of the same commit is not run again.
+Each family has a process of its own, and after each its row in benchmarks/results/models_cpu.json is written, with the
+commit that ran. Without names all of them run whose row is of another commit, or failed.
 """
 
 import argparse
@@ -33,13 +33,13 @@ WITH_TORCHVISION = (
 def one(name: str) -> None:
     """Print the row of a family."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if name in WITH_TORCHVISION:
         declare_operators()
     from .families import FAMILIES
     from .row import row
 
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # late: others look for one, too
     with tempfile.TemporaryDirectory() as folder:
         sys.stdout.write(RESULT + json.dumps(row(FAMILIES[name], Path(folder))) + "\n")
 
@@ -76,14 +76,17 @@ def main() -> int:
 
     if unknown := set(options.families) - FAMILIES.keys():
         parser.error(f"unknown families {sorted(unknown)}; known are {', '.join(FAMILIES)}")
-    names = options.families or list(FAMILIES)
-    rows = {} if options.families else record.held("models", len(names)) or {}
+    path = record.path("models")
+    rows = json.loads(path.read_text())["results"] if path.exists() else {}
+    commit = record.commit()
+    done = [name for name, row in rows.items() if row["commit"] == commit and "failed" not in row]
+    names = options.families or [name for name in FAMILIES if name not in done]
     with ThreadPoolExecutor(options.workers) as pool:
-        runs = {pool.submit(in_a_process, name): name for name in names if "title" not in rows.get(name, {})}
+        runs = {pool.submit(in_a_process, name): name for name in names}
         for run in as_completed(runs):
-            rows[runs[run]] = run.result()
-            if not options.families:
-                record.write("models", len(names), {name: rows[name] for name in names if name in rows})
+            rows[runs[run]] = run.result() | {"commit": commit}
+            kept = {name: rows[name] for name in FAMILIES if name in rows}
+            record.write("models", len(kept), kept)
     return int(any("failed" in found for found in rows.values()))
 
 
