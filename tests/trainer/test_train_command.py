@@ -23,6 +23,7 @@ from trl_fp8.commands import rewards, train
 from trl_fp8.commands.arguments import COMMON, make_parser
 from trl_fp8.commands.problems import as_problem
 from trl_fp8.commands.settings import known_names
+from trl_fp8.recipe import servable
 from trl_fp8.run.file import read_run
 
 
@@ -236,14 +237,18 @@ def test_a_file_that_cannot_be_meant_is_refused(text, here, capsys):
     assert "--config y.yaml: there is no such file: did you mean x.yaml?" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, capsys):
+def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, monkeypatch, capsys):
+    monkeypatch.setitem(servable._MODEL_TYPES, "phi3", "nobody knows how")
     path = settings(model_name_or_path="./model")
     assert main(["train", "--config", path]) == 2
     assert_only("model_name_or_path='./model': ", capsys.readouterr().err)
     Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "laguna"}')
+    Path("model/config.json").write_text('{"model_type": "phi3"}')
     assert main(["train", "--config", path]) == 2
-    assert_only("'./model': models of type 'laguna' cannot be served", capsys.readouterr().err)
+    assert_only(
+        "'./model': models of type 'phi3' cannot be served by an engine that is synced and audited: nobody knows how",
+        capsys.readouterr().err,
+    )
 
 
 def test_a_dataset_that_cannot_be_read_is_named(here, no_models, capsys):
