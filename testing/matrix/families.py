@@ -115,7 +115,7 @@ FAMILIES = {
     "qwen3_5_text": Family("Qwen3.5, text", other("qwen3_5_text"), "Qwen/Qwen3.5-27B"),
     "qwen3_next": Family("Qwen3-Next", other("qwen3_next"), "Qwen/Qwen3-Next-80B-A3B-Instruct"),
     "qwen3_vl": seeing("Qwen3-VL", "qwen3_vl"),
-    "seed_oss": Family("Seed-OSS", other("seed_oss"), flags={"disable_dropout": True}),
+    "seed_oss": Family("Seed-OSS", other("seed_oss", attention_dropout=0.0, residual_dropout=0.0)),
     "smollm3": Family("SmolLM3", other("smollm3")),
     "stablelm": Family("StableLM 2", other("stablelm")),
     "starcoder2": Family("StarCoder2", other("starcoder2")),
