@@ -38,7 +38,7 @@ def page() -> str:
     rows = record["results"]
     text = HEAD.format(families=len(rows), hardware=record["hardware"], commit=record["commit"])
     for row in rows.values():
-        share = f"{row['fp8_share']:.0%}{'' if row['share_of'] else ' (tiny)'}"
+        share = f"{row['fp8_share']:.1%}{'' if row['share_of'] else ' (tiny)'}"
         cells = [
             row["title"],
             f"`{row['model_type']}`",
@@ -57,7 +57,7 @@ def full(refused: str = "", mismatch: float = 0.0, exact: bool = False, bound: f
         return f"exact ({mismatch:.1g})" if exact else f"{mismatch:.2g}"
     if "which operations" in refused:
         return "no: its operations are not known"
-    return f"no: {refused.partition(': ')[2].partition('. Set ')[0]}"
+    return f"no: {refused.partition(': ')[2].partition('. Set ')[0].partition(',')[0]}"
 
 
 def main() -> int:
