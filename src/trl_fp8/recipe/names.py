@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 # Projections of a decoder layer, as vLLM fuses them; in checkpoints of some families they are one tensor already.
-# vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of
-# REPLICATED.
+# vLLM shards N (columns of x @ W.T) of these, part by part, K of ROW_PARALLEL, and nothing of REPLICATED.
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa")  # MLA's, into ranks that all heads share
 MLA = (*REPLICATED, "kv_b_proj")
 FUSED = {

@@ -66,8 +66,8 @@ class Piece:
     # (dim, count): that dim is so many equal parts, the gate's and up's rows for example, and two dims in `sent`
     equal: tuple[int, int] | None = None
     transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
-    zero: bool = False  # this rank holds zeros instead
     sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
+    zero: bool = False  # this rank holds zeros instead
     derived: Callable[[], torch.Tensor] | None = None  # makes it of what the engine was sent; None: it is sent itself
 
     @property
