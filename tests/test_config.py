@@ -125,6 +125,7 @@ def test_what_the_user_sets_wins():
             ["top_p=0.9 with", "vllm_mode='server'", "renormalized", "Set vllm_mode='colocate'"],
         ),
         ({"generation_kwargs": {"logit_bias": {5: 1.0}, "min_tokens": 4}}, ["logit_bias={5: 1.0}", "min_tokens=4"]),
+        ({"generation_kwargs": {"watermarking": True, "thinking_token_budget": 9}}, ["watermarking=True", "budget=9"]),
         ({"vllm_structured_outputs_regex": r"\d+"}, ["vllm_structured_outputs_regex='", "another distribution"]),
         (
             {"kv_calibration": "rollout", "vllm_importance_sampling_correction": False},

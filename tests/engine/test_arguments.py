@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import AutoConfig
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from testing import tiny_models
 from trl_fp8.engine.vllm.layout import engine_layout
@@ -44,6 +46,24 @@ def test_attention_sinks_are_read_anew_with_a_bf16_cache_too():
     bf16 = FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto")
     assert of_type("gpt_oss", bf16)["attention_backend"] == "FLASH_ATTN"
     assert of_type("gpt_oss", bf16, Cuda((10, 0), 4))["attention_backend"] == "TRITON_ATTN"
+
+
+def test_a_copy_of_experts_biases_is_refused():
+    experts = RoutedExperts.__new__(RoutedExperts)
+    nn.Module.__init__(experts)
+    experts.w13_bias = nn.Parameter(torch.zeros(4))
+    backend, config = SimpleNamespace(name="TRITON"), SimpleNamespace(w1_bias=torch.zeros(4))
+    experts.quant_method = SimpleNamespace(unquantized_backend=backend, moe_quant_config=config)
+    with pytest.raises(ValueError, match="experts compute with a copy of w13_bias"):
+        engine_layout(nn.ModuleDict({"experts": experts}), ())
+
+
+def test_a_tensor_that_vllm_derives_otherwise_than_known_is_refused():
+    attention = MLAAttention.__new__(MLAAttention)
+    nn.Module.__init__(attention)
+    attention.W_Q = nn.Parameter(torch.zeros(4))
+    with pytest.raises(RuntimeError, match="vLLM derives attention.W_Q"):
+        engine_layout(nn.ModuleDict({"attention": attention}), ())
 
 
 def test_a_copy_of_attention_sinks_is_refused():

@@ -189,7 +189,7 @@ def test_the_state_of_a_gated_delta_net_is_as_large_as_vllm_makes_it():
     assert [cache.state_bytes for cache in layer_caches(config.to_dict(), 1, 2, 256)] == [held]
 
 
-@pytest.mark.parametrize("family", [names.TRANSFORMERS, names.MIXTRAL], ids=lambda family: family.block)
+@pytest.mark.parametrize("family", [names.TRANSFORMERS, names.MIXTRAL], ids=["transformers", "mixtral"])
 def test_experts_are_called_what_vllms_loader_calls_them(family):
     (gate, up), (down,) = family.published
     mapping = RoutedExperts.build_expert_params_mapping(

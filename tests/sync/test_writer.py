@@ -286,3 +286,9 @@ def test_what_an_engine_derives_is_made_anew_and_compared():
     engine.turned[2, 1] = 0
     with pytest.raises(RuntimeError, match=r"1 tensors hold other bytes than were sent: a\.turned"):
         audit(layout, writer, None)
+
+
+def test_two_tensors_of_an_engine_do_not_share_a_name():
+    pieces = [Piece("a.weight", SimpleNamespace(tensor=torch.zeros(1)), "tensor", torch.float32) for _ in range(2)]
+    with pytest.raises(RuntimeError, match="several tensors of an engine have one name: a.weight"):
+        Layout(pieces)

@@ -9,12 +9,14 @@ from peft.tuners.lora.layer import LoraLayer
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from trl.trainer.utils import create_model_from_path
 
+from testing import tiny_models
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.features.flow import Flow
-from trl_fp8.policy.base.adaptable import require_trainable_base
+from trl_fp8.policy.base.adaptable import require_adaptable, require_trainable_base
 from trl_fp8.policy.base.shared import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
+from trl_fp8.recipe.recipe import recipe_for_model
 
 
 MISMATCH = "mismatch/logp_difference_mean"
@@ -74,6 +76,14 @@ def test_experts_and_routers_that_all_linear_means_are_refused_with_what_to_name
             checkpoint("qwen3_moe"), arguments(tmp_path, **SHARED), peft_config=lora(target_modules="all-linear")
         ):
             pass
+
+
+def test_adapters_on_the_gate_of_a_shared_expert_are_refused():
+    model = tiny_models.build("qwen2_moe")
+    recipe = recipe_for_model(model, expert_kernels=False)
+    adapted = get_peft_model(model, lora(target_modules=["q_proj", "shared_expert_gate"]))
+    with pytest.raises(ValueError, match="no room for: .*shared_expert_gate .the gate of a shared expert"):
+        require_adaptable(adapted, recipe)
 
 
 def test_frozen_adapters_are_refused(checkpoint, tmp_path):

@@ -42,13 +42,12 @@ UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it
 class ExpertNames:
     """How a family of models names the experts of a layer."""
 
-    block: str  # module that holds router and experts
     fused: tuple[str, str]  # tensors of all experts, [E, 2I, K] and [E, K, I]
     published: tuple[tuple[str, ...], tuple[str, ...]]  # the parts of each along its rows, stored expert by expert
 
 
-TRANSFORMERS = ExpertNames("mlp", ("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
-MIXTRAL = ExpertNames("block_sparse_moe", ("w13", "w2"), (("w1", "w3"), ("w2",)))
+TRANSFORMERS = ExpertNames(("gate_up_proj", "down_proj"), (("gate_proj", "up_proj"), ("down_proj",)))
+MIXTRAL = ExpertNames(("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
 # Model type -> parts of names before and after, which are replaced in this order: what transformers renames while it
