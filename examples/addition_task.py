@@ -120,6 +120,11 @@ class PretrainRecipe:
         ignored = _OF_EXPERTS if self.arch == "qwen3" else ()
         return {name: value for name, value in asdict(self).items() if name not in ignored}
 
+    def learning_rate_factor(self, step: int) -> float:
+        """`step` counts from 0."""
+        warmup = min(1.0, (step + 1) / self.warmup_steps)
+        return warmup * max(0.05, 0.5 * (1 + cos(pi * step / self.max_steps)))
+
 
 def _refuse_unknown(arch: str) -> None:
     if arch not in ARCHITECTURES:
@@ -388,12 +393,6 @@ def _imbalance(router_logits: Sequence[torch.Tensor], experts_per_token: int) ->
     return torch.stack(losses).mean()
 
 
-def _learning_rate_factor(step: int, recipe: PretrainRecipe) -> float:
-    """`step` counts from 0."""
-    warmup = min(1.0, (step + 1) / recipe.warmup_steps)
-    return warmup * max(0.05, 0.5 * (1 + cos(pi * step / recipe.max_steps)))
-
-
 def pretrain(
     recipe: PretrainRecipe, tokenizer: PreTrainedTokenizerFast, progress: bool = True
 ) -> tuple[Qwen3ForCausalLM | Qwen3MoeForCausalLM, PretrainRecord]:
@@ -424,7 +423,7 @@ def _train(
 ) -> PretrainRecord:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.98), fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, recipe))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.learning_rate_factor)
     problems = split_problems().pretraining
     direct = _rows(tokenizer, [p.answer for p in problems])
     written_out = _rows(tokenizer, [p.written_out for p in problems])

@@ -1,0 +1,68 @@
+"""Run the grid's cells that have no result file yet, and draw the verdicts from those that have.
+
+    python -m benchmarks.claims [CELL ...] [--workers 2] [--minutes M]
+
+A CELL is the name of one, or what the names of several begin with; without any, the whole grid in its order. Every
+cell is one process and one file in benchmarks/results/claims. Stop it at any time, and go on with the same command:
+what has a file is not run again. What a cell prints goes to outputs/claims.
+"""
+
+import argparse
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from time import monotonic
+
+from .grid import Cell, cells
+
+
+LOGS = Path("outputs/claims")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="What FP8 does to learning: the grid of training runs.")
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="Names of cells, or their beginnings.")
+    parser.add_argument("--workers", type=int, default=2, help="Cells at a time, one thread each.")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="Start none after so long.")
+    given = parser.parse_args()
+    wanted = [cell for cell in cells() if not given.cells or cell.name.startswith(tuple(given.cells))]
+    if not wanted:
+        parser.error(f"no cell of grid.yaml begins with {' or '.join(given.cells)}")
+    todo = [cell for cell in wanted if not cell.path.exists()]
+    print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them done", flush=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    LOGS.mkdir(parents=True, exist_ok=True)
+    context = get_context("forkserver")  # imports torch, TRL and vLLM once for all cells
+    context.set_forkserver_preload([f"{__package__}.cell"])
+    until = monotonic() + 60 * given.minutes
+
+    def run(cell: Cell) -> bool:
+        if monotonic() > until:
+            return True
+        began = monotonic()
+        process = context.Process(target=_run, args=(cell,))
+        process.start()
+        process.join()
+        state = "done" if process.exitcode == 0 else f"FAILED, see {LOGS / cell.name}.log"
+        print(f"{cell.name}: {state}, {monotonic() - began:.0f} s", flush=True)
+        return process.exitcode == 0
+
+    with ThreadPoolExecutor(given.workers) as pool:
+        return 0 if all(list(pool.map(run, todo))) else 1
+
+
+def _run(cell: Cell) -> None:
+    with open(LOGS / f"{cell.name}.log", "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    from .cell import run
+
+    # The command in its result file: not the one of the process that all are forked from
+    sys.orig_argv = [sys.executable, "-m", __package__, cell.name]
+    run(cell)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""One training run of the grid, in a process of its own: `run` writes a result file and returns its path."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+
+import torch
+from transformers import TrainerCallback
+
+from testing.processes import free_port
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.quantization.kv_scales import KVScales
+
+from .. import record
+from .formats import SIMULATED, SimulatedFormat, rounded_weights
+from .grid import FOLDER, Cell
+from .precision import PRECISIONS, ComputesIn
+from .tasks import TASKS
+
+
+# Of each generation, as the trainer logs them
+CURVES = {
+    "reward": "reward",
+    "k3": "mismatch/k3_kl",
+    "token_mult_prob_error": "mismatch/token_mult_prob_error",
+    "logp_difference_max": "mismatch/logp_difference_max",
+    "late_over_early": "mismatch/late_over_early",
+    "effective_sample_size": "correction/effective_sample_size",
+    "fraction_masked": "correction/fraction_masked_tokens",
+    "fraction_clipped": "correction/fraction_clipped_high",
+    "entropy": "entropy",
+    "grad_norm": "grad_norm",
+    "length": "completions/mean_length",
+}
+
+
+class Trainer(FP8GRPOTrainer):
+    """The package's, whose forward computes in `precision`."""
+
+    precision: torch.dtype
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        with ComputesIn(self.precision):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+
+class HeldOut(TrainerCallback):
+    """Held-out accuracy in high precision, by the number of generations behind it."""
+
+    def __init__(self, cell: Cell, trainer: Trainer):
+        self.cell, self.trainer, self.accuracies = cell, trainer, {}
+        self.task = TASKS[cell.task]
+
+    def note(self, generations: int) -> None:
+        self.accuracies[generations] = self.task.evaluate(self.trainer.model, self.trainer.processing_class)
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.note(0)
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        generations, rest = divmod(state.global_step, self.cell.updates)
+        if not rest and generations % (self.cell.generations // self.cell.evaluations) == 0:
+            self.note(generations)
+
+
+def run(cell: Cell, folder: Path = FOLDER) -> Path:
+    """Train, and write FOLDER/NAME_<cpu|gpu>.json."""
+    torch.set_num_threads(1)
+    torch.compiler.set_stance("force_eager")  # vLLM would compile its sampler for 20 seconds
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with TemporaryDirectory() as scratch:
+        results = train(cell, scratch)
+    folder.mkdir(exist_ok=True)
+    return record.write(cell.name, 1, results, folder)
+
+
+def train(cell: Cell, scratch: str) -> dict:
+    task, flags = TASKS[cell.task], dict(cell.flags)
+    form, kv_scale = SIMULATED.get(flags.pop("simulated", None)), flags.pop("kv_scales", None)
+    args = FP8GRPOConfig(
+        output_dir=scratch,
+        seed=cell.seed,
+        use_cpu=not torch.cuda.is_available(),
+        max_steps=cell.generations * cell.updates,
+        num_iterations=cell.updates,
+        per_device_train_batch_size=cell.completions,
+        num_generations=8,
+        max_completion_length=task.max_completion_length,
+        vllm_max_model_length=task.max_model_length,
+        learning_rate=cell.learning_rate,
+        lr_scheduler_type="constant",
+        beta=0.0,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        fp8_run_log=False,
+        rollout_correction=cell.correction_in_force,
+        **flags,
+    )
+    trainer = Trainer(str(task.checkpoint()), task.reward, args, task.dataset())
+    trainer.precision = PRECISIONS[cell.precision]
+    held_out = HeldOut(cell, trainer)
+    trainer.add_callback(held_out)
+    generation = trainer.vllm_generation
+    if form is not None:
+        generation.sync_weights = rounding(trainer, form, generation.sync_weights)
+    if kv_scale is not None:
+        layers = trainer.model.config.num_hidden_layers
+        generation.calibrate = lambda: KVScales(torch.full((layers, 3), kv_scale))
+    began = perf_counter()
+    with ended(held_out) as end:
+        trainer.train()
+    return {
+        "cell": asdict(cell),
+        "end": end,
+        "held_out": {str(generations): round(value, 5) for generations, value in held_out.accuracies.items()},
+        "curves": curves(trainer.state.log_history, cell.updates),
+        "seconds": perf_counter() - began,
+    }
+
+
+def rounding(trainer: Trainer, form: SimulatedFormat, sync):
+    """`sync`, while the policy's weights are rounded."""
+
+    def rounded_sync() -> None:
+        with rounded_weights(trainer.model, form):
+            sync()
+
+    return rounded_sync
+
+
+@contextmanager
+def ended(held_out: HeldOut) -> Iterator[dict]:
+    """How the training inside the block ended. A policy that is not finite has an accuracy of 0 from then on."""
+    end = {"diverged": None}
+    try:
+        yield end
+    except (ValueError, RuntimeError, FloatingPointError) as error:
+        finite = all(parameter.isfinite().all() for parameter in held_out.trainer.model.parameters())
+        if finite:
+            raise
+        end["diverged"] = str(error)[:300]
+    cell = held_out.cell
+    every = cell.generations // cell.evaluations
+    for generations in range(every, cell.generations + 1, every):
+        held_out.accuracies.setdefault(generations, 0.0)
+
+
+def curves(history: list[dict], updates: int) -> dict[str, list[float]]:
+    """What was logged with each generation's first update, to four digits."""
+    rows = [row for row in history if "reward" in row][::updates]
+    return {
+        name: [float(f"{row[key]:.4g}") for row in rows]
+        for name, key in CURVES.items()
+        if rows and all(key in row for row in rows)
+    }
