@@ -121,15 +121,15 @@ class ReferenceAttentionImpl(AttentionImpl):
         query_lens = starts.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
         q_RQHD = padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
-        output_RQHD, halves = torch.empty_like(q_RQHD, dtype=output.dtype), _split_cache(kv_cache)
+        output_RQHD, cache = torch.empty_like(q_RQHD, dtype=output.dtype), _keys_and_values(kv_cache)
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
             _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
-        scales = layer._k_scale_float, layer._v_scale_float
+        scales_211 = torch.tensor([layer._k_scale_float, layer._v_scale_float])[:, None, None]
         at_a_time = max(1, READ_BYTES // (16 * self.num_kv_heads * length * self.head_size))
         tensors = q_RQHD, attn_metadata.block_table_tensor, visible_RQS, output_RQHD
         for q, table, seen, out in zip(*(tensor.split(at_a_time) for tensor in tensors), strict=True):
-            k, v = (gather(half, table, length, scale) for half, scale in zip(halves, scales, strict=True))
+            k, v = gather(cache, table, length, scales_211).double().unbind(2)
             out.copy_(attend(q, k, v, seen, self.scale, self.softcap, self.sinks)[0].float())
         output[:tokens] = output_RQHD[is_query_RQ].view(output[:tokens].shape)
         return output
@@ -237,15 +237,21 @@ def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
 
 
 def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | float) -> Tensor:
-    """Each request's cached tokens `[R, G, S, D]`, codes times `scale` in FP32; beyond a request is its garbage."""
-    table = block_table[:, : -(-length // cache.shape[2])]
-    blocks = cache.index_select(0, table.flatten()).unflatten(0, table.shape)  # [R, n, G, block, D]
-    gathered = blocks.transpose(1, 2).flatten(2, 3)[:, :, :length]
-    # unused slots may hold anything; masking NaN gives NaN
+    """Each request's cached tokens, `[blocks, ..., block, D]` -> `[R, ..., S, D]`; codes times `scale` in FP32.
+
+    Beyond a request is its garbage, but no NaN: masking that gives NaN.
+    """
+    table = block_table[:, : -(-length // cache.shape[-2])]
+    blocks = cache.index_select(0, table.flatten()).unflatten(0, table.shape)
+    gathered = blocks.movedim(1, -3).flatten(-3, -2)[..., :length, :]
     return e4m3_values(gathered, scale, nan=False) if cache.dtype == torch.uint8 else gathered.nan_to_num_(0)
 
 
 def _split_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """`[blocks, G, block, 2 D]` -> keys and values `[blocks, G, block, D]`, as vLLM's CPU backend lays it out."""
+    return _keys_and_values(kv_cache).unbind(2)
+
+
+def _keys_and_values(kv_cache: Tensor) -> Tensor:
+    """`[blocks, G, block, 2 D]` -> `[blocks, G, 2, block, D]`, as vLLM's CPU backend lays it out."""
     blocks, heads, block_size, width = kv_cache.shape
-    return kv_cache.view(blocks, heads, 2 * block_size, width // 2).chunk(2, dim=2)
+    return kv_cache.view(blocks, heads, 2, block_size, width // 2)
