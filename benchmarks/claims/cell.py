@@ -131,7 +131,7 @@ def train(cell: Cell, scratch: str) -> dict:
         "cell": asdict(cell),
         "end": end,
         "held_out": {str(generations): round(value, 5) for generations, value in held_out.accuracies.items()},
-        "curves": curves(trainer.state.log_history, cell.updates),
+        "curves": curves(trainer.state.log_history),
         "seconds": perf_counter() - began,
     }
 
@@ -163,11 +163,11 @@ def ended(held_out: HeldOut) -> Iterator[dict]:
         held_out.accuracies.setdefault(generations, 0.0)
 
 
-def curves(history: list[dict], updates: int) -> dict[str, list[float]]:
-    """What was logged with each generation's first update, to four digits; None where there is no such number, as of
-    a quotient of mismatches that are 0.
+def curves(history: list[dict]) -> dict[str, list[float]]:
+    """What was logged of each generation, with its first update, to four digits; None where there is no such number,
+    as of a quotient of mismatches that are 0.
     """
-    rows = [row for row in history if "reward" in row][::updates]
+    rows = [row for row in history if "reward" in row]
     return {name: [_short(row.get(key)) for row in rows] for name, key in CURVES.items()}
 
 
