@@ -1,0 +1,294 @@
+"""The experiment on what FP8 does to learning: its statistics, verdicts, tasks, formats and arithmetic. No engine."""
+
+import json
+from dataclasses import replace
+from itertools import islice, pairwise, product
+from math import comb, exp, inf, log, nan
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from benchmarks.claims import automaton, policy, statistics, verdicts
+from benchmarks.claims.automaton import TABLE, WEAK, Problem, problems, right_trace
+from benchmarks.claims.formats import SIMULATED, rounded_weights
+from benchmarks.claims.grid import FOLDER, Cell, cells
+from benchmarks.claims.precision import LOSS_SCALE, ComputesIn, Rounded
+from benchmarks.claims.runs import Run, Runs
+from benchmarks.claims.statements import CLAIMS, Collapses, Comparison, arm
+from benchmarks.claims.verdicts import NOT_DECIDED, NOT_RUN, NOT_SUPPORTED, SUPPORTED, Threshold
+
+
+# -- statistics
+
+
+def test_an_interval_of_eight_normal_numbers_holds_their_mean_as_often_as_it_says():
+    drawn = np.random.default_rng(1).normal(3.0, 2.0, size=(400, 8))
+    found = [statistics.mean(row) for row in drawn]
+    covered = np.mean([each.low < 3.0 < each.high for each in found])
+    assert 0.92 < covered < 0.975  # 400 trials: a standard error of 0.011
+    plain = [
+        np.quantile(row[np.random.default_rng(0).integers(8, size=(1000, 8))].mean(1), (0.025, 0.975)) for row in drawn
+    ]
+    assert np.mean([low < 3.0 < high for low, high in plain]) < 0.92  # percentiles that are not expanded
+
+
+def test_an_interval_is_that_of_student_where_the_bootstrap_has_many_values():
+    values = np.random.default_rng(2).normal(size=10)
+    found, half = statistics.mean(values), 2.262 * values.std(ddof=1) / 10**0.5
+    assert found.value == pytest.approx(values.mean()) and found.n == 10
+    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.12 * half)
+
+
+def test_one_value_has_no_interval_and_none_no_mean():
+    assert statistics.mean([]) is None
+    assert vars(statistics.mean([2.0])) == {"value": 2.0, "low": None, "high": None, "n": 1}
+
+
+def test_the_mean_of_ratios_is_geometric():
+    found = statistics.geometric_mean([log(2), log(8)])
+    assert (found.value, found.low, found.high) == pytest.approx((4, 2, 8))
+
+
+def test_values_of_a_seed_are_resampled_together():
+    groups = {seed: [float(seed)] * 5 for seed in range(6)}
+    together, apart = statistics.clustered_mean(groups), statistics.mean(map(float, range(6)))
+    assert vars(together) == pytest.approx(vars(apart))
+    uneven = statistics.clustered_mean({0: [1.0], 1: [0.0, 0.0, 0.0]})
+    assert uneven.value == 0.25 and uneven.n == 2
+
+
+@pytest.mark.parametrize("n", [5, 8])
+def test_differences_of_one_sign_are_the_most_extreme_of_all_flips(n):
+    differences = [0.1 + 0.03 * k for k in range(n)]
+    assert statistics.sign_flip(differences) == statistics.sign_flip([-x for x in differences]) == 2 / 2**n
+
+
+def test_a_sign_flip_counts_every_choice_of_signs():
+    # |sum| of +-1 +-2 +-3: 6 0 4 2 and their mirrors; -1 + 2 + 3 = 4
+    assert statistics.sign_flip([-1, 2, 3]) == 4 / 8
+    assert statistics.sign_flip([1, 2, -3]) == 1.0
+    assert statistics.sign_flip([0.1, 0.2, 0.3]) == 2 / 8  # whose sums differ by their order
+
+
+def test_holm_by_hand():
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert statistics.holm([0.5, 0.9]) == [1.0, 1.0]
+    assert max(statistics.holm([2 / 256] * 6)) < 0.05 < max(statistics.holm([2 / 128] * 6))
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 8), (1, 8), (4, 8), (8, 8), (2, 5)])
+def test_a_share_has_the_interval_that_no_binomial_outside_of_it_would_reach(count, n):
+    found = statistics.share(count, n)
+    mass = [lambda p, k=k: comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
+    assert (found.low == 0.0) if count == 0 else sum(m(found.low) for m in mass[count:]) == pytest.approx(0.025)
+    assert (found.high == 1.0) if count == n else sum(m(found.high) for m in mass[: count + 1]) == pytest.approx(0.025)
+
+
+# -- runs and verdicts
+
+GRID = {
+    "rollouts": {name: {} for name in ("bf16", "e4m3", "e4m3_kv", "full_flow")},
+    "corrections": {"none": "monitor", "tis": "fp8_token_tis"},
+    "tasks": {"addition": {"learning_rate": 1e-3, "completions": 8, "generations": 4, "evaluations": 2}},
+}
+GENERATIONS = (0, 2, 4)
+
+
+def made_run(name, seed, accuracy=0.5, k3=0.01, final=None, **curves):
+    """Of an arm by its name, whose accuracy is the same all along, or another one at the end."""
+    task, rollouts, correction, precision, pressure = name.split("-")
+    rate, updates = map(int, pressure.split("x"))
+    cell = Cell(task, rollouts, correction, precision, rate, updates, seed, {}, "", 1e-3, 8, 4, 2)
+    accuracies = dict.fromkeys(GENERATIONS, accuracy) | ({4: final} if final is not None else {})
+    return Run(cell, accuracies, {"k3": [k3] * 4, "token_mult_prob_error": [1.01] * 4} | curves)
+
+
+def noise(seed, name):
+    return Random(f"{seed} {name}").uniform(-0.01, 0.01)
+
+
+# Accuracies and k3 as all claims would have them
+LIKE_THE_SOURCES = {name: (0.6, 0.01) for claim in CLAIMS.values() for name in claim.arms} | {
+    arm("automaton", "e4m3"): (0.5, 0.01),
+    arm("automaton", "e4m3_kv"): (0.45, 0.02),
+    arm("automaton", "e4m3_kv", "tis"): (0.6, 0.02),
+    arm("automaton", "e4m3", "tis", "fp16"): (0.7, 0.01),
+    arm("addition_moe", "bf16"): (0.4, 0.02),
+    arm("addition_moe", "e4m3"): (0.4, 0.03),
+    arm("automaton", "full_flow"): (0.6, 0.0),
+}
+COLLAPSING = arm("automaton", "e4m3_kv", pressure="3x4")
+
+
+def grid_of_runs(changed=None, seeds=8, left_out=()):
+    made = []
+    for name, (accuracy, k3) in (LIKE_THE_SOURCES | (changed or {})).items():
+        for seed in range(seeds if name not in left_out else 4):
+            end = 0.2 if name == COLLAPSING and not changed else None
+            made.append(made_run(name, seed, accuracy + noise(seed, name), k3 * exp(noise(seed, name)), end))
+    return Runs(made)
+
+
+def verdict(number, runs):
+    return verdicts.claims(runs)[str(number)]["verdict"]
+
+
+def test_the_area_is_the_mean_over_the_run_from_evaluation_to_evaluation():
+    run = made_run("addition-bf16-none-bf16-1x1", 0)
+    run = replace(run, accuracies={0: 0.2, 10: 0.4, 40: 0.8})
+    assert run.area == pytest.approx((10 * 0.3 + 30 * 0.6) / 40)
+    assert (run.final, run.best) == (0.8, 0.8)
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "collapsed"),
+    [((0.3, 0.6, 0.4), True), ((0.3, 0.6, 0.41), False), ((0.6, 0.1, 0.5), False), ((0.2, 0.0, 0.0), True)],
+)
+def test_a_run_has_collapsed_if_it_ends_far_below_its_best(accuracies, collapsed):
+    run = replace(
+        made_run("addition-bf16-none-bf16-1x1", 0), accuracies=dict(zip(GENERATIONS, accuracies, strict=True))
+    )
+    assert run.collapsed is collapsed
+
+
+def test_what_is_not_finite_is_not_averaged():
+    run = made_run("addition-bf16-none-bf16-1x1", 0, grad_norm=[1.0, nan, 3.0, inf])
+    assert (run.mean("grad_norm"), run.most("grad_norm"), run.least("grad_norm")) == (2.0, 3.0, 1.0)
+    assert np.isnan(run.mean("what no run has"))
+
+
+def test_runs_of_an_experiment_that_came_out_like_the_sources_support_every_claim():
+    assert {each["verdict"] for each in verdicts.claims(grid_of_runs()).values()} == {SUPPORTED}
+
+
+def test_runs_without_a_difference_support_nothing():
+    equal = dict.fromkeys(LIKE_THE_SOURCES, (0.6, 0.01))
+    assert {each["verdict"] for each in verdicts.claims(grid_of_runs(equal)).values()} == {NOT_SUPPORTED}
+
+
+def test_a_loss_that_varies_too_much_is_not_decided():
+    """A mean loss of 0.1, and two seeds of eight that gain."""
+    runs = list(grid_of_runs(left_out=LIKE_THE_SOURCES))
+    name = arm("automaton", "e4m3")
+    gains = (0.1, 0.1, -0.2, -0.2, -0.2, -0.2, -0.1, -0.1)
+    runs = [
+        made_run(arm_, seed, accuracy, k3) for arm_, (accuracy, k3) in LIKE_THE_SOURCES.items() for seed in range(8)
+    ]
+    runs = [made_run(name, run.cell.seed, 0.6 + gains[run.cell.seed]) if run.cell.arm == name else run for run in runs]
+    assert verdict(1, Runs(runs)) == NOT_DECIDED
+
+
+def test_a_part_that_its_interval_excludes_costs_the_claim():
+    for number, name, values in (
+        (1, arm("automaton", "e4m3", "tis"), (0.5, 0.01)),  # TIS restores nothing
+        (2, arm("automaton", "e4m3_kv", "tis"), (0.5, 0.02)),
+        (3, arm("addition_moe", "e4m3"), (0.4, 0.01)),  # no more mismatch than dense
+        (4, arm("automaton", "e4m3", "tis", "fp16"), (0.7, 0.001)),  # less mismatch
+        (5, arm("automaton", "full_flow"), (0.5, 0.0)),
+        (6, COLLAPSING, (0.5, 0.01)),  # worse, but no collapse
+    ):
+        runs = grid_of_runs({name: values})
+        assert verdict(number, runs) == NOT_SUPPORTED
+        assert verdicts.claims(runs)[str(number)]["test"]["state"] == "holds"
+
+
+def test_a_claim_with_four_pairs_has_not_run():
+    runs = grid_of_runs(left_out=(arm("automaton", "e4m3", "tis"),))
+    claim = verdicts.claims(runs)["1"]
+    assert claim["verdict"] == NOT_RUN and claim["parts"][0]["n"] == 4
+    assert verdicts.claims(Runs([]))["6"]["verdict"] == NOT_RUN
+    assert verdicts.claims(Runs([]))["6"]["p"] == 1.0
+
+
+def test_five_seeds_cannot_support_a_claim():
+    assert {each["verdict"] for each in verdicts.claims(grid_of_runs(seeds=5)).values()} == {NOT_DECIDED}
+
+
+def test_only_runs_with_the_same_seed_are_compared():
+    a, b = arm("addition", "e4m3"), arm("addition", "bf16")
+    runs = Runs(
+        [made_run(a, seed, 0.1 * seed) for seed in (3, 1, 2)] + [made_run(b, seed, 0.05) for seed in (4, 2, 3)]
+    )
+    assert runs.differences("area", a, b) == pytest.approx([0.15, 0.25])
+
+
+@pytest.mark.parametrize(
+    ("says", "values", "state"),
+    [
+        ("more", (0.01, 0.03), "holds"),  # certain, if small
+        ("more", (-0.01, 0.04), "excluded"),
+        ("more", (-0.01, 0.06), "open"),
+        ("less", (-0.03, -0.01), "holds"),
+        ("less", (-0.04, 0.01), "excluded"),
+        ("less", (0.1, 0.2), "excluded"),
+        ("less", (-0.06, 0.01), "open"),
+        ("near", (-0.04, 0.04), "holds"),
+        ("near", (-0.06, 0.04), "open"),
+        ("near", (0.06, 0.08), "excluded"),
+        ("near", (-0.08, -0.06), "excluded"),
+    ],
+)
+def test_an_interval_settles_what_is_said_of_a_difference(says, values, state):
+    found = statistics.Estimate(sum(values) / 2, *values, 8)
+    assert Comparison("area", "a", "b", says).state(found) == state
+
+
+@pytest.mark.parametrize(
+    ("ratios", "state"), [((0.81, 1.1), "holds"), ((0.7, 0.79), "excluded"), ((0.7, 0.9), "open")]
+)
+def test_an_interval_settles_what_is_said_of_a_ratio(ratios, state):
+    found = statistics.Estimate(log(0.8), *map(log, ratios), 8)
+    assert Comparison("k3", "a", "b", "at least", 0.8).state(found) == state
+
+
+@pytest.mark.parametrize(
+    ("falls", "other", "state"),
+    [(4, 0, "holds"), (3, 0, "open"), (1, 0, "open"), (0, 0, "excluded"), (8, 1, "excluded")],
+)
+def test_collapses_are_counted(falls, other, state):
+    a, b = arm("addition", "e4m3_kv"), arm("addition", "full_flow")
+    runs = [made_run(a, seed, final=0.1 if seed < falls else None) for seed in range(8)]
+    runs += [made_run(b, seed, final=0.1 if seed < other else None) for seed in range(8)]
+    assert Collapses(a, b).judged(Runs(runs))["state"] == state
+
+
+def test_a_threshold_parts_the_runs_without_correction():
+    """By their worst generation; against BF16 rollouts with the same task, pressure and seed."""
+    made = []
+    for seed in range(5):
+        made += [made_run(arm("addition", "bf16"), seed, 0.6)]
+        made += [made_run(arm("addition", "e4m3"), seed, 0.58, token_mult_prob_error=[1.0, 1.01, 1.0, 1.0])]
+        made += [made_run(arm("addition", "nvfp4"), seed, 0.4, token_mult_prob_error=[1.0, 1.2, 1.0, 1.0])]
+        for ignored in (arm("addition", "nvfp4", "tis"), arm("addition", "full_flow"), arm("automaton", "nvfp4")):
+            made += [made_run(ignored, seed, 0.0, token_mult_prob_error=[2.0] * 4)]
+    found = verdicts.loss_beyond(Threshold("token_mult_prob_error", 1.05), Runs(made))
+    assert (found["beyond"]["value"], found["beyond"]["runs"], found["beyond"]["n"]) == (pytest.approx(0.2), 5, 5)
+    assert (found["within"]["value"], found["within"]["runs"]) == (pytest.approx(0.02), 5)
+    assert verdicts.loss_beyond(Threshold("token_mult_prob_error", 1.3), Runs(made))["beyond"] is None
+    size = Threshold("effective_sample_size", 0.3, is_least=True)
+    low, high = (made_run(arm("addition", "e4m3"), 0, effective_sample_size=[0.9, x]) for x in (0.2, 0.4))
+    assert size.is_beyond(low) and not size.is_beyond(high)
+
+
+def test_corrections_are_compared_with_none_on_the_same_rollouts():
+    made = [
+        made_run(arm("addition", *names), 0, value)
+        for *names, value in (
+            ("bf16", "none", 0.6),
+            ("bf16", "tis", 0.7),
+            ("e4m3", "none", 0.4),
+            ("e4m3", "tis", 0.45),
+        )
+    ]
+    found = {each["arm"]: (each["reference"], each["area"]["value"]) for each in verdicts.corrections(Runs(made))}
+    bf16, e4m3 = arm("addition", "bf16"), arm("addition", "e4m3")
+    assert found == {
+        arm("addition", "bf16", "tis"): (bf16, pytest.approx(0.1)),
+        e4m3: (bf16, pytest.approx(-0.2)),
+        arm("addition", "e4m3", "tis"): (e4m3, pytest.approx(0.05)),
+    }
