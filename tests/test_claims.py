@@ -2,9 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import islice, pairwise, product
 from math import comb, exp, inf, log, nan
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -13,28 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.claims import automaton, policy, statistics, verdicts
-from benchmarks.claims.automaton import TABLE, WEAK, Problem, problems, right_trace
+from benchmarks.claims import pictures, statistics, verdicts
 from benchmarks.claims.formats import SIMULATED, rounded_weights
 from benchmarks.claims.grid import FOLDER, Cell, cells
 from benchmarks.claims.precision import LOSS_SCALE, ComputesIn, Rounded
 from benchmarks.claims.runs import Run, Runs
 from benchmarks.claims.statements import CLAIMS, Collapses, Comparison, arm
 from benchmarks.claims.verdicts import NOT_DECIDED, NOT_RUN, NOT_SUPPORTED, SUPPORTED, Threshold
+from docs import generate_claims
 
 
 # -- statistics
 
 
-def test_an_interval_of_eight_normal_numbers_holds_their_mean_as_often_as_it_says():
-    drawn = np.random.default_rng(1).normal(3.0, 2.0, size=(400, 8))
-    found = [statistics.mean(row) for row in drawn]
-    covered = np.mean([each.low < 3.0 < each.high for each in found])
-    assert 0.92 < covered < 0.975  # 400 trials: a standard error of 0.011
-    plain = [
-        np.quantile(row[np.random.default_rng(0).integers(8, size=(1000, 8))].mean(1), (0.025, 0.975)) for row in drawn
-    ]
-    assert np.mean([low < 3.0 < high for low, high in plain]) < 0.92  # percentiles that are not expanded
+def covered(draws=400):
+    rows = np.random.default_rng(1).normal(3.0, 2.0, size=(draws, 8))
+    found = [statistics.mean(row) for row in rows]
+    return np.mean([each.low < 3.0 < each.high for each in found])
+
+
+def test_an_interval_of_eight_normal_numbers_holds_their_mean_as_often_as_it_says(monkeypatch):
+    """400 trials: a standard error of 0.011."""
+    assert 0.925 < covered() < 0.975
+    monkeypatch.setattr(statistics, "_levels", lambda n: (0.025, 0.975))  # percentiles that are not expanded
+    assert covered() < 0.92
 
 
 def test_an_interval_is_that_of_student_where_the_bootstrap_has_many_values():
@@ -44,14 +44,17 @@ def test_an_interval_is_that_of_student_where_the_bootstrap_has_many_values():
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.12 * half)
 
 
-def test_one_value_has_no_interval_and_none_no_mean():
+def test_four_values_have_no_interval_and_none_no_mean():
     assert statistics.mean([]) is None
-    assert vars(statistics.mean([2.0])) == {"value": 2.0, "low": None, "high": None, "n": 1}
+    assert vars(statistics.mean([1.0, 2.0, 3.0, 6.0])) == {"value": 3.0, "low": None, "high": None, "n": 4}
+    assert statistics.mean([1.0, 2.0, 3.0, 6.0, 3.0]).low > 1.0
 
 
 def test_the_mean_of_ratios_is_geometric():
-    found = statistics.geometric_mean([log(2), log(8)])
-    assert (found.value, found.low, found.high) == pytest.approx((4, 2, 8))
+    logarithms = [log(2)] * 3 + [log(8)] * 3
+    found, of_logarithms = statistics.geometric_mean(logarithms), statistics.mean(logarithms)
+    assert (found.value, found.low, found.high) == pytest.approx((4, exp(of_logarithms.low), exp(of_logarithms.high)))
+    assert 2 <= found.low < 3 < 5 < found.high <= 8
 
 
 def test_values_of_a_seed_are_resampled_together():
@@ -292,3 +295,219 @@ def test_corrections_are_compared_with_none_on_the_same_rollouts():
         e4m3: (bf16, pytest.approx(-0.2)),
         arm("addition", "e4m3", "tis"): (e4m3, pytest.approx(0.05)),
     }
+
+
+# -- the grid, and what is committed of it
+
+
+def test_all_arms_of_a_seed_come_before_the_next_seed_and_none_comes_twice():
+    arms = ["bf16 none", "e4m3 tis", "e4m3 tis fp16"]
+    blocks = [
+        {"task": "addition", "seeds": 2, "arms": arms},
+        {"task": "addition", "seeds": 3, "arms": arms[:1]},
+        {"task": "addition", "seeds": 1, "arms": arms[:1], "pressure": [3, 4]},
+    ]
+    made = cells(GRID | {"blocks": blocks})
+    one, two, three = arm("addition", "bf16"), arm("addition", "e4m3", "tis"), arm("addition", "e4m3", "tis", "fp16")
+    first = [f"{name}-{seed}" for seed in range(2) for name in (one, two, three)]
+    assert [cell.name for cell in made] == [*first, f"{one}-2", f"{arm('addition', 'bf16', pressure='3x4')}-0"]
+    assert (made[0].learning_rate, made[-1].learning_rate, made[-1].updates) == (1e-3, pytest.approx(3e-3), 4)
+
+
+def test_the_grid_has_eight_seeds_of_every_arm_that_a_claim_names():
+    seeds = {}
+    for cell in cells():
+        seeds.setdefault(cell.arm, set()).add(cell.seed)
+    named = {name for claim in CLAIMS.values() for name in claim.arms}
+    assert {name for name in named if seeds.get(name) != set(range(8))} == set()
+
+
+def test_committed_runs_are_those_of_the_grid_with_its_settings():
+    grid = {cell.name: cell for cell in cells()}
+    for path in FOLDER.glob("*.json"):
+        run = Run.read(path)
+        assert path == run.cell.path and grid[run.cell.name] == run.cell
+        assert max(run.accuracies) == run.cell.generations and len(run.accuracies) == run.cell.evaluations + 1
+
+
+def test_committed_verdicts_are_those_of_the_committed_runs():
+    if generate_claims.RESULTS.exists():
+        committed = json.loads(generate_claims.RESULTS.read_text())["results"]
+        assert list(differing(committed, json.loads(json.dumps(verdicts.results(Runs.read()))))) == []
+
+
+def differing(one, other, where=""):
+    """Places where two trees of dicts and lists are not the same; numbers may differ by their rounding."""
+    if isinstance(one, dict | list) and type(one) is type(other) and len(one) == len(other):
+        for key, value in one.items() if isinstance(one, dict) else enumerate(one):
+            found = other.get(key, "nothing") if isinstance(one, dict) else other[key]
+            yield from differing(value, found, f"{where}.{key}")
+    elif not (one == pytest.approx(other, rel=1e-3, abs=1e-9) if isinstance(one, float) else one == other):
+        yield f"{where}: {one} and {other}"
+
+
+def test_trees_differ_where_they_do():
+    tree = {"a": [1.0, {"b": "c"}], "d": None}
+    assert list(differing(tree, {"a": [1.0000001, {"b": "c"}], "d": None})) == []
+    assert list(differing(tree, {"a": [1.01, {"b": "e"}], "d": 2})) == [
+        ".a.0: 1.0 and 1.01",
+        ".a.1.b: c and e",
+        ".d: None and 2",
+    ]
+
+
+def test_the_page_is_what_the_results_make_of_it(monkeypatch, tmp_path):
+    assert generate_claims.PAGE.read_text() == generate_claims.page()
+    held = {"hardware": "two cores", "commit": "abc", "results": verdicts.results(grid_of_runs())}
+    (tmp_path / "claims_cpu.json").write_text(json.dumps(held))
+    monkeypatch.setattr(generate_claims, "RESULTS", tmp_path / "claims_cpu.json")
+    monkeypatch.setattr("sys.argv", ["generate_claims", "--check"])
+    text = generate_claims.generated()
+    assert text.count("**supported**") == 6 and "area, e4m3 - BF16: -0." in text and "| no run |" in text
+    assert generate_claims.main() == 1
+
+
+@pytest.mark.parametrize("name", ["claims_map", "claims_curves"])
+def test_pictures_are_small(name):
+    path = pictures.IMAGES / f"{name}.png"
+    assert path.exists() == generate_claims.RESULTS.exists()
+    if path.exists():
+        assert path.stat().st_size < 150_000
+
+
+# -- formats
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+# 0x7F is NaN; below 2**-6 steps are those above it
+E4M3 = [(8 + code % 8 if code > 7 else code) * 2.0 ** (max(code // 8, 1) - 10) for code in range(0x7F)]
+
+
+def nearest(value, grid):
+    """To a grid of magnitudes; of two as near the even code."""
+    code = min(range(len(grid)), key=lambda code: (abs(grid[code] - abs(value)), code % 2))
+    return grid[code] if value >= 0 else -grid[code]
+
+
+def mxfp8(row):
+    """A power of two for each 32, by which the largest comes into e4m3's highest octave, at most 448."""
+    for start in range(0, len(row), 32):
+        block = row[start : start + 32]
+        scale = 2.0 ** (np.floor(np.log2(np.abs(block).max())) - 8)
+        yield from (nearest(value / scale, E4M3) * scale for value in block)
+
+
+def nvfp4(row, largest):
+    """An e4m3 scale for each 16, by which their largest is 6; in units that make the tensor's largest scale 448."""
+    unit = np.float32(largest) / np.float32(6 * 448)
+    for start in range(0, len(row), 16):
+        block = row[start : start + 16]
+        scale = nearest(np.float32(np.abs(block).max()) / 6 / unit, E4M3) * unit
+        yield from (nearest(value / scale, E2M1) * scale for value in block)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_simulated_formats_are_those_of_an_independent_computation(name):
+    weight = (torch.randn(6, 64, generator=torch.manual_seed(0)) * torch.logspace(-3, 1, 6)[:, None]).bfloat16()
+    rows = weight.double().numpy()
+    right = [list(mxfp8(row) if name == "mxfp8" else nvfp4(row, np.abs(rows).max())) for row in rows]
+    found = SIMULATED[name].rounded(weight.float())
+    np.testing.assert_allclose(found.double().numpy(), right, rtol=2e-7, atol=0)  # FP32's products of the scales
+    assert not torch.equal(found, weight.float())
+
+
+def test_the_grids_are_those_of_the_formats():
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert codes.double().tolist() == E4M3 and E4M3[-1] == 448
+
+
+class TinyPolicy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.ModuleDict({"self_attn": nn.ModuleDict({"q_proj": nn.Linear(64, 32, bias=False)})})
+        layer["mlp"] = nn.ModuleDict({"gate": nn.Linear(64, 4, bias=False), "experts": nn.Module()})
+        layer["mlp"]["experts"].gate_up_proj = nn.Parameter(torch.randn(2, 32, 64))
+        layer["norm"] = nn.RMSNorm(64)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([layer]), "embed_tokens": nn.Embedding(8, 64)})
+        self.lm_head = nn.Linear(64, 8, bias=False)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_weights_are_rounded_inside_the_block_and_come_back_bit_for_bit(name):
+    torch.manual_seed(0)
+    policy_, form = TinyPolicy(), SIMULATED[name]
+    before = {key: value.detach().clone() for key, value in policy_.named_parameters()}
+    with pytest.raises(ZeroDivisionError), rounded_weights(policy_, form):
+        changed = {key for key, value in policy_.named_parameters() if not torch.equal(value, before[key])}
+        experts = policy_.model["layers"][0]["mlp"]["experts"].gate_up_proj.detach().clone()
+        raise ZeroDivisionError
+    assert {key.removeprefix("model.layers.0.") for key in changed} == {
+        "self_attn.q_proj.weight",
+        "mlp.experts.gate_up_proj",
+    }
+    assert torch.equal(experts[1], form.rounded(before["model.layers.0.mlp.experts.gate_up_proj"][1]))
+    for key, value in policy_.named_parameters():
+        assert torch.equal(value, before[key])
+
+
+# -- arithmetic
+
+
+@pytest.fixture
+def linear():
+    torch.manual_seed(0)
+    return torch.randn(7, 96, requires_grad=True), torch.randn(33, 96, requires_grad=True)
+
+
+def is_held(x, dtype):
+    return torch.equal(x, x.to(dtype).to(x.dtype))
+
+
+def test_a_linear_in_bf16_is_that_of_autocast(linear):
+    with ComputesIn(torch.bfloat16):
+        found = F.linear(*linear)
+    with torch.autocast("cpu", torch.bfloat16):
+        right = F.linear(*linear)
+    step = 2.0 ** (right.float().abs().log2().floor() - 7)  # sums in another order may round to the next number
+    assert found.dtype == torch.float32 and is_held(found, torch.bfloat16)
+    assert ((found - right.float()).abs() <= step).all()
+    assert (found == right.float()).double().mean() > 0.95
+
+
+def test_a_linear_in_fp16_differs_and_is_nearer_to_fp32(linear):
+    exact, errors = F.linear(*linear), {}
+    for dtype in (torch.bfloat16, torch.float16):
+        with ComputesIn(dtype):
+            errors[dtype] = (F.linear(*linear) - exact).abs().mean().item()
+    assert 5 < errors[torch.bfloat16] / errors[torch.float16] < 12  # three bits more: 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_rounded_and_the_operands_in_them(linear, dtype):
+    x, weight = linear
+    upstream = torch.randn(7, 33)
+    with ComputesIn(dtype):
+        F.linear(x, weight).backward(upstream)
+
+    def held(value):
+        return (value * LOSS_SCALE).to(dtype).float() / LOSS_SCALE
+
+    right = held(held(upstream) @ weight.detach().to(dtype).float())
+    assert is_held(x.grad * LOSS_SCALE, dtype) and is_held(weight.grad * LOSS_SCALE, dtype)
+    assert (x.grad == right).double().mean() > 0.98  # the rest: sums in another order
+    assert not torch.equal(x.grad, upstream @ weight.detach())
+
+
+def test_what_is_no_linear_or_attention_is_left_alone():
+    x = torch.randn(2, 3, 16)
+    normed, silu = F.rms_norm(x, (16,)), F.silu(x)
+    with ComputesIn(torch.bfloat16):
+        assert torch.equal(F.rms_norm(x, (16,)), normed) and torch.equal(F.silu(x), silu)
+        attention = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert is_held(attention, torch.bfloat16) and not is_held(normed, torch.bfloat16)
+
+
+def test_loss_scaling_keeps_a_gradient_of_1e_9_alive_in_fp16():
+    x = torch.ones(4, requires_grad=True)
+    Rounded.apply(x, torch.float16).backward(torch.full((4,), 1e-9))
+    assert torch.tensor(1e-9).half() == 0
+    assert x.grad.tolist() == pytest.approx([1e-9] * 4, rel=2**-6 / 2)  # a subnormal of 6 bits: 1e-9 * 2**12 * 2**24

@@ -5,12 +5,11 @@ from math import exp, log
 
 from . import statistics
 from .runs import Runs
-from .statistics import Estimate
+from .statistics import FEWEST, Estimate
 
 
 HOLDS, EXCLUDED, OPEN, NOT_RUN = "holds", "excluded", "open", "not run"
 MARGIN = 0.05  # of accuracy; of a k3, 5 %
-PAIRS = 5  # with fewer nothing is judged
 
 
 def arm(task: str, rollouts: str, correction: str = "none", precision: str = "bf16", pressure: str = "1x1") -> str:
@@ -48,7 +47,7 @@ class Comparison:
         """What the interval of the mean difference settles. Claimed and excluded overlap for `more` and `less`, where
         a difference may be certain and smaller than the margin: it holds, then.
         """
-        if found is None or found.n < PAIRS:
+        if found is None or found.n < FEWEST:
             return NOT_RUN
         low, high = found.low, found.high
         margin = log(1 + MARGIN) if self.is_ratio else MARGIN
@@ -87,7 +86,7 @@ class Collapses:
         pairs = runs.pairs(self.arm, self.reference)
         n = len(pairs)
         fell, other = sum(run.collapsed for run, _ in pairs), sum(run.collapsed for _, run in pairs)
-        if n < PAIRS:
+        if n < FEWEST:
             state = NOT_RUN
         elif 2 * fell >= n and not other:
             state = HOLDS
@@ -100,10 +99,12 @@ class Collapses:
 class Claim:
     """
     Attributes:
+        title: In pictures.
         test: Decided by its sign-flip p, adjusted for all claims' tests.
         parts: Decided by their intervals.
     """
 
+    title: str
     text: str
     test: Comparison
     parts: tuple[Comparison | Collapses, ...]
@@ -118,16 +119,19 @@ HARD = "3x4"  # three times the learning rate, four updates on each batch
 
 CLAIMS = {
     1: Claim(
+        "FP8 linears",
         "FP8 linears without correction lose accuracy, token TIS restores it",
         Comparison("area", arm(LONG, "e4m3"), arm(LONG, "bf16"), "less"),
         (Comparison("area", arm(LONG, "e4m3", "tis"), arm(LONG, "bf16"), "near"),),
     ),
     2: Claim(
+        "FP8 KV cache",
         "An FP8 KV cache adds mismatch, TIS still restores",
         Comparison("k3", arm(LONG, "e4m3_kv"), arm(LONG, "e4m3"), "more"),
         (Comparison("area", arm(LONG, "e4m3_kv", "tis"), arm(LONG, "bf16"), "near"),),
     ),
     3: Claim(
+        "experts",
         "A mixture of experts has more mismatch, and needs correction even with BF16 rollouts",
         Comparison("area", arm(EXPERTS, "bf16", "tis"), arm(EXPERTS, "bf16"), "more"),
         (
@@ -136,11 +140,13 @@ CLAIMS = {
         ),
     ),
     4: Claim(
+        "FP16 training",
         "Training in FP16 has no less mismatch, and converges faster",
         Comparison("area", arm(LONG, "e4m3", "tis", "fp16"), arm(LONG, "e4m3", "tis"), "more"),
         (Comparison("k3", arm(LONG, "e4m3", "tis", "fp16"), arm(LONG, "e4m3", "tis"), "at least", 0.8),),
     ),
     5: Claim(
+        "one FP8 flow",
         "FP8 in training and rollouts has less mismatch than in rollouts alone, and nearly BF16's accuracy",
         Comparison("area", arm(LONG, "e4m3_kv"), arm(LONG, "full_flow"), "less"),
         (
@@ -149,6 +155,7 @@ CLAIMS = {
         ),
     ),
     6: Claim(
+        "under pressure",
         "BF16 training with FP8 rollouts collapses on long rollouts and hard tasks, one FP8 flow does not",
         Comparison("final", arm(LONG, "e4m3_kv", pressure=HARD), arm(LONG, "full_flow", pressure=HARD), "less"),
         (Collapses(arm(LONG, "e4m3_kv", pressure=HARD), arm(LONG, "full_flow", pressure=HARD)),),

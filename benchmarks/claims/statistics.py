@@ -13,12 +13,13 @@ from ..record import T_95
 
 
 RESAMPLES = 10_000
+FEWEST = 5  # units that have an interval: no resample of fewer is as far from their mean as Student's t
 COVERAGE = 0.95
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean or share of `n` units, and the ends of its 95 % interval: None where a single unit has none."""
+    """A mean or share of `n` units, and the ends of its 95 % interval: None of less than `FEWEST`."""
 
     value: float
     low: float | None
@@ -43,8 +44,8 @@ def clustered_mean(groups: Mapping[object, Sequence[float]]) -> Estimate | None:
     counts = np.array([len(group) for group in groups.values()])
     sums = np.array([sum(group) for group in groups.values()], dtype=float)
     value = float(sums.sum() / counts.sum())
-    if n == 1:
-        return Estimate(value, None, None, 1)
+    if n < FEWEST:
+        return Estimate(value, None, None, n)
     drawn = _drawn(n)
     low, high = np.quantile(drawn @ sums / (drawn @ counts), _levels(n))
     return Estimate(value, float(low), float(high), n)

@@ -131,7 +131,7 @@ def arms(runs: Runs) -> dict[str, dict]:
 
 
 def corrections(runs: Runs) -> Iterator[dict]:
-    """Of each kind of rollouts the area without correction over that of BF16 rollouts, and what each correction adds."""
+    """Of all rollouts the area without correction over that of BF16 rollouts, and what each correction adds."""
     for name in runs.by_arm:
         cell = runs.of(name)[0].cell
         rollouts = "bf16" if cell.correction == "none" else cell.rollouts
@@ -154,7 +154,7 @@ def losses(runs: Runs) -> list[tuple[Run, float]]:
 
 
 def loss_beyond(threshold: Threshold, runs: Runs) -> dict:
-    """Mean loss of area of runs beyond the threshold and within it, with intervals over seeds; None where no run is."""
+    """Mean loss of area of runs beyond the threshold and within it, with intervals over seeds; None of no runs."""
     sides = {True: {}, False: {}}
     for run, loss in losses(runs):
         if isfinite(threshold.reading(run)):
