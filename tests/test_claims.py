@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.claims import pictures, statistics, verdicts
+from benchmarks.claims import evidence, pictures, verdicts
 from benchmarks.claims.formats import SIMULATED, rounded_weights
 from benchmarks.claims.grid import FOLDER, Cell, cells
 from benchmarks.claims.precision import LOSS_SCALE, ComputesIn, Rounded
@@ -26,67 +26,67 @@ from docs import generate_claims
 
 def covered(draws=400):
     rows = np.random.default_rng(1).normal(3.0, 2.0, size=(draws, 8))
-    found = [statistics.mean(row) for row in rows]
+    found = [evidence.mean(row) for row in rows]
     return np.mean([each.low < 3.0 < each.high for each in found])
 
 
 def test_an_interval_of_eight_normal_numbers_holds_their_mean_as_often_as_it_says(monkeypatch):
     """400 trials: a standard error of 0.011."""
     assert 0.925 < covered() < 0.975
-    monkeypatch.setattr(statistics, "_levels", lambda n: (0.025, 0.975))  # percentiles that are not expanded
+    monkeypatch.setattr(evidence, "_levels", lambda n: (0.025, 0.975))  # percentiles that are not expanded
     assert covered() < 0.92
 
 
 def test_an_interval_is_that_of_student_where_the_bootstrap_has_many_values():
     values = np.random.default_rng(2).normal(size=10)
-    found, half = statistics.mean(values), 2.262 * values.std(ddof=1) / 10**0.5
+    found, half = evidence.mean(values), 2.262 * values.std(ddof=1) / 10**0.5
     assert found.value == pytest.approx(values.mean()) and found.n == 10
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.12 * half)
 
 
 def test_four_values_have_no_interval_and_none_no_mean():
-    assert statistics.mean([]) is None
-    assert vars(statistics.mean([1.0, 2.0, 3.0, 6.0])) == {"value": 3.0, "low": None, "high": None, "n": 4}
-    assert statistics.mean([1.0, 2.0, 3.0, 6.0, 3.0]).low > 1.0
+    assert evidence.mean([]) is None
+    assert vars(evidence.mean([1.0, 2.0, 3.0, 6.0])) == {"value": 3.0, "low": None, "high": None, "n": 4}
+    assert evidence.mean([1.0, 2.0, 3.0, 6.0, 3.0]).low > 1.0
 
 
 def test_the_mean_of_ratios_is_geometric():
     logarithms = [log(2)] * 3 + [log(8)] * 3
-    found, of_logarithms = statistics.geometric_mean(logarithms), statistics.mean(logarithms)
+    found, of_logarithms = evidence.geometric_mean(logarithms), evidence.mean(logarithms)
     assert (found.value, found.low, found.high) == pytest.approx((4, exp(of_logarithms.low), exp(of_logarithms.high)))
     assert 2 <= found.low < 3 < 5 < found.high <= 8
 
 
 def test_values_of_a_seed_are_resampled_together():
     groups = {seed: [float(seed)] * 5 for seed in range(6)}
-    together, apart = statistics.clustered_mean(groups), statistics.mean(map(float, range(6)))
+    together, apart = evidence.clustered_mean(groups), evidence.mean(map(float, range(6)))
     assert vars(together) == pytest.approx(vars(apart))
-    uneven = statistics.clustered_mean({0: [1.0], 1: [0.0, 0.0, 0.0]})
+    uneven = evidence.clustered_mean({0: [1.0], 1: [0.0, 0.0, 0.0]})
     assert uneven.value == 0.25 and uneven.n == 2
 
 
 @pytest.mark.parametrize("n", [5, 8])
 def test_differences_of_one_sign_are_the_most_extreme_of_all_flips(n):
     differences = [0.1 + 0.03 * k for k in range(n)]
-    assert statistics.sign_flip(differences) == statistics.sign_flip([-x for x in differences]) == 2 / 2**n
+    assert evidence.sign_flip(differences) == evidence.sign_flip([-x for x in differences]) == 2 / 2**n
 
 
 def test_a_sign_flip_counts_every_choice_of_signs():
     # |sum| of +-1 +-2 +-3: 6 0 4 2 and their mirrors; -1 + 2 + 3 = 4
-    assert statistics.sign_flip([-1, 2, 3]) == 4 / 8
-    assert statistics.sign_flip([1, 2, -3]) == 1.0
-    assert statistics.sign_flip([0.1, 0.2, 0.3]) == 2 / 8  # whose sums differ by their order
+    assert evidence.sign_flip([-1, 2, 3]) == 4 / 8
+    assert evidence.sign_flip([1, 2, -3]) == 1.0
+    assert evidence.sign_flip([0.1, 0.2, 0.3]) == 2 / 8  # whose sums differ by their order
 
 
 def test_holm_by_hand():
-    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert statistics.holm([0.5, 0.9]) == [1.0, 1.0]
-    assert max(statistics.holm([2 / 256] * 6)) < 0.05 < max(statistics.holm([2 / 128] * 6))
+    assert evidence.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert evidence.holm([0.5, 0.9]) == [1.0, 1.0]
+    assert max(evidence.holm([2 / 256] * 6)) < 0.05 < max(evidence.holm([2 / 128] * 6))
 
 
 @pytest.mark.parametrize(("count", "n"), [(0, 8), (1, 8), (4, 8), (8, 8), (2, 5)])
 def test_a_share_has_the_interval_that_no_binomial_outside_of_it_would_reach(count, n):
-    found = statistics.share(count, n)
+    found = evidence.share(count, n)
     mass = [lambda p, k=k: comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
     assert (found.low == 0.0) if count == 0 else sum(m(found.low) for m in mass[count:]) == pytest.approx(0.025)
     assert (found.high == 1.0) if count == n else sum(m(found.high) for m in mass[: count + 1]) == pytest.approx(0.025)
@@ -237,7 +237,7 @@ def test_only_runs_with_the_same_seed_are_compared():
     ],
 )
 def test_an_interval_settles_what_is_said_of_a_difference(says, values, state):
-    found = statistics.Estimate(sum(values) / 2, *values, 8)
+    found = evidence.Estimate(sum(values) / 2, *values, 8)
     assert Comparison("area", "a", "b", says).state(found) == state
 
 
@@ -245,7 +245,7 @@ def test_an_interval_settles_what_is_said_of_a_difference(says, values, state):
     ("ratios", "state"), [((0.81, 1.1), "holds"), ((0.7, 0.79), "excluded"), ((0.7, 0.9), "open")]
 )
 def test_an_interval_settles_what_is_said_of_a_ratio(ratios, state):
-    found = statistics.Estimate(log(0.8), *map(log, ratios), 8)
+    found = evidence.Estimate(log(0.8), *map(log, ratios), 8)
     assert Comparison("k3", "a", "b", "at least", 0.8).state(found) == state
 
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from math import exp, log
 
-from . import statistics
+from . import evidence
+from .evidence import FEWEST, Estimate
 from .runs import Runs
-from .statistics import FEWEST, Estimate
 
 
 HOLDS, EXCLUDED, OPEN, NOT_RUN = "holds", "excluded", "open", "not run"
@@ -63,7 +63,7 @@ class Comparison:
         return HOLDS if holds else EXCLUDED if excluded else OPEN
 
     def judged(self, runs: Runs) -> dict:
-        found = statistics.mean(self.differences(runs))
+        found = evidence.mean(self.differences(runs))
         shown = found and (found.mapped(exp) if self.is_ratio else found)
         return vars(self) | {"state": self.state(found)} | (vars(shown) if shown else {"n": 0})
 
@@ -91,7 +91,7 @@ class Collapses:
         elif 2 * fell >= n and not other:
             state = HOLDS
         else:
-            state = EXCLUDED if other or statistics.share(fell, n).high < 0.5 else OPEN
+            state = EXCLUDED if other or evidence.share(fell, n).high < 0.5 else OPEN
         return vars(self) | {"metric": "collapses", "state": state, "collapses": [fell, other], "n": n}
 
 

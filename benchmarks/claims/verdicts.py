@@ -12,10 +12,10 @@ from math import isfinite
 from trl_fp8.correction.health import MAX_TOKEN_MULT_PROB_ERROR, MIN_EFFECTIVE_SAMPLE_SIZE
 
 from .. import record
-from . import statistics
+from . import evidence
+from .evidence import Estimate
 from .runs import Run, Runs
 from .statements import CLAIMS, EXCLUDED, HOLDS, NOT_RUN, OPEN, Claim, arm
-from .statistics import Estimate
 
 
 LEVEL = 0.05
@@ -74,11 +74,11 @@ def claims(runs: Runs) -> dict[str, dict]:
     """Each claim's test with its p, its parts, and the verdict. A test that has not run counts in Holm's procedure."""
     tests = [claim.test.judged(runs) for claim in CLAIMS.values()]
     ps = [
-        1.0 if test["state"] == NOT_RUN else statistics.sign_flip(claim.test.differences(runs))
+        1.0 if test["state"] == NOT_RUN else evidence.sign_flip(claim.test.differences(runs))
         for test, claim in zip(tests, CLAIMS.values(), strict=True)
     ]
     judged = {}
-    for number, test, p, adjusted in zip(CLAIMS, tests, ps, statistics.holm(ps), strict=True):
+    for number, test, p, adjusted in zip(CLAIMS, tests, ps, evidence.holm(ps), strict=True):
         claim = CLAIMS[number]
         test["state"] = tested(claim, test, adjusted)
         parts = [part.judged(runs) for part in claim.parts]
@@ -122,10 +122,10 @@ def arms(runs: Runs) -> dict[str, dict]:
             "n": len(of),
             "collapses": sum(run.collapsed for run in of),
             "diverged": sum(run.diverged is not None for run in of),
-            "area": shown(statistics.mean(run.area for run in of)),
-            "final": shown(statistics.mean(run.final for run in of)),
-            "k3": shown(statistics.geometric_mean(filter(isfinite, (run.log_k3 for run in of)))),
-            ERROR: shown(statistics.mean(filter(isfinite, (run.mean(ERROR) for run in of)))),
+            "area": shown(evidence.mean(run.area for run in of)),
+            "final": shown(evidence.mean(run.final for run in of)),
+            "k3": shown(evidence.geometric_mean(filter(isfinite, (run.log_k3 for run in of)))),
+            ERROR: shown(evidence.mean(filter(isfinite, (run.mean(ERROR) for run in of)))),
         }
     return made
 
@@ -136,7 +136,7 @@ def corrections(runs: Runs) -> Iterator[dict]:
         cell = runs.of(name)[0].cell
         rollouts = "bf16" if cell.correction == "none" else cell.rollouts
         reference = arm(cell.task, rollouts, "none", cell.precision, cell.pressure)
-        if name != reference and (found := statistics.mean(runs.differences("area", name, reference))):
+        if name != reference and (found := evidence.mean(runs.differences("area", name, reference))):
             yield {"arm": name, "reference": reference, "area": shown(found)}
 
 
@@ -163,7 +163,7 @@ def loss_beyond(threshold: Threshold, runs: Runs) -> dict:
 
 
 def side(losses_by_seed: dict[int, list[float]]) -> dict | None:
-    found = statistics.clustered_mean(losses_by_seed)
+    found = evidence.clustered_mean(losses_by_seed)
     return found and vars(found) | {"runs": sum(map(len, losses_by_seed.values()))}
 
 
