@@ -38,11 +38,13 @@ def main() -> int:
     context.set_forkserver_preload([f"{__package__}.cell"])
     until = monotonic() + 60 * given.minutes
 
+    from .cell import run_logged  # brings torch, TRL and vLLM along
+
     def run(cell: Cell) -> bool:
         if monotonic() > until:
             return True
         began = monotonic()
-        process = context.Process(target=_run, args=(cell,))
+        process = context.Process(target=run_logged, args=(cell, LOGS / f"{cell.name}.log"))
         process.start()
         process.join()
         state = "done" if process.exitcode == 0 else f"FAILED, see {LOGS / cell.name}.log"
@@ -51,17 +53,6 @@ def main() -> int:
 
     with ThreadPoolExecutor(given.workers) as pool:
         return 0 if all(list(pool.map(run, todo))) else 1
-
-
-def _run(cell: Cell) -> None:
-    with open(LOGS / f"{cell.name}.log", "w") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
-    from .cell import run
-
-    # The command in its result file: not the one of the process that all are forked from
-    sys.orig_argv = [sys.executable, "-m", __package__, cell.name]
-    run(cell)
 
 
 if __name__ == "__main__":

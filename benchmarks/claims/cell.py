@@ -1,6 +1,7 @@
 """One training run of the grid, in a process of its own: `run` writes a result file and returns its path."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -65,6 +66,16 @@ class HeldOut(TrainerCallback):
         generations, rest = divmod(state.global_step, self.cell.updates)
         if not rest and generations % (self.cell.generations // self.cell.evaluations) == 0:
             self.note(generations)
+
+
+def run_logged(cell: Cell, log: Path) -> None:
+    """`run` in a process of its own, which prints to `log`."""
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    # The command in the result file: not the one of the process that this one was forked from
+    sys.orig_argv = [sys.executable, "-m", __package__, cell.name]
+    run(cell)
 
 
 def run(cell: Cell, folder: Path = FOLDER) -> Path:

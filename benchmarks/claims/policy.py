@@ -1,7 +1,6 @@
 """The policy that traces the automaton, pretrained until it is right about as often as its teacher."""
 
 import json
-import random
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.addition_task import PretrainRecipe, build_model, build_tokenizer, default_cache, publish
 
-from .automaton import CELLS, STREAMS, Problem, problems
+from .automaton import CELLS, REMARKS, STREAMS, Problem, Teacher, problems
 
 
 RECIPE = PretrainRecipe(layers=8, learning_rate=3e-3, max_steps=300, target_accuracy=0.28)
@@ -55,7 +54,7 @@ def _make(folder: Path) -> None:
 def _train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=RECIPE.learning_rate, betas=(0.9, 0.98), fused=True)
     schedule = LambdaLR(optimizer, RECIPE.learning_rate_factor)
-    teacher, drawn = random.Random(RECIPE.seed), problems(PRETRAINING)
+    teacher, drawn = Teacher(RECIPE.seed), problems(PRETRAINING)
     judged = list(islice(problems(JUDGED), 64))
     began, accuracies = perf_counter(), []
     for step in range(1, RECIPE.max_steps + 1):
@@ -89,14 +88,18 @@ def _rows(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> tuple[Ten
 def probability_right(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, asked: Sequence[Problem], rows: int = 32
 ) -> float:
-    """Chance that a completion sampled at temperature 1 is right, mean over `asked`."""
-    training = model.training
+    """Chance that a sample at temperature 1 is right if its remarks are the teacher's, mean over `asked`."""
+    training, teacher = model.training, Teacher(RECIPE.seed)
+    remarks = torch.tensor(tokenizer.convert_tokens_to_ids(list(REMARKS)))
     model.eval()
     chances = []
     for start in range(0, len(asked), rows):
-        ids_BT, targets_BT = _rows(tokenizer, [each.prompt + each.trace() for each in asked[start : start + rows]])
-        logits = model(input_ids=ids_BT, use_cache=False).logits.float()
-        losses = cross_entropy(logits.flatten(0, 1), targets_BT.flatten(), reduction="none")
-        chances += losses.view(targets_BT.shape).double().sum(1).neg().exp().tolist()
+        texts = [each.prompt + each.trace(teacher, errs=False) for each in asked[start : start + rows]]
+        ids_BT, targets_BT = _rows(tokenizer, texts)
+        logps_BTV = model(input_ids=ids_BT, use_cache=False).logits.double().log_softmax(-1)
+        right_BT = logps_BTV.gather(-1, targets_BT.clamp_min(0)[..., None])[..., 0]
+        any_remark_BT = logps_BTV[..., remarks].logsumexp(-1)
+        right_BT = torch.where(torch.isin(targets_BT, remarks), any_remark_BT, right_BT)
+        chances += right_BT.where(targets_BT >= 0, 0.0).sum(1).exp().tolist()
     model.train(training)
     return sum(chances) / len(chances)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl_fp8.quantization.e4m3 import E4M3, cache_codes, cache_round_trip
+from trl_fp8.quantization.e4m3 import E4M3, cache_codes, cache_round_trip, e4m3_values
 
 
 POW2_SCALES = [2.0**-14, 2.0**-3, 1.0, 2.0**5]
@@ -75,6 +75,19 @@ def test_the_oracle_knows_the_format():
     assert (np.diff(MAGNITUDES) > 0).all()
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).double().numpy()
     np.testing.assert_array_equal(codes, VALUES)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-12, 0.1, torch.tensor(0.3)])
+def test_values_of_every_code(scale):
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = torch.from_numpy(VALUES).float() * scale
+    expected[[0x7F, 0xFF]] = math.nan
+    for given in (codes, codes.view(E4M3), codes.repeat(3, 2).T[:256, 1]):
+        found = e4m3_values(given, scale)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(found.signbit(), codes >= 0x80)
+    expected[[0x7F, 0xFF]] = torch.tensor([480.0, -480.0]) * scale
+    assert torch.equal(e4m3_values(codes, scale, nan=False), expected)
 
 
 @pytest.mark.parametrize("scale", POW2_SCALES)

@@ -22,10 +22,11 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from trl_fp8.quantization.e4m3 import E4M3, cache_codes
+from trl_fp8.quantization.e4m3 import cache_codes, e4m3_values
 
 
 SCORES_BYTES = 64 * 2**20  # of FP64 attention scores at a time
+READ_BYTES = 2 * 2**20  # of FP64 keys and values at a time; more of them leave the second cache of a core
 
 
 @contextmanager
@@ -120,15 +121,17 @@ class ReferenceAttentionImpl(AttentionImpl):
         query_lens = starts.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
         q_RQHD = padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
-        table = attn_metadata.block_table_tensor
-        k_RGSD, v_RGSD = (gather(half, table, length) for half in _split_cache(kv_cache))
-        if kv_cache.dtype == torch.uint8:
-            k_RGSD, v_RGSD = k_RGSD * layer._k_scale_float, v_RGSD * layer._v_scale_float
+        output_RQHD, cache = torch.empty_like(q_RQHD, dtype=output.dtype), _keys_and_values(kv_cache)
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
             _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
-        attended_RQHD, _ = attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, self.scale, self.softcap, self.sinks)
-        output[:tokens] = attended_RQHD[is_query_RQ].float().to(output.dtype).view(output[:tokens].shape)
+        scales_211 = torch.tensor([layer._k_scale_float, layer._v_scale_float])[:, None, None]
+        at_a_time = max(1, READ_BYTES // (16 * self.num_kv_heads * length * self.head_size))
+        tensors = q_RQHD, attn_metadata.block_table_tensor, visible_RQS, output_RQHD
+        for q, table, seen, out in zip(*(tensor.split(at_a_time) for tensor in tensors), strict=True):
+            k, v = gather(cache, table, length, scales_211).double().unbind(2)
+            out.copy_(attend(q, k, v, seen, self.scale, self.softcap, self.sinks)[0].float())
+        output[:tokens] = output_RQHD[is_query_RQ].view(output[:tokens].shape)
         return output
 
 
@@ -156,26 +159,26 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """`attend` without sinks."""
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
-    if softcap is None:  # which torch's kernel knows none of
-        heads = q_RQHD.shape[2]
-        k, v = (states.repeat_interleave(heads // groups, 1) for states in (k, v))
-        hidden_R1QS = torch.where(visible_RQS, 0.0, -torch.inf).double()[:, None]
-        mask = {"attn_mask": hidden_R1QS.expand(-1, heads, -1, -1), "scale": scaling}
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_RQHD.double().transpose(1, 2), k, v, **mask
-        )
-        return out.transpose(1, 2), lse
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
-    for q, seen in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
+    for q, seen_RqS in zip(q_RQHD.split(queries, 1), visible_RQS.split(queries, 1), strict=True):
+        # the heads of a group read the same keys, as if they were more queries
         q_RGhqD = q.double().unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-        scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*q_RGhqD.shape[:4], -1) * scaling
-        scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill_(~seen[:, None, None], -torch.inf)
-        lse_RGhq = scores.logsumexp(-1)
-        weights = scores.sub_(lse_RGhq[..., None]).exp_()
-        out.append((weights.flatten(2, 3) @ v).view(q_RGhqD.shape).permute(0, 3, 1, 2, 4).flatten(2, 3))
-        lse.append(lse_RGhq.flatten(1, 2))
+        sizes = q_RGhqD.shape
+        if softcap is None:  # which torch's kernel knows none of
+            hidden_RqS = torch.zeros((), dtype=torch.float64).where(seen_RqS, -torch.inf)
+            hidden_R1nS = hidden_RqS[:, None, None].expand(-1, -1, sizes[2], -1, -1).flatten(2, 3)
+            read_RGnD, lse_RGn = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q_RGhqD.flatten(2, 3), k, v, attn_mask=hidden_R1nS.expand(-1, groups, -1, -1), scale=scaling
+            )
+        else:
+            scores = (q_RGhqD.flatten(2, 3) @ k.mT).view(*sizes[:4], -1) * scaling
+            scores = softcap * torch.tanh(scores / softcap)
+            scores = scores.masked_fill_(~seen_RqS[:, None, None], -torch.inf).flatten(2, 3)
+            lse_RGn = scores.logsumexp(-1)
+            read_RGnD = scores.sub_(lse_RGn[..., None]).exp_() @ v
+        out.append(read_RGnD.unflatten(2, sizes[2:4]).permute(0, 3, 1, 2, 4).flatten(2, 3))
+        lse.append(lse_RGn.unflatten(2, sizes[2:4]).flatten(1, 2))
     return torch.cat(out, 1), torch.cat(lse, 2)
 
 
@@ -233,15 +236,22 @@ def padded(packed: Tensor, real_RQ: Tensor) -> Tensor:
     return rows
 
 
-def gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """Each request's cached tokens (e4m3: the codes) as fp32 `[R, G, S, D]`; beyond a request is its garbage."""
-    blocks = cache[block_table[:, : -(-length // cache.shape[2])].long()]  # [R, n, G, block, D]
-    gathered = blocks.transpose(1, 2).flatten(2, 3)[:, :, :length]
-    values = gathered.view(E4M3) if cache.dtype == torch.uint8 else gathered
-    return values.float().nan_to_num_(0)  # unused slots may hold anything; masking NaN gives NaN
+def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | float) -> Tensor:
+    """Each request's cached tokens, `[blocks, ..., block, D]` -> `[R, ..., S, D]`; codes times `scale` in FP32.
+
+    Beyond a request is its garbage, but no NaN: masking that gives NaN.
+    """
+    table = block_table[:, : -(-length // cache.shape[-2])]
+    blocks = cache.index_select(0, table.flatten()).unflatten(0, table.shape)
+    gathered = blocks.movedim(1, -3).flatten(-3, -2)[..., :length, :]
+    return e4m3_values(gathered, scale, nan=False) if cache.dtype == torch.uint8 else gathered.nan_to_num_(0)
 
 
 def _split_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """`[blocks, G, block, 2 D]` -> keys and values `[blocks, G, block, D]`, as vLLM's CPU backend lays it out."""
+    return _keys_and_values(kv_cache).unbind(2)
+
+
+def _keys_and_values(kv_cache: Tensor) -> Tensor:
+    """`[blocks, G, block, 2 D]` -> `[blocks, G, 2, block, D]`, as vLLM's CPU backend lays it out."""
     blocks, heads, block_size, width = kv_cache.shape
-    return kv_cache.view(blocks, heads, 2 * block_size, width // 2).chunk(2, dim=2)
+    return kv_cache.view(blocks, heads, 2, block_size, width // 2)

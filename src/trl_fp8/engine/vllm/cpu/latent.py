@@ -99,8 +99,7 @@ class ReferenceLatentImpl(CPUMLAImpl):
         q_RQHD = padded(torch.cat([absorbed_THL, rotated_THP], -1), real_RQ)
         fp8 = kv_c_and_k_pe_cache.dtype.itemsize == 1
         cache = kv_c_and_k_pe_cache.view(torch.uint8) if fp8 else kv_c_and_k_pe_cache
-        latent_R1SD = gather(cache[:, None], common.block_table_tensor, common.max_seq_len)
-        latent_R1SD = latent_R1SD * k_scale if fp8 else latent_R1SD
+        latent_R1SD = gather(cache[:, None], common.block_table_tensor, common.max_seq_len, k_scale)
         seen_RQS = visible(query_lens, common.seq_lens, common.max_seq_len, None)
         read_RQHD, _ = attend(q_RQHD, latent_R1SD, latent_R1SD, seen_RQS, self.scale)
         read_THL = read_RQHD[real_RQ][..., : self.kv_lora_rank]

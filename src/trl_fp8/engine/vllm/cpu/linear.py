@@ -25,6 +25,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum, current_platform
 
+from trl_fp8.quantization.e4m3 import e4m3_values
 from trl_fp8.upstream.patches import patch
 
 
@@ -41,10 +42,9 @@ def _added_wide(x: Tensor, weights: Iterable[Tensor], bias: Tensor | None, dtype
     wide, parts, start = x.double(), [], 0
     for rows in weights:
         part, stop = wide @ rows.double().T, start + len(rows)
-        part = part if bias is None else part + bias[start:stop].double()
-        parts.append(part.to(dtype))
+        parts.append((part if bias is None else part.add_(bias[start:stop])).to(dtype))
         start = stop
-    return torch.cat(parts, -1)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def _rows_per_block(weight_NK: Tensor) -> int:
@@ -61,10 +61,10 @@ class ReferenceFp8BlockKernel(Fp8BlockScaledMMLinearKernel):
     def apply_block_scaled_mm(self, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
         """A: codes [T, K], B: codes [N, K], As: scales [T, K/128], Bs: scales [N/128, K/128] -> [T, N]."""
         rows, columns = self.weight_group_shape.row, self.weight_group_shape.col
-        x = (A.float().unflatten(-1, (-1, columns)) * As.unsqueeze(-1)).flatten(-2)
+        x = e4m3_values(A.unflatten(-1, (-1, columns)), As.unsqueeze(-1)).flatten(-2)
         height = max(1, _rows_per_block(B) // rows)
         weights = (
-            (codes.float().view(len(scales), rows, -1, columns) * scales[:, None, :, None]).view(codes.shape)
+            e4m3_values(codes.view(len(scales), rows, -1, columns), scales[:, None, :, None]).view(codes.shape)
             for codes, scales in zip(B.split(height * rows), Bs.split(height), strict=True)
         )
         return _added_wide(x, weights, None, self.config.out_dtype)
@@ -86,8 +86,8 @@ class ReferenceFp8TensorKernel(FP8ScaledMMLinearKernel):
 
     def apply_scaled_mm(self, *, A, B, out_dtype, As, Bs, bias, output_shape) -> Tensor:
         """A: codes [T, K], B: codes [K, N], As: scales [T, 1], Bs: scale [], bias: [N] or None -> [..., N]."""
-        weights = (codes.float() * Bs for codes in B.t().split(_rows_per_block(B.t())))
-        return _added_wide(A.float() * As, weights, bias, out_dtype).view(output_shape)
+        weights = (e4m3_values(codes, Bs) for codes in B.t().split(_rows_per_block(B.t())))
+        return _added_wide(e4m3_values(A, As), weights, bias, out_dtype).view(output_shape)
 
 
 def _scaled_fp8_quant(values: Tensor, scale: Tensor, *_unused, **_given) -> tuple[Tensor, Tensor]:
