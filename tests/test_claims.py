@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import combinations, islice
 from math import comb, exp, inf, log, nan
 from random import Random
 
@@ -11,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.claims import evidence, pictures, verdicts
+from benchmarks.claims import automaton, evidence, pictures, policy, verdicts
+from benchmarks.claims.automaton import REMARKS, TABLE, WEAK, Problem, Teacher, problems, right_trace
 from benchmarks.claims.formats import SIMULATED, rounded_weights
 from benchmarks.claims.grid import FOLDER, Cell, cells
 from benchmarks.claims.precision import LOSS_SCALE, ComputesIn, Rounded
@@ -19,6 +21,7 @@ from benchmarks.claims.runs import Run, Runs
 from benchmarks.claims.statements import CLAIMS, Collapses, Comparison, arm
 from benchmarks.claims.verdicts import NOT_DECIDED, NOT_RUN, NOT_SUPPORTED, SUPPORTED, Threshold
 from docs import generate_claims
+from examples.addition_task import PretrainRecipe, build_model, build_tokenizer
 
 
 # -- statistics
@@ -117,13 +120,13 @@ def noise(seed, name):
 
 # Accuracies and k3 as all claims would have them
 LIKE_THE_SOURCES = {name: (0.6, 0.01) for claim in CLAIMS.values() for name in claim.arms} | {
-    arm("automaton", "e4m3"): (0.5, 0.01),
-    arm("automaton", "e4m3_kv"): (0.45, 0.02),
-    arm("automaton", "e4m3_kv", "tis"): (0.6, 0.02),
-    arm("automaton", "e4m3", "tis", "fp16"): (0.7, 0.01),
+    arm("addition", "e4m3"): (0.5, 0.01),
+    arm("addition", "e4m3_kv"): (0.45, 0.02),
+    arm("addition", "e4m3_kv", "tis"): (0.6, 0.02),
+    arm("addition", "e4m3", "tis", "fp16"): (0.7, 0.01),
     arm("addition_moe", "bf16"): (0.4, 0.02),
     arm("addition_moe", "e4m3"): (0.4, 0.03),
-    arm("automaton", "full_flow"): (0.6, 0.0),
+    arm("addition", "full_flow"): (0.6, 0.0),
 }
 COLLAPSING = arm("automaton", "e4m3_kv", pressure="3x4")
 
@@ -177,7 +180,7 @@ def test_runs_without_a_difference_support_nothing():
 def test_a_loss_that_varies_too_much_is_not_decided():
     """A mean loss of 0.1, and two seeds of eight that gain."""
     runs = list(grid_of_runs(left_out=LIKE_THE_SOURCES))
-    name = arm("automaton", "e4m3")
+    name = arm("addition", "e4m3")
     gains = (0.1, 0.1, -0.2, -0.2, -0.2, -0.2, -0.1, -0.1)
     runs = [
         made_run(arm_, seed, accuracy, k3) for arm_, (accuracy, k3) in LIKE_THE_SOURCES.items() for seed in range(8)
@@ -188,11 +191,11 @@ def test_a_loss_that_varies_too_much_is_not_decided():
 
 def test_a_part_that_its_interval_excludes_costs_the_claim():
     for number, name, values in (
-        (1, arm("automaton", "e4m3", "tis"), (0.5, 0.01)),  # TIS restores nothing
-        (2, arm("automaton", "e4m3_kv", "tis"), (0.5, 0.02)),
+        (1, arm("addition", "e4m3", "tis"), (0.5, 0.01)),  # TIS restores nothing
+        (2, arm("addition", "e4m3_kv", "tis"), (0.5, 0.02)),
         (3, arm("addition_moe", "e4m3"), (0.4, 0.01)),  # no more mismatch than dense
-        (4, arm("automaton", "e4m3", "tis", "fp16"), (0.7, 0.001)),  # less mismatch
-        (5, arm("automaton", "full_flow"), (0.5, 0.0)),
+        (4, arm("addition", "e4m3", "tis", "fp16"), (0.7, 0.001)),  # less mismatch
+        (5, arm("addition", "full_flow"), (0.5, 0.0)),
         (6, COLLAPSING, (0.5, 0.01)),  # worse, but no collapse
     ):
         runs = grid_of_runs({name: values})
@@ -201,7 +204,7 @@ def test_a_part_that_its_interval_excludes_costs_the_claim():
 
 
 def test_a_claim_with_four_pairs_has_not_run():
-    runs = grid_of_runs(left_out=(arm("automaton", "e4m3", "tis"),))
+    runs = grid_of_runs(left_out=(arm("addition", "e4m3", "tis"),))
     claim = verdicts.claims(runs)["1"]
     assert claim["verdict"] == NOT_RUN and claim["parts"][0]["n"] == 4
     assert verdicts.claims(Runs([]))["6"]["verdict"] == NOT_RUN
@@ -511,3 +514,84 @@ def test_loss_scaling_keeps_a_gradient_of_1e_9_alive_in_fp16():
     Rounded.apply(x, torch.float16).backward(torch.full((4,), 1e-9))
     assert torch.tensor(1e-9).half() == 0
     assert x.grad.tolist() == pytest.approx([1e-9] * 4, rel=2**-6 / 2)  # a subnormal of 6 bits: 1e-9 * 2**12 * 2**24
+
+
+# -- the automaton and its policy
+
+
+def lines_of(trace):
+    """Letter, digits and what ends it of each line, but for the last."""
+    lines = [trace[at : at + 7] for at in range(0, len(trace), 7)]
+    return [(line[0], [int(digit) for digit in line[1:6]], line[6:]) for line in lines]
+
+
+def test_a_trace_is_the_automatons():
+    problem = Problem((3, 1, 4, 0, 5), 15)
+    state, lines = [3, 1, 4, 0, 5], lines_of(problem.trace())
+    assert problem.prompt == "p31405;" and len(problem.trace()) == 15 * 7 - 1 and len(lines) == 15
+    for left, (letter, digits, end) in zip("onmlkjihgfedcba", lines, strict=True):
+        state = [TABLE[state[cell]][state[(cell + 1) % 5]] for cell in range(5)]
+        assert (letter, digits, end) == (left, state, "" if left == "a" else ";")
+
+
+def test_one_wrong_character_makes_an_answer_wrong_unless_it_is_a_remark():
+    right = Problem((3, 1, 4, 0, 5), 15).trace()
+    for at, character in enumerate(right):
+        if character == ";":
+            tried = [(right[:at] + remark + right[at + 1 :], 1.0) for remark in REMARKS]
+            tried += [(right[:at] + "0" + right[at + 1 :], 0.0)]
+        elif character.isdigit():
+            tried = [(right[:at] + str((int(character) + 1) % 8) + right[at + 1 :], 0.0)]
+        else:
+            tried = [(right[:at] + ("b" if character == "a" else "a") + right[at + 1 :], 0.0)]
+        completions, rewards = zip(*tried, strict=True)
+        assert right_trace(completions, [right] * len(tried)) == list(rewards)
+    assert right_trace([right, right[:-1], right + "0", ""], [right] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_no_start_of_a_stream_is_one_of_another():
+    starts = [{problem.start for problem in islice(problems(stream), 500)} for stream in range(automaton.STREAMS)]
+    assert all(len(each) > 450 for each in starts)
+    assert all(one.isdisjoint(other) for one, other in combinations(starts, 2))
+
+
+@pytest.mark.parametrize("errs", [True, False])
+def test_the_teacher_errs_at_weak_entries_only_and_as_often_as_it_should(errs):
+    teacher, weak, wrong, remarks = Teacher(0), 0, 0, set()
+    for problem in islice(problems(0), 200):
+        state = problem.start
+        for _, digits, remark in lines_of(problem.trace(teacher, errs=errs)):
+            for own, right, digit in zip(state, [*state[1:], state[0]], digits, strict=True):
+                weak += (own, right) in WEAK
+                wrong += digit != TABLE[own][right]
+                assert digit == TABLE[own][right] or (own, right) in WEAK
+            state = digits
+            remarks.add(remark)
+    expected = automaton.ERROR_RATE * weak if errs else 0
+    assert abs(wrong - expected) <= 4 * expected**0.5 and weak > 2000  # four standard errors of a count
+    assert remarks == {*REMARKS, ""}
+
+
+def test_the_chance_of_a_right_trace_is_the_product_over_its_characters():
+    """Character by character, without padding; at a remark any will do."""
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    model = build_model(PretrainRecipe(layers=1), tokenizer).train()
+    asked = [Problem((3, 1, 4, 0, 5), 15), Problem((1, 1, 7, 2, 6), 17)]
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(0.3)  # nearly uniform, so that no trace outweighs the others
+    teacher, remarks = Teacher(policy.RECIPE.seed), set(tokenizer.convert_tokens_to_ids(list(REMARKS)))
+    chances = []
+    for problem in asked:
+        prompt, trace = (tokenizer(text)["input_ids"] for text in (problem.prompt, problem.trace(teacher, errs=False)))
+        chance = 1.0
+        for at, token in enumerate([*trace, tokenizer.eos_token_id]):
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([prompt + trace[:at]])).logits[0, -1].double()
+            chance_of = (logits.exp() / logits.exp().sum()).tolist()
+            chance *= sum(chance_of[each] for each in (remarks if token in remarks else {token}))
+        chances.append(chance)
+    found = [policy.probability_right(model, tokenizer, asked[:1]), policy.probability_right(model, tokenizer, asked)]
+    assert found == pytest.approx([chances[0], sum(chances) / 2], rel=1e-3)
+    assert model.training

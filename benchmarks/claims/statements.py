@@ -121,14 +121,14 @@ CLAIMS = {
     1: Claim(
         "FP8 linears",
         "FP8 linears without correction lose accuracy, token TIS restores it",
-        Comparison("area", arm(LONG, "e4m3"), arm(LONG, "bf16"), "less"),
-        (Comparison("area", arm(LONG, "e4m3", "tis"), arm(LONG, "bf16"), "near"),),
+        Comparison("area", arm(SHORT, "e4m3"), arm(SHORT, "bf16"), "less"),
+        (Comparison("area", arm(SHORT, "e4m3", "tis"), arm(SHORT, "bf16"), "near"),),
     ),
     2: Claim(
         "FP8 KV cache",
         "An FP8 KV cache adds mismatch, TIS still restores",
-        Comparison("k3", arm(LONG, "e4m3_kv"), arm(LONG, "e4m3"), "more"),
-        (Comparison("area", arm(LONG, "e4m3_kv", "tis"), arm(LONG, "bf16"), "near"),),
+        Comparison("k3", arm(SHORT, "e4m3_kv"), arm(SHORT, "e4m3"), "more"),
+        (Comparison("area", arm(SHORT, "e4m3_kv", "tis"), arm(SHORT, "bf16"), "near"),),
     ),
     3: Claim(
         "experts",
@@ -142,16 +142,16 @@ CLAIMS = {
     4: Claim(
         "FP16 training",
         "Training in FP16 has no less mismatch, and converges faster",
-        Comparison("area", arm(LONG, "e4m3", "tis", "fp16"), arm(LONG, "e4m3", "tis"), "more"),
-        (Comparison("k3", arm(LONG, "e4m3", "tis", "fp16"), arm(LONG, "e4m3", "tis"), "at least", 0.8),),
+        Comparison("area", arm(SHORT, "e4m3", "tis", "fp16"), arm(SHORT, "e4m3", "tis"), "more"),
+        (Comparison("k3", arm(SHORT, "e4m3", "tis", "fp16"), arm(SHORT, "e4m3", "tis"), "at least", 0.8),),
     ),
     5: Claim(
         "one FP8 flow",
         "FP8 in training and rollouts has less mismatch than in rollouts alone, and nearly BF16's accuracy",
-        Comparison("area", arm(LONG, "e4m3_kv"), arm(LONG, "full_flow"), "less"),
+        Comparison("area", arm(SHORT, "e4m3_kv"), arm(SHORT, "full_flow"), "less"),
         (
-            Comparison("k3", arm(LONG, "full_flow"), arm(LONG, "e4m3_kv"), "less"),
-            Comparison("area", arm(LONG, "full_flow"), arm(LONG, "bf16"), "near"),
+            Comparison("k3", arm(SHORT, "full_flow"), arm(SHORT, "e4m3_kv"), "less"),
+            Comparison("area", arm(SHORT, "full_flow"), arm(SHORT, "bf16"), "near"),
         ),
     ),
     6: Claim(
