@@ -164,10 +164,12 @@ def ended(held_out: HeldOut) -> Iterator[dict]:
 
 
 def curves(history: list[dict], updates: int) -> dict[str, list[float]]:
-    """What was logged with each generation's first update, to four digits."""
+    """What was logged with each generation's first update, to four digits; None where there is no such number, as of
+    a quotient of mismatches that are 0.
+    """
     rows = [row for row in history if "reward" in row][::updates]
-    return {
-        name: [float(f"{row[key]:.4g}") for row in rows]
-        for name, key in CURVES.items()
-        if rows and all(key in row for row in rows)
-    }
+    return {name: [_short(row.get(key)) for row in rows] for name, key in CURVES.items()}
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
