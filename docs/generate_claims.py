@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.claims import names
+from benchmarks.claims.runs import SMALLEST_K3
 from benchmarks.claims.statements import NOT_RUN
 
 
@@ -114,7 +115,7 @@ def arm_cells(arm: dict, gain: dict | None) -> Iterator[str]:
     yield interval(gain, "+.3f")
     yield interval(arm["final"], ".3f")
     yield str(arm["collapses"]) + (f" ({arm['diverged']} not finite)" if arm["diverged"] else "")
-    yield interval(arm["k3"], ".2g")
+    yield f"below {SMALLEST_K3:g}" if arm["k3"] and arm["k3"]["value"] <= SMALLEST_K3 else interval(arm["k3"], ".2g")
     yield interval(arm["token_mult_prob_error"], ".3f")
 
 

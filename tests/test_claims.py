@@ -163,7 +163,7 @@ def test_a_run_has_collapsed_if_it_ends_far_below_its_best(accuracies, collapsed
 
 
 def test_what_is_not_finite_is_not_averaged():
-    run = made_run("addition-bf16-none-bf16-1x1", 0, grad_norm=[1.0, nan, 3.0, inf])
+    run = made_run("addition-bf16-none-bf16-1x1", 0, grad_norm=[1.0, nan, 3.0, inf, None])
     assert (run.mean("grad_norm"), run.most("grad_norm"), run.least("grad_norm")) == (2.0, 3.0, 1.0)
     assert np.isnan(run.mean("what no run has"))
 

@@ -16,6 +16,7 @@ from trl_fp8.report.canvas import new_figure, save, tidy
 
 from ..record import T_95
 from . import names
+from .evidence import FEWEST
 from .runs import Run, Runs
 from .statements import CLAIMS, Claim
 
@@ -79,7 +80,7 @@ def _mark(marker: str, colour: str, label: str) -> Line2D:
 
 
 def plot_curves(runs: Runs, path: str | Path) -> Path:
-    """Write one PNG: a panel for each claim, held-out accuracy of its arms, means over seeds with 95 % bands."""
+    """Write one PNG: a panel for each claim, held-out accuracy of its arms, means over seeds, and 95 % bands of enough."""
     rows = ceil(len(CLAIMS) / PANELS)
     figure = new_figure(3 * PANELS, 2.7 * rows)
     panels = figure.subplots(rows, PANELS, sharey=True)
@@ -91,6 +92,9 @@ def plot_curves(runs: Runs, path: str | Path) -> Path:
         tidy(axes, title, "generations", "held-out accuracy" if axes in panels[:, 0] else "")
         if axes.lines:
             axes.legend(frameon=False, fontsize=7, loc="best")
+        else:
+            axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="#777777")
+            axes.set_xticks([])
     return small(save(figure, path))
 
 
@@ -107,7 +111,7 @@ def _curve(axes: Axes, of: Sequence[Run]) -> None:
     means = [fmean(each) for each in values]
     colour, style = OF_ROLLOUTS[cell.rollouts], STYLES[cell.correction, cell.precision]
     axes.plot(generations, means, style, color=colour, linewidth=1.6, label=f"{names.short(cell.arm)} ({len(of)})")
-    if len(of) > 1:
+    if len(of) >= FEWEST:
         halves = [T_95[len(of)] * stdev(each) / len(of) ** 0.5 for each in values]
         low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
         axes.fill_between(generations, low, high, color=colour, alpha=0.12, linewidth=0)

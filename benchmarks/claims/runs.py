@@ -21,13 +21,13 @@ class Run:
     """
     Attributes:
         accuracies: Held-out, by the number of generations behind them, 0 the first.
-        curves: Of each generation that was logged, by name (`CURVES` in cell.py).
+        curves: Of each generation that was logged, by name (`CURVES` in cell.py); None where there was no number.
         diverged: The error that weights which are not finite ended the run with, or None.
     """
 
     cell: Cell
     accuracies: dict[int, float]
-    curves: dict[str, list[float]]
+    curves: dict[str, list[float | None]]
     diverged: str | None = None
 
     @classmethod
@@ -78,7 +78,7 @@ class Run:
         return min(self._finite(name), default=nan)
 
     def _finite(self, name: str) -> list[float]:
-        return [value for value in self.curves.get(name, ()) if isfinite(value)]
+        return [value for value in self.curves.get(name, ()) if value is not None and isfinite(value)]
 
 
 class Runs:
