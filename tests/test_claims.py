@@ -378,6 +378,13 @@ def test_pictures_are_small(name):
         assert path.stat().st_size < 150_000
 
 
+def test_pictures_are_drawn_of_whatever_has_run(tmp_path):
+    runs = Runs([run for run in grid_of_runs() if "fp16" not in run.cell.arm and run.cell.task != "addition_moe"])
+    for plot in (pictures.plot_map, pictures.plot_curves):
+        path = plot(runs, tmp_path / "picture.png")
+        assert 5_000 < path.stat().st_size < 150_000
+
+
 # -- formats
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

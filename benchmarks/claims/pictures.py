@@ -54,7 +54,7 @@ def plot_map(runs: Runs, path: str | Path) -> Path:
         *(_mark(MARKERS[key], "#777777", names.pressure(shapes[key])) for key in MARKERS if key in shapes),
         _mark("x", BLACK, "collapsed"),
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=ceil(len(handles) / 2), frameon=False, fontsize=8)
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 * len(tasks), frameon=False, fontsize=8)
     return small(save(figure, path))
 
 
@@ -80,7 +80,7 @@ def _mark(marker: str, colour: str, label: str) -> Line2D:
 
 
 def plot_curves(runs: Runs, path: str | Path) -> Path:
-    """Write one PNG: a panel for each claim, held-out accuracy of its arms, means over seeds, and 95 % bands of enough."""
+    """Write one PNG: a panel for each claim, held-out accuracy of its arms; means, with 95 % bands of enough seeds."""
     rows = ceil(len(CLAIMS) / PANELS)
     figure = new_figure(3 * PANELS, 2.7 * rows)
     panels = figure.subplots(rows, PANELS, sharey=True)
