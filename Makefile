@@ -47,7 +47,7 @@ DEMO_moe := grpo_addition_moe
 DEMO_lora := grpo_addition_lora
 DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense, MODEL=moe and MODEL=lora))
 
-.PHONY: demo test test-quick lint format docs models site bench bench-table release clean
+.PHONY: demo test test-quick lint format docs models claims site bench bench-table release clean
 
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe and MODEL=lora: others
 	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
@@ -66,14 +66,21 @@ format: $(TESTABLE)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capacity.md from the plan, docs/models.md from the results
+docs: $(TESTABLE)  ## regenerate docs/configuration.md from the flags, docs/capacity.md from the plan, docs/models.md and docs/claims.md from the results
 	$(BIN)/python docs/generate_configuration.py
 	$(BIN)/python -m docs.generate_capacity
 	$(BIN)/python -m docs.generate_models
+	$(BIN)/python -m docs.generate_claims
 
 models: $(TESTABLE) $(VENV)/torchvision  ## every family of models through a whole run, 20 minutes, and docs/models.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m testing.matrix $(ARGS)
 	$(BIN)/python -m docs.generate_models
+
+claims: $(TESTABLE)  ## the training runs of docs/claims.md that have no result yet, hours, and what they say; stop it and go on at any time
+	$(BIN)/python -m benchmarks.claims $(ARGS)
+	$(BIN)/python -m benchmarks.claims.verdicts
+	$(BIN)/python -m benchmarks.claims.pictures
+	$(BIN)/python -m docs.generate_claims
 
 site: $(TESTABLE)  ## build the documentation site to outputs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir outputs/site

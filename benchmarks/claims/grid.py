@@ -52,8 +52,11 @@ class Cell:
     @property
     def arm(self) -> str:
         """What cells that differ by their seed have in common."""
-        pressure = f"{self.rate}x{self.updates}"
-        return "-".join([self.task, self.rollouts, self.correction, self.precision, pressure])
+        return "-".join([self.task, self.rollouts, self.correction, self.precision, self.pressure])
+
+    @property
+    def pressure(self) -> str:
+        return f"{self.rate}x{self.updates}"
 
 
 def cells(grid: dict | None = None) -> list[Cell]:

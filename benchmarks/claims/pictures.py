@@ -1,0 +1,133 @@
+"""The pictures of docs/claims.md: mismatch against final accuracy, and the curves that each claim compares.
+
+python -m benchmarks.claims.pictures        # writes docs/images/claims_map.png and claims_curves.png
+"""
+
+from collections.abc import Sequence
+from math import ceil, isfinite, log10
+from pathlib import Path
+from statistics import fmean, stdev
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from PIL import Image
+
+from trl_fp8.report.canvas import new_figure, save, tidy
+
+from ..record import T_95
+from . import names
+from .evidence import FEWEST
+from .runs import Run, Runs
+from .statements import CLAIMS, Claim
+
+
+IMAGES = Path(__file__).parents[2] / "docs" / "images"
+# Okabe and Ito's colours, which are told apart without seeing red and green
+BLUE, ORANGE, GREEN, PINK, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#000000"
+FULL_FLOW = "full_flow"  # which has nothing to correct
+OF_CORRECTION = {"none": ORANGE, "tis": BLUE, "mis": SKY, "icepop": PINK, "geometric": GREEN, FULL_FLOW: BLACK}
+OF_ROLLOUTS = {"bf16": BLACK, "e4m3": BLUE, "e4m3_kv": ORANGE, FULL_FLOW: GREEN}
+STYLES = {("none", "bf16"): "-", ("tis", "bf16"): "--", ("tis", "fp16"): ":"}  # by correction and precision
+MARKERS = {"1x1": "o", "3x1": "^", "1x4": "s", "3x4": "D"}
+LEAST = 1e-7  # k3 that is less is drawn here
+PANELS = 3  # beside each other
+COLOURS = 128
+
+
+def plot_map(runs: Runs, path: str | Path) -> Path:
+    """Write one PNG: a panel for each task, a dot for each run, and a cross on it where it collapsed."""
+    drawn = [run for run in runs if isfinite(run.k3)]
+    tasks = [task for task in names.TASKS if any(run.cell.task == task for run in drawn)]
+    figure = new_figure(3.2 * len(tasks) + 0.6, 4.2)
+    panels = figure.subplots(1, len(tasks), sharex=True, sharey=True, squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
+        for run in drawn:
+            if run.cell.task == task:
+                _dot(axes, run)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{'≤ ' if x <= LEAST else ''}1e{round(log10(x))}")
+        tidy(axes, names.TASKS[task], "k3, mean of the run", "final held-out accuracy" if axes is panels[0] else "")
+    colours = {_colour_key(run): run.cell.arm for run in drawn}
+    shapes = {run.cell.pressure: run.cell.arm for run in drawn}
+    handles = [
+        *(_mark("o", OF_CORRECTION[key], _title(key, colours[key])) for key in OF_CORRECTION if key in colours),
+        *(_mark(MARKERS[key], "#777777", names.pressure(shapes[key])) for key in MARKERS if key in shapes),
+        _mark("x", BLACK, "collapsed"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 * len(tasks), frameon=False, fontsize=8)
+    return small(save(figure, path))
+
+
+def _dot(axes: Axes, run: Run) -> None:
+    place, colour = (max(run.k3, LEAST), run.final), OF_CORRECTION[_colour_key(run)]
+    axes.plot(*place, MARKERS[run.cell.pressure], color=colour, markersize=5, alpha=0.7, markeredgewidth=0)
+    if run.collapsed:
+        axes.plot(*place, "x", color=BLACK, markersize=4)
+
+
+def _colour_key(run: Run) -> str:
+    return FULL_FLOW if run.cell.rollouts == FULL_FLOW else run.cell.correction
+
+
+def _title(key: str, arm: str) -> str:
+    if key == FULL_FLOW:
+        return names.rollouts(arm)
+    return "no correction" if key == "none" else names.correction(arm)
+
+
+def _mark(marker: str, colour: str, label: str) -> Line2D:
+    return Line2D([], [], marker=marker, color=colour, linestyle="", label=label)
+
+
+def plot_curves(runs: Runs, path: str | Path) -> Path:
+    """Write one PNG: a panel for each claim, held-out accuracy of its arms; means, with 95 % bands of enough seeds."""
+    rows = ceil(len(CLAIMS) / PANELS)
+    figure = new_figure(3 * PANELS, 2.7 * rows)
+    panels = figure.subplots(rows, PANELS, sharey=True)
+    for axes, (number, claim) in zip(panels.flat, CLAIMS.items(), strict=False):
+        for arm in _arms(claim):
+            if of := runs.of(arm):
+                _curve(axes, of)
+        title = f"{number}: {claim.title} ({names.task(claim.test.arm)})"
+        tidy(axes, title, "generations", "held-out accuracy" if axes in panels[:, 0] else "")
+        if axes.lines:
+            axes.legend(frameon=False, fontsize=7, loc="best")
+        else:
+            axes.text(0.5, 0.5, "not run", transform=axes.transAxes, ha="center", color="#777777")
+            axes.set_xticks([])
+    return small(save(figure, path))
+
+
+def _arms(claim: Claim) -> list[str]:
+    """The claim's arms of its test's task, what they are compared with first."""
+    comparisons = (claim.test, *claim.parts)
+    arms = dict.fromkeys([each.reference for each in comparisons] + [each.arm for each in comparisons])
+    return [arm for arm in arms if names.task(arm) == names.task(claim.test.arm)]
+
+
+def _curve(axes: Axes, of: Sequence[Run]) -> None:
+    cell, generations = of[0].cell, sorted(of[0].accuracies)
+    values = [[run.accuracies[generation] for run in of] for generation in generations]
+    means = [fmean(each) for each in values]
+    colour, style = OF_ROLLOUTS[cell.rollouts], STYLES[cell.correction, cell.precision]
+    axes.plot(generations, means, style, color=colour, linewidth=1.6, label=f"{names.short(cell.arm)} ({len(of)})")
+    if len(of) >= FEWEST:
+        halves = [T_95[len(of)] * stdev(each) / len(of) ** 0.5 for each in values]
+        low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
+        axes.fill_between(generations, low, high, color=colour, alpha=0.12, linewidth=0)
+
+
+def small(path: Path) -> Path:
+    """A PNG with no more colours than it needs, a third of the bytes."""
+    Image.open(path).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    return path
+
+
+def main() -> None:
+    runs = Runs.read()
+    print(plot_map(runs, IMAGES / "claims_map.png"))
+    print(plot_curves(runs, IMAGES / "claims_curves.png"))
+
+
+if __name__ == "__main__":
+    main()
