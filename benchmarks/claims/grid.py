@@ -63,24 +63,24 @@ def cells(grid: dict | None = None) -> list[Cell]:
     """All of the grid, each once, in its order: within a block all arms of a seed before the next seed."""
     grid = grid or yaml.safe_load(Path(__file__).with_name("grid.yaml").read_text())
     made = {}
-    for block in grid["blocks"]:
-        task = dict(grid["tasks"][block["task"]])
-        rate, updates = block.get("pressure", (1, 1))
-        learning_rate = task.pop("learning_rate") * rate
-        for seed, arm in product(range(block["seeds"]), block["arms"]):
-            rollouts, correction, *precision = arm.split()
+    for block in ({"pressure": (1, 1)} | each for each in grid["blocks"]):
+        name, seeds, arms, (rate, updates) = (block.pop(key) for key in ("task", "seeds", "arms", "pressure"))
+        runs = grid["tasks"][name] | block
+        learning_rate = runs.pop("learning_rate") * rate
+        for seed, arm in product(range(seeds), arms):
+            rollouts, correction, precision = [*arm.split(), "bf16"][:3]
             cell = Cell(
-                task=block["task"],
+                task=name,
                 rollouts=rollouts,
                 correction=correction,
-                precision=precision[0] if precision else "bf16",
+                precision=precision,
                 rate=rate,
                 updates=updates,
                 seed=seed,
                 flags=grid["rollouts"][rollouts],
                 correction_in_force=grid["corrections"][correction],
                 learning_rate=learning_rate,
-                **task,
+                **runs,
             )
             made.setdefault(cell.name, cell)
     return list(made.values())
