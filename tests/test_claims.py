@@ -398,12 +398,12 @@ def nearest(value, grid):
     return grid[code] if value >= 0 else -grid[code]
 
 
-def mxfp8(row):
-    """A power of two for each 32, by which the largest comes into e4m3's highest octave, at most 448."""
+def mx(row, grid):
+    """A power of two for each 32, by which the largest comes into the grid's highest octave."""
     for start in range(0, len(row), 32):
         block = row[start : start + 32]
-        scale = 2.0 ** (np.floor(np.log2(np.abs(block).max())) - 8)
-        yield from (nearest(value / scale, E4M3) * scale for value in block)
+        scale = 2.0 ** (np.floor(np.log2(np.abs(block).max())) - np.floor(np.log2(grid[-1])))
+        yield from (nearest(value / scale, grid) * scale for value in block)
 
 
 def nvfp4(row, largest):
@@ -415,11 +415,16 @@ def nvfp4(row, largest):
         yield from (nearest(value / scale, E2M1) * scale for value in block)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", SIMULATED)
 def test_simulated_formats_are_those_of_an_independent_computation(name):
     weight = (torch.randn(6, 64, generator=torch.manual_seed(0)) * torch.logspace(-3, 1, 6)[:, None]).bfloat16()
     rows = weight.double().numpy()
-    right = [list(mxfp8(row) if name == "mxfp8" else nvfp4(row, np.abs(rows).max())) for row in rows]
+    quantizers = {
+        "mxfp8": lambda row: mx(row, E4M3),
+        "mxfp4": lambda row: mx(row, E2M1),
+        "nvfp4": lambda row: nvfp4(row, np.abs(rows).max()),
+    }
+    right = [list(quantizers[name](row)) for row in rows]
     found = SIMULATED[name].rounded(weight.float())
     np.testing.assert_allclose(found.double().numpy(), right, rtol=2e-7, atol=0)  # FP32's products of the scales
     assert not torch.equal(found, weight.float())
@@ -441,7 +446,7 @@ class TinyPolicy(nn.Module):
         self.lm_head = nn.Linear(64, 8, bias=False)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", SIMULATED)
 def test_weights_are_rounded_inside_the_block_and_come_back_bit_for_bit(name):
     torch.manual_seed(0)
     policy_, form = TinyPolicy(), SIMULATED[name]

@@ -122,8 +122,7 @@ def train(cell: Cell, scratch: str) -> dict:
     if form is not None:
         generation.sync_weights = rounding(trainer, form, generation.sync_weights)
     if kv_scale is not None:
-        layers = trainer.model.config.num_hidden_layers
-        generation.calibrate = lambda: KVScales(torch.full((layers, 3), kv_scale))
+        generation.calibrate = uncalibrated(kv_scale, generation.calibrate)
     began = perf_counter()
     with ended(held_out) as end:
         trainer.train()
@@ -144,6 +143,11 @@ def rounding(trainer: Trainer, form: SimulatedFormat, sync):
             sync()
 
     return rounded_sync
+
+
+def uncalibrated(scale: float, calibrate):
+    """`calibrate`, which runs as ever, with `scale` for all scales that it found."""
+    return lambda: KVScales(torch.full_like(calibrate().values, scale))
 
 
 @contextmanager

@@ -40,6 +40,11 @@ SIMULATED = {
         8 + 8 / 32,
         lambda weight: MXTensor.to_mx(weight, torch.float8_e4m3fn, 32),
     ),
+    "mxfp4": SimulatedFormat(
+        "MXFP4: e2m1 codes, a power of two for 32 of them",
+        4 + 8 / 32,
+        lambda weight: MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32),
+    ),
     "nvfp4": SimulatedFormat(
         "NVFP4: e2m1 codes, an e4m3 scale for 16 of them, an FP32 one for all", 4 + 8 / 16, _nvfp4
     ),
