@@ -3,8 +3,9 @@
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from math import isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
@@ -19,10 +20,11 @@ from trl_fp8.quantization.kv_scales import KVScales
 from .. import record
 from .formats import SIMULATED, SimulatedFormat, rounded_weights
 from .grid import FOLDER, Cell
-from .precision import PRECISIONS, ComputesIn
+from .precision import EMULATED, ComputesIn
 from .tasks import TASKS
 
 
+OF_THE_GRID = ("simulated", "kv_scales")  # among a cell's flags, which FP8GRPOConfig does not know
 # Of each generation, as the trainer logs them
 CURVES = {
     "reward": "reward",
@@ -40,24 +42,28 @@ CURVES = {
 
 
 class Trainer(FP8GRPOTrainer):
-    """The package's, whose forward computes in `precision`."""
+    """The package's, whose forward computes in `emulated`, if that is a type."""
 
-    precision: torch.dtype
+    emulated: torch.dtype | None = None
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        with ComputesIn(self.precision):
+        with ComputesIn(self.emulated) if self.emulated else nullcontext():
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
 class HeldOut(TrainerCallback):
-    """Held-out accuracy in high precision, by the number of generations behind it."""
+    """Held-out accuracy, by the number of generations behind it; 0 if it is not finite.
+
+    The forward is the policy's own, under the trainer's autocast, also of runs with the engine's.
+    """
 
     def __init__(self, cell: Cell, trainer: Trainer):
         self.cell, self.trainer, self.accuracies = cell, trainer, {}
         self.task = TASKS[cell.task]
 
     def note(self, generations: int) -> None:
-        self.accuracies[generations] = self.task.evaluate(self.trainer.model, self.trainer.processing_class)
+        accuracy = self.task.evaluate(self.trainer.model, self.trainer.processing_class)
+        self.accuracies[generations] = accuracy if isfinite(accuracy) else 0.0
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
         self.note(0)
@@ -89,13 +95,13 @@ def run(cell: Cell, folder: Path = FOLDER) -> Path:
     return record.write(cell.name, 1, results, folder)
 
 
-def train(cell: Cell, scratch: str) -> dict:
-    task, flags = TASKS[cell.task], dict(cell.flags)
-    form, kv_scale = SIMULATED.get(flags.pop("simulated", None)), flags.pop("kv_scales", None)
-    args = FP8GRPOConfig(
+def settings(cell: Cell, scratch: str) -> FP8GRPOConfig:
+    task = TASKS[cell.task]
+    return FP8GRPOConfig(
         output_dir=scratch,
         seed=cell.seed,
         use_cpu=not torch.cuda.is_available(),
+        bf16=cell.precision not in EMULATED,  # TRL's default: autocast
         max_steps=cell.generations * cell.updates,
         num_iterations=cell.updates,
         per_device_train_batch_size=cell.completions,
@@ -112,17 +118,22 @@ def train(cell: Cell, scratch: str) -> dict:
         disable_tqdm=True,
         fp8_run_log=False,
         rollout_correction=cell.correction_in_force,
-        **flags,
+        **{name: value for name, value in cell.flags.items() if name not in OF_THE_GRID},
     )
-    trainer = Trainer(str(task.checkpoint()), task.reward, args, task.dataset())
-    trainer.precision = PRECISIONS[cell.precision]
+
+
+def train(cell: Cell, scratch: str) -> dict:
+    task = TASKS[cell.task]
+    trainer = Trainer(str(task.checkpoint()), task.reward, settings(cell, scratch), task.dataset())
+    trainer.emulated = EMULATED.get(cell.precision)
     held_out = HeldOut(cell, trainer)
     trainer.add_callback(held_out)
     generation = trainer.vllm_generation
-    if form is not None:
+    if "simulated" in cell.flags:
+        form = SIMULATED[cell.flags["simulated"]]
         generation.sync_weights = rounding(trainer, form, generation.sync_weights)
-    if kv_scale is not None:
-        generation.calibrate = uncalibrated(kv_scale, generation.calibrate)
+    if "kv_scales" in cell.flags:
+        generation.calibrate = uncalibrated(cell.flags["kv_scales"], generation.calibrate)
     began = perf_counter()
     with ended(held_out) as end:
         trainer.train()
@@ -130,6 +141,7 @@ def train(cell: Cell, scratch: str) -> dict:
         "cell": asdict(cell),
         "end": end,
         "held_out": {str(generations): round(value, 5) for generations, value in held_out.accuracies.items()},
+        "autocast": trainer.accelerator.mixed_precision,
         "curves": curves(trainer.state.log_history),
         "seconds": perf_counter() - began,
     }

@@ -19,7 +19,7 @@ class Cell:
     Attributes:
         rollouts, flags: How the engine computes, by name, and as flags of `FP8GRPOConfig`.
         correction, correction_in_force: Of the mismatch, by name, and as `rollout_correction` takes it.
-        precision: Of the trainer's forward and backward, "bf16" or "fp16".
+        precision: Of the trainer: "bf16", which is TRL's autocast, or one of precision.py.
         rate: Multiple of the task's learning rate, which `learning_rate` is.
         updates: Of each batch of rollouts.
         completions: Per generation.

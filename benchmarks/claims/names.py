@@ -19,9 +19,8 @@ def correction(arm: str) -> str:
 
 
 def precision(arm: str) -> str:
-    """Where it is not BF16."""
-    name = arm.split("-")[3]
-    return "" if name == "bf16" else f"{name.upper()} training"
+    """Of the trainer, where it is not TRL's."""
+    return {"bf16_emulated": "BF16 emulated", "fp16_emulated": "FP16 emulated"}.get(arm.split("-")[3], "")
 
 
 def pressure(arm: str) -> str:

@@ -18,7 +18,7 @@ from ..record import T_95
 from . import names
 from .evidence import FEWEST
 from .runs import Run, Runs
-from .statements import CLAIMS, Claim
+from .statements import CLAIMS, Claim, arm
 
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images"
@@ -27,7 +27,13 @@ BLUE, ORANGE, GREEN, PINK, SKY, BLACK = "#0072b2", "#d55e00", "#009e73", "#cc79a
 FULL_FLOW = "full_flow"  # which has nothing to correct
 OF_CORRECTION = {"none": ORANGE, "tis": BLUE, "mis": SKY, "icepop": PINK, "geometric": GREEN, FULL_FLOW: BLACK}
 OF_ROLLOUTS = {"bf16": BLACK, "e4m3": BLUE, "e4m3_kv": ORANGE, FULL_FLOW: GREEN}
-STYLES = {("none", "bf16"): "-", ("tis", "bf16"): "--", ("tis", "fp16"): ":"}  # by correction and precision
+# By correction and precision
+STYLES = {
+    ("none", "bf16"): "-",
+    ("tis", "bf16"): "--",
+    ("tis", "bf16_emulated"): "-.",
+    ("tis", "fp16_emulated"): ":",
+}
 MARKERS = {"1x1": "o", "3x1": "^", "1x4": "s", "3x4": "D"}
 LEAST = 1e-7  # k3 that is less is drawn here
 PANELS = 3  # beside each other
@@ -85,8 +91,8 @@ def plot_curves(runs: Runs, path: str | Path) -> Path:
     figure = new_figure(3 * PANELS, 2.7 * rows)
     panels = figure.subplots(rows, PANELS, sharey=True)
     for axes, (number, claim) in zip(panels.flat, CLAIMS.items(), strict=False):
-        for arm in _arms(claim):
-            if of := runs.of(arm):
+        for name in _arms(claim):
+            if of := runs.of(name):
                 _curve(axes, of)
         title = f"{number}: {claim.title} ({names.task(claim.test.arm)})"
         tidy(axes, title, "generations", "held-out accuracy" if axes in panels[:, 0] else "")
@@ -99,10 +105,12 @@ def plot_curves(runs: Runs, path: str | Path) -> Path:
 
 
 def _arms(claim: Claim) -> list[str]:
-    """The claim's arms of its test's task, what they are compared with first."""
+    """BF16 rollouts without correction, and the claim's arms of its test's task, what they are compared with first."""
+    task, *_, pressure = claim.test.arm.split("-")
     comparisons = (claim.test, *claim.parts)
-    arms = dict.fromkeys([each.reference for each in comparisons] + [each.arm for each in comparisons])
-    return [arm for arm in arms if names.task(arm) == names.task(claim.test.arm)]
+    named = [each.reference for each in comparisons] + [each.arm for each in comparisons]
+    of_task = [name for name in named if name.startswith(f"{task}-")]
+    return list(dict.fromkeys([arm(task, "bf16", pressure=pressure), *of_task]))
 
 
 def _curve(axes: Axes, of: Sequence[Run]) -> None:

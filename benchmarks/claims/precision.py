@@ -1,7 +1,8 @@
-"""The trainer's arithmetic in BF16 or FP16 on any CPU: operands and results rounded, sums in FP32, as tensor cores do.
+"""BF16 and FP16 in the trainer, emulated: operands and results rounded, sums in FP32, as tensor cores do.
 
-torch.autocast would do it too, but in FP16 many times slower than in FP32 on a CPU without such units, and with
-kernels that differ in more than the type. Here one type is exchanged for the other and nothing else.
+torch.autocast, which the other runs train under, would do it too, but in FP16 many times slower than in FP32 on a CPU
+without such units, and with kernels that differ in more than the type. Here one type is exchanged for the other and
+nothing else. The output head stays in FP32: TRL multiplies by it with an operation of its own.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+EMULATED = {"bf16_emulated": torch.bfloat16, "fp16_emulated": torch.float16}
 # Of FP16's gradients, whose smallest number is 6e-8; a power of two, so that BF16 would not see it
 LOSS_SCALE = 2.0**12
 _ROUNDED = (F.linear, F.scaled_dot_product_attention)

@@ -67,6 +67,10 @@ class Run:
     def token_mult_prob_error(self) -> float:
         return self.mean("token_mult_prob_error")
 
+    def has_gaps(self, name: str) -> bool:
+        """Whether a generation has no finite number, as where rollouts and policy have nothing in common any more."""
+        return len(self._finite(name)) < len(self.curves.get(name, ()))
+
     def mean(self, name: str) -> float:
         """Over generations; NaN if none has a finite value."""
         return fmean(self._finite(name)) if self._finite(name) else nan

@@ -44,6 +44,8 @@ class Threshold:
         return run.least(self.metric) if self.is_least else run.most(self.metric)
 
     def is_beyond(self, run: Run) -> bool:
+        if run.has_gaps(self.metric):
+            return True
         return self.reading(run) < self.value if self.is_least else self.reading(run) > self.value
 
 
@@ -157,8 +159,7 @@ def loss_beyond(threshold: Threshold, runs: Runs) -> dict:
     """Mean loss of area of runs beyond the threshold and within it, with intervals over seeds; None of no runs."""
     sides = {True: {}, False: {}}
     for run, loss in losses(runs):
-        if isfinite(threshold.reading(run)):
-            sides[threshold.is_beyond(run)].setdefault(run.cell.seed, []).append(loss)
+        sides[threshold.is_beyond(run)].setdefault(run.cell.seed, []).append(loss)
     return vars(threshold) | {"beyond": side(sides[True]), "within": side(sides[False])}
 
 
