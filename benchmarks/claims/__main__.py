@@ -31,7 +31,7 @@ def main() -> int:
     if not wanted:
         parser.error(f"no cell of grid.yaml begins with {' or '.join(given.cells)}")
     todo = [cell for cell in wanted if not cell.path.exists()]
-    print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them done", flush=True)
+    print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them done; each takes one to four minutes", flush=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     LOGS.mkdir(parents=True, exist_ok=True)
     context = get_context("forkserver")  # imports torch, TRL and vLLM once for all cells
