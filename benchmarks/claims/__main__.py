@@ -4,7 +4,7 @@
 
 A CELL is the name of one, or what the names of several begin with; without any, the whole grid in its order. Every
 cell is one process and one file in benchmarks/results/claims. Stop it at any time, and go on with the same command:
-what has a file is not run again. What a cell prints goes to outputs/claims.
+what has a file is not run again; delete the file to have it so. What a cell prints goes to outputs/claims.
 """
 
 import argparse

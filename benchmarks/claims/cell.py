@@ -179,7 +179,7 @@ def ended(held_out: HeldOut) -> Iterator[dict]:
         held_out.accuracies.setdefault(generations, 0.0)
 
 
-def curves(history: list[dict]) -> dict[str, list[float]]:
+def curves(history: list[dict]) -> dict[str, list[float | None]]:
     """What was logged of each generation, with its first update, to four digits; None where there is no such number,
     as of a quotient of mismatches that are 0.
     """

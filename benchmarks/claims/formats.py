@@ -15,12 +15,11 @@ class SimulatedFormat:
     """Weights only: activations stay in BF16, so the mismatch is a lower bound of that of kernels which round both.
 
     Attributes:
-        bits: Per weight, with its share of the scales.
+        description: Of codes and scales.
         quantize: A weight `[N, K]` in BF16 -> torchao's tensor of it.
     """
 
     description: str
-    bits: float
     quantize: Callable[[Tensor], Tensor]
 
     def rounded(self, weight: Tensor) -> Tensor:
@@ -37,17 +36,13 @@ def _nvfp4(weight: Tensor) -> Tensor:
 SIMULATED = {
     "mxfp8": SimulatedFormat(
         "MXFP8: e4m3 codes, a power of two for 32 of them",
-        8 + 8 / 32,
         lambda weight: MXTensor.to_mx(weight, torch.float8_e4m3fn, 32),
     ),
     "mxfp4": SimulatedFormat(
         "MXFP4: e2m1 codes, a power of two for 32 of them",
-        4 + 8 / 32,
         lambda weight: MXTensor.to_mx(weight, torch.float4_e2m1fn_x2, 32),
     ),
-    "nvfp4": SimulatedFormat(
-        "NVFP4: e2m1 codes, an e4m3 scale for 16 of them, an FP32 one for all", 4 + 8 / 16, _nvfp4
-    ),
+    "nvfp4": SimulatedFormat("NVFP4: e2m1 codes, an e4m3 scale for 16 of them, an FP32 one for all", _nvfp4),
 }
 
 
