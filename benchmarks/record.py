@@ -16,6 +16,7 @@ from trl_fp8.run.facts import hardware, versions
 RESULTS = Path(__file__).with_name("results")
 # Two-sided 95 % quantiles of Student's t for the mean of n runs
 T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+T_95 |= {11: 2.228, 12: 2.201, 13: 2.179, 14: 2.160, 15: 2.145, 16: 2.131}
 
 
 def spread(values: list[float]) -> dict[str, float]:
