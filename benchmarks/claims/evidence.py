@@ -1,4 +1,4 @@
-"""What eight or sixteen numbers say: bootstrap intervals as wide as so few deserve, exact tests, and Holm's procedure."""
+"""What a handful of numbers says: bootstrap intervals as wide as so few deserve, exact tests, and Holm's procedure."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
