@@ -32,14 +32,23 @@ PICTURES = """
 ARMS = """
 ### Arms
 
-Means over seeds, of k3 the geometric one. *Gain*: of area, seed by seed; without correction over BF16 rollouts,
-with one over none on the same rollouts.
+Means over seeds, of k3 the geometric one. *Over BF16*: the area less that of BF16 rollouts without correction, seed by
+seed.
 """
 COLUMNS = """
 **{title}**
 
-| rollouts | correction | runs | area | gain | final | collapses | k3 | `token_mult_prob_error` |
+| rollouts | correction | runs | area | over BF16 | final | collapses | k3 | `token_mult_prob_error` |
 |---|---|---|---|---|---|---|---|---|
+"""
+CORRECTIONS = """
+### Corrections
+
+Area less that of the same rollouts without correction, and with TIS, seed by seed; and the share of tokens that the
+correction drops.
+
+| task | rollouts | correction | pairs | over none | over TIS | dropped |
+|---|---|---|---|---|---|---|
 """
 THRESHOLDS = """
 ### Thresholds
@@ -63,11 +72,14 @@ def generated() -> str:
     for number, claim in results["claims"].items():
         text += row(number, claim["claim"], *judged(claim))
     text += PICTURES + ARMS
-    gains = {gain["arm"]: gain["area"] for gain in results["corrections"]}
     for title, arms in sections(results["arms"]).items():
         text += COLUMNS.format(title=title)
         for name in arms:
-            text += row(*described(name), *arm_cells(results["arms"][name], gains.get(name)))
+            text += row(*described(name), *arm_cells(results["arms"][name], results["over_bf16"].get(name)))
+    text += CORRECTIONS
+    for arms in sections(results["corrections"]).values():
+        for name in arms:
+            text += row(*correction_cells(name, results["corrections"][name]))
     text += THRESHOLDS
     for threshold in results["thresholds"]:
         text += row(*threshold_cells(threshold))
@@ -112,10 +124,20 @@ def described(name: str) -> tuple[str, str]:
     return ", ".join(filter(None, (names.rollouts(name), names.precision(name)))), names.correction(name)
 
 
-def arm_cells(arm: dict, gain: dict | None) -> Iterator[str]:
+def correction_cells(arm: str, found: dict) -> Iterator[str]:
+    pressure = "" if arm.endswith("-1x1") else f", {names.pressure(arm)}"
+    yield names.task(arm) + pressure
+    yield from described(arm)
+    yield str(found["over_none"]["n"])
+    yield interval(found["over_none"], "+.3f")
+    yield interval(found["over_tis"], "+.3f")
+    yield interval(found["fraction_masked"], ".2f")
+
+
+def arm_cells(arm: dict, over_bf16: dict | None) -> Iterator[str]:
     yield str(arm["n"])
     yield interval(arm["area"], ".3f")
-    yield interval(gain, "+.3f")
+    yield interval(over_bf16, "+.3f")
     yield interval(arm["final"], ".3f")
     yield str(arm["collapses"]) + (f" ({arm['diverged']} not finite)" if arm["diverged"] else "")
     yield f"below {SMALLEST_K3:g}" if arm["k3"] and arm["k3"]["value"] <= SMALLEST_K3 else interval(arm["k3"], ".2g")

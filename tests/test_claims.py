@@ -285,23 +285,32 @@ def test_a_threshold_parts_the_runs_without_correction():
     assert size.is_beyond(low) and not size.is_beyond(high)
 
 
-def test_corrections_are_compared_with_none_on_the_same_rollouts():
+def test_arms_are_compared_with_bf16_rollouts_and_corrections_with_others_on_the_same_rollouts():
     made = [
-        made_run(arm("addition", *names), 0, value)
+        made_run(arm("addition", *names), 0, value, fraction_masked=[0.0, 0.2, 0.1, 0.1])
         for *names, value in (
             ("bf16", "none", 0.6),
             ("bf16", "tis", 0.7),
             ("e4m3", "none", 0.4),
             ("e4m3", "tis", 0.45),
+            ("e4m3", "mis", 0.38),
+            ("e4m3", "tis", "fp16_emulated", 0.9),
         )
     ]
-    found = {each["arm"]: (each["reference"], each["area"]["value"]) for each in verdicts.corrections(Runs(made))}
-    bf16, e4m3 = arm("addition", "bf16"), arm("addition", "e4m3")
-    assert found == {
-        arm("addition", "bf16", "tis"): (bf16, pytest.approx(0.1)),
-        e4m3: (bf16, pytest.approx(-0.2)),
-        arm("addition", "e4m3", "tis"): (e4m3, pytest.approx(0.05)),
+    results = verdicts.results(Runs(made))
+    tis, mis = arm("addition", "e4m3", "tis"), arm("addition", "e4m3", "mis")
+    over = {name: found["value"] for name, found in results["over_bf16"].items() if found}
+    assert over == {
+        arm("addition", "bf16", "tis"): pytest.approx(0.1),
+        arm("addition", "e4m3"): pytest.approx(-0.2),
+        tis: pytest.approx(-0.15),
+        mis: pytest.approx(-0.22),
     }
+    corrected = results["corrections"]
+    assert set(corrected) == {arm("addition", "bf16", "tis"), tis, mis}
+    assert corrected[tis]["over_tis"] is None and corrected[tis]["over_none"]["value"] == pytest.approx(0.05)
+    assert corrected[mis]["over_tis"]["value"] == pytest.approx(-0.07)
+    assert corrected[mis]["fraction_masked"]["value"] == pytest.approx(0.1)
 
 
 # -- the grid, and what is committed of it

@@ -5,7 +5,6 @@
 docs/claims.md says by which rule, and docs/generate_claims.py shows it there.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
 
@@ -66,7 +65,8 @@ def results(runs: Runs) -> dict:
             "runs": len(runs),
             "claims": claims(runs),
             "arms": arms(runs),
-            "corrections": list(corrections(runs)),
+            "over_bf16": over_bf16(runs),
+            "corrections": corrections(runs),
             "thresholds": [loss_beyond(threshold, runs) for threshold in THRESHOLDS],
         }
     )
@@ -132,14 +132,31 @@ def arms(runs: Runs) -> dict[str, dict]:
     return made
 
 
-def corrections(runs: Runs) -> Iterator[dict]:
-    """Of all rollouts the area without correction over that of BF16 rollouts, and what each correction adds."""
+def over_bf16(runs: Runs) -> dict[str, dict]:
+    """Of each arm the area over that of BF16 rollouts without correction: same task, precision, pressure and seed."""
+    found = {}
     for name in runs.by_arm:
         cell = runs.of(name)[0].cell
-        rollouts = "bf16" if cell.correction == "none" else cell.rollouts
-        reference = arm(cell.task, rollouts, "none", cell.precision, cell.pressure)
-        if name != reference and (found := evidence.mean(runs.differences("area", name, reference))):
-            yield {"arm": name, "reference": reference, "area": shown(found)}
+        reference = arm(cell.task, "bf16", precision=cell.precision, pressure=cell.pressure)
+        if name != reference:
+            found[name] = shown(evidence.mean(runs.differences("area", name, reference)))
+    return found
+
+
+def corrections(runs: Runs) -> dict[str, dict]:
+    """Of each arm with a correction the area over those of none and of TIS on the same rollouts, and what it masks."""
+    found = {}
+    for name in runs.by_arm:
+        cell = runs.of(name)[0].cell
+        over = {}
+        for other in ("none", "tis"):
+            reference = arm(cell.task, cell.rollouts, other, cell.precision, cell.pressure)
+            differences = [] if name == reference else runs.differences("area", name, reference)
+            over[f"over_{other}"] = shown(evidence.mean(differences))
+        if cell.correction != "none" and over["over_none"]:
+            masked = filter(isfinite, (run.mean("fraction_masked") for run in runs.of(name)))
+            found[name] = over | {"fraction_masked": shown(evidence.mean(masked))}
+    return found
 
 
 def losses(runs: Runs) -> list[tuple[Run, float]]:
