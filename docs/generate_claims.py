@@ -6,6 +6,7 @@ python -m docs.generate_claims [--check]
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.claims import names
@@ -50,16 +51,20 @@ correction drops.
 | task | rollouts | correction | pairs | over none | over TIS | dropped |
 |---|---|---|---|---|---|---|
 """
-THRESHOLDS = """
-### Thresholds
+LOSSES = """
+### Where it costs
 
-Loss of area against BF16 rollouts, of runs without correction. In bold what the package warns at.
+Loss of area against BF16 rollouts, of runs without correction, by the mismatch that they had. In bold what the
+package warns at.
 
-| beyond | runs | loss | within: runs | loss |
+| metric | of a run | | runs | loss |
 |---|---|---|---|---|
 """
-METRICS = {"k3": "k3, mean of the run", "token_mult_prob_error": "`token_mult_prob_error`, worst generation"}
-METRICS |= {"effective_sample_size": "`effective_sample_size`, worst generation"}
+METRICS = {
+    "k3": "mismatch/k3_kl",
+    "token_mult_prob_error": "mismatch/token_mult_prob_error",
+    "effective_sample_size": "correction/effective_sample_size",
+}
 
 
 def generated() -> str:
@@ -80,9 +85,9 @@ def generated() -> str:
     for arms in sections(results["corrections"]).values():
         for name in arms:
             text += row(*correction_cells(name, results["corrections"][name]))
-    text += THRESHOLDS
-    for threshold in results["thresholds"]:
-        text += row(*threshold_cells(threshold))
+    text += LOSSES
+    for bands in results["losses"]:
+        text += "".join(row(*cells) for cells in band_rows(bands))
     return text
 
 
@@ -144,12 +149,21 @@ def arm_cells(arm: dict, over_bf16: dict | None) -> Iterator[str]:
     yield interval(arm["token_mult_prob_error"], ".3f")
 
 
-def threshold_cells(threshold: dict) -> Iterator[str]:
-    text = f"{METRICS[threshold['metric']]} {'<' if threshold['is_least'] else '>'} {threshold['value']:g}"
-    yield f"**{text}**" if threshold["in_force"] else text
-    for side in (threshold["beyond"], threshold["within"]):
-        yield str(side["runs"]) if side else "no run"
-        yield interval(side, "+.3f")
+def band_rows(bands: dict) -> Iterator[tuple[str, ...]]:
+    """A row for each band that has runs, and two for the edge that the package warns at."""
+    metric, edges = f"`{METRICS[bands['metric']]}`", [f"{edge:g}" for edge in bands["edges"]]
+    of = "mean" if bands["of"] == "mean" else "worst generation"
+    good, bad = ("from {}", "below {}") if bands["is_least"] else ("up to {}", "above {}")
+    between = [" .. ".join(sorted(pair, key=float)) for pair in pairwise(edges)]
+    labels = [good.format(edges[0]), *between, bad.format(edges[-1])]
+    found = list(zip(labels, bands["bands"], strict=True))
+    if bands["warned"] is not None:
+        at = f"{bands['warned']:g}"
+        sides = (good.format(at), bands["within"]), (bad.format(at), bands["beyond"])
+        found += [(f"**{label}**", side) for label, side in sides]
+    for label, side in found:
+        if side:
+            yield metric, of, label, str(side["runs"]), interval(side, "+.3f")
 
 
 def interval(found: dict | None, digits: str) -> str:

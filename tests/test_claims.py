@@ -21,7 +21,7 @@ from benchmarks.claims.grid import FOLDER, Cell, cells
 from benchmarks.claims.precision import EMULATED, LOSS_SCALE, ComputesIn, Rounded
 from benchmarks.claims.runs import Run, Runs
 from benchmarks.claims.statements import CLAIMS, Collapses, Comparison, arm
-from benchmarks.claims.verdicts import NOT_DECIDED, NOT_RUN, NOT_SUPPORTED, SUPPORTED, Threshold
+from benchmarks.claims.verdicts import NOT_DECIDED, NOT_RUN, NOT_SUPPORTED, SUPPORTED, Bands
 from docs import generate_claims
 from examples.addition_task import PretrainRecipe, build_model, build_tokenizer
 
@@ -265,8 +265,8 @@ def test_collapses_are_counted(falls, other, state):
     assert Collapses(a, b).judged(Runs(runs))["state"] == state
 
 
-def test_a_threshold_parts_the_runs_without_correction():
-    """By their worst generation; against BF16 rollouts with the same task, pressure and seed."""
+def test_runs_without_correction_are_parted_by_how_far_a_metric_went():
+    """In their worst generation; against BF16 rollouts with the same task, pressure and seed."""
     made = []
     for seed in range(5):
         made += [made_run(arm("addition", "bf16"), seed, 0.6)]
@@ -274,15 +274,23 @@ def test_a_threshold_parts_the_runs_without_correction():
         made += [made_run(arm("addition", "nvfp4"), seed, 0.4, token_mult_prob_error=[1.0, 1.2, 1.0, 1.0])]
         for ignored in (arm("addition", "nvfp4", "tis"), arm("addition", "full_flow"), arm("automaton", "nvfp4")):
             made += [made_run(ignored, seed, 0.0, token_mult_prob_error=[2.0] * 4)]
-    found = verdicts.loss_beyond(Threshold("token_mult_prob_error", 1.05), Runs(made))
-    assert (found["beyond"]["value"], found["beyond"]["runs"], found["beyond"]["n"]) == (pytest.approx(0.2), 5, 5)
-    assert (found["within"]["value"], found["within"]["runs"]) == (pytest.approx(0.02), 5)
-    assert verdicts.loss_beyond(Threshold("token_mult_prob_error", 1.3), Runs(made))["beyond"] is None
+    made += [made_run(arm("addition", "bf16", pressure="3x1"), 0, 0.6, final=0.1)]  # collapsed: nothing to lose
+    made += [made_run(arm("addition", "e4m3", pressure="3x1"), 0, 0.1)]
+    bands = Bands("token_mult_prob_error", (1.005, 1.05, 1.1, 1.3), warned=1.1)
+    found = verdicts.loss_by_band(bands, Runs(made))
+    assert [band and (round(band["value"], 6), band["runs"], band["n"]) for band in found["bands"]] == [
+        None,
+        (0.02, 5, 5),
+        None,
+        (0.2, 5, 5),
+        None,
+    ]
+    assert (found["within"]["value"], found["beyond"]["value"]) == pytest.approx((0.02, 0.2))
     lost = made_run(arm("addition", "e4m3"), 0, token_mult_prob_error=[1.0, None, inf, 1.0])
-    assert Threshold("token_mult_prob_error", 1.5).is_beyond(lost)
-    size = Threshold("effective_sample_size", 0.3, is_least=True)
+    assert bands.passed(lost) == 4
+    sizes = Bands("effective_sample_size", (0.7, 0.3), is_least=True)
     low, high = (made_run(arm("addition", "e4m3"), 0, effective_sample_size=[0.9, x]) for x in (0.2, 0.4))
-    assert size.is_beyond(low) and not size.is_beyond(high)
+    assert (sizes.passed(low), sizes.passed(high)) == (2, 1)
 
 
 def test_arms_are_compared_with_bf16_rollouts_and_corrections_with_others_on_the_same_rollouts():
@@ -398,7 +406,7 @@ def test_the_page_is_what_the_results_make_of_it(monkeypatch, tmp_path):
     monkeypatch.setattr(generate_claims, "RESULTS", tmp_path / "claims_cpu.json")
     monkeypatch.setattr("sys.argv", ["generate_claims", "--check"])
     text = generate_claims.generated()
-    assert text.count("**supported**") == 6 and "area, e4m3 - BF16: -0." in text and "| no run |" in text
+    assert text.count("**supported**") == 6 and "area, e4m3 - BF16: -0." in text and "| **above 0.01** |" in text
     assert generate_claims.main() == 1
 
 

@@ -5,10 +5,11 @@
 docs/claims.md says by which rule, and docs/generate_claims.py shows it there.
 """
 
+from collections.abc import Container
 from dataclasses import dataclass
 from math import isfinite
 
-from trl_fp8.correction.health import MAX_TOKEN_MULT_PROB_ERROR, MIN_EFFECTIVE_SAMPLE_SIZE
+from trl_fp8.correction.health import MAX_K3_KL, MIN_EFFECTIVE_SAMPLE_SIZE
 
 from .. import record
 from . import evidence
@@ -23,39 +24,40 @@ DIGITS = 5
 
 
 @dataclass(frozen=True)
-class Threshold:
-    """Of a metric of runs: beyond it (above, or below if `is_least`), and not.
+class Bands:
+    """Of runs, by how far a metric went: within the first edge, between two, and beyond the last.
 
     Attributes:
+        edges: From harmless to bad: rising, or falling if `is_least`.
         of: `worst` generation of a run, as the package warns of each, or its `mean`.
-        in_force: The package warns at this one.
+        warned: The edge beyond which the package warns, if it does.
     """
 
     metric: str
-    value: float
+    edges: tuple[float, ...]
     of: str = "worst"
     is_least: bool = False
-    in_force: bool = False
+    warned: float | None = None
 
     def reading(self, run: Run) -> float:
         if self.of == "mean":
             return run.mean(self.metric)
         return run.least(self.metric) if self.is_least else run.most(self.metric)
 
-    def is_beyond(self, run: Run) -> bool:
+    def passed(self, run: Run) -> int:
+        """How many edges the run went beyond: all, if a generation has no finite number."""
         if run.has_gaps(self.metric):
-            return True
-        return self.reading(run) < self.value if self.is_least else self.reading(run) > self.value
+            return len(self.edges)
+        reading = self.reading(run)
+        return sum(reading < edge if self.is_least else reading > edge for edge in self.edges)
 
 
-ERROR, SIZE = "token_mult_prob_error", "effective_sample_size"
-THRESHOLDS = (
-    *(Threshold("k3", value, "mean") for value in (1e-4, 1e-3, 1e-2, 1e-1)),
-    *(Threshold(ERROR, value, in_force=value == MAX_TOKEN_MULT_PROB_ERROR) for value in (1.02, 1.05, 1.1, 1.2, 1.5)),
-    *(
-        Threshold(SIZE, value, is_least=True, in_force=value == MIN_EFFECTIVE_SAMPLE_SIZE)
-        for value in (0.95, 0.9, 0.7, 0.5, 0.3)
-    ),
+K3, ERROR, SIZE = "k3", "token_mult_prob_error", "effective_sample_size"
+BANDS = (
+    Bands(K3, (1e-4, 1e-3, 1e-2, 1e-1), of="mean"),
+    Bands(K3, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1), warned=MAX_K3_KL),
+    Bands(ERROR, (1.02, 1.05, 1.2, 1.5, 10.0)),
+    Bands(SIZE, (0.95, 0.9, 0.7, 0.5, 0.3), is_least=True, warned=MIN_EFFECTIVE_SAMPLE_SIZE),
 )
 
 
@@ -67,7 +69,7 @@ def results(runs: Runs) -> dict:
             "arms": arms(runs),
             "over_bf16": over_bf16(runs),
             "corrections": corrections(runs),
-            "thresholds": [loss_beyond(threshold, runs) for threshold in THRESHOLDS],
+            "losses": [loss_by_band(bands, runs) for bands in BANDS],
         }
     )
 
@@ -161,28 +163,35 @@ def corrections(runs: Runs) -> dict[str, dict]:
 
 def losses(runs: Runs) -> list[tuple[Run, float]]:
     """Runs without correction, trained in BF16 on rollouts of other kinds, and the area that each lacks of the run on
-    BF16 rollouts with its task, pressure and seed. The full flow trains another forward, and is not among them.
+    BF16 rollouts with its task, pressure and seed; where that collapses there is nothing to lose. The full flow trains
+    another forward, and is not among them.
     """
     found = []
     for name in runs.by_arm:
         cell = runs.of(name)[0].cell
         if (cell.correction, cell.precision) == ("none", "bf16") and cell.rollouts not in ("bf16", "full_flow"):
             reference = arm(cell.task, "bf16", pressure=cell.pressure)
-            found += [(run, other.area - run.area) for run, other in runs.pairs(name, reference)]
+            found += [(run, bf16.area - run.area) for run, bf16 in runs.pairs(name, reference) if not bf16.collapsed]
     return found
 
 
-def loss_beyond(threshold: Threshold, runs: Runs) -> dict:
-    """Mean loss of area of runs beyond the threshold and within it, with intervals over seeds; None of no runs."""
-    sides = {True: {}, False: {}}
-    for run, loss in losses(runs):
-        sides[threshold.is_beyond(run)].setdefault(run.cell.seed, []).append(loss)
-    return vars(threshold) | {"beyond": side(sides[True]), "within": side(sides[False])}
+def loss_by_band(bands: Bands, runs: Runs) -> dict:
+    """Mean loss of area of the runs in each band, and within and beyond the edge that the package warns at."""
+    found = [(bands.passed(run), run.cell.seed, loss) for run, loss in losses(runs)]
 
+    def of(passed: Container[int]) -> dict | None:
+        by_seed = {}
+        for edges, seed, loss in found:
+            if edges in passed:
+                by_seed.setdefault(seed, []).append(loss)
+        mean = evidence.clustered_mean(by_seed)
+        return mean and vars(mean) | {"runs": sum(map(len, by_seed.values()))}
 
-def side(losses_by_seed: dict[int, list[float]]) -> dict | None:
-    found = evidence.clustered_mean(losses_by_seed)
-    return found and vars(found) | {"runs": sum(map(len, losses_by_seed.values()))}
+    made = vars(bands) | {"bands": [of((passed,)) for passed in range(len(bands.edges) + 1)]}
+    if bands.warned is not None:
+        first = bands.edges.index(bands.warned) + 1
+        made |= {"within": of(range(first)), "beyond": of(range(first, len(bands.edges) + 1))}
+    return made
 
 
 def shown(found: Estimate | None) -> dict | None:

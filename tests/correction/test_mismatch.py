@@ -206,9 +206,9 @@ def test_tallies_of_different_quantities_are_not_merged():
 
 
 HEALTHY = {
-    "correction/effective_sample_size": 0.31,
+    "correction/effective_sample_size": 0.71,
     "correction/sequence_effective_sample_size": 0.01,
-    "mismatch/token_mult_prob_error": 1.049,
+    "mismatch/k3_kl": 0.0099,
     "correction/fraction_masked_sequences": 0.19,
     "correction/all_rejected": 0.0,
 }
@@ -217,9 +217,9 @@ HEALTHY = {
 @pytest.mark.parametrize(
     "metric, value, level",
     [
-        ("correction/effective_sample_size", 0.29, "token"),
+        ("correction/effective_sample_size", 0.69, "token"),
         ("correction/sequence_effective_sample_size", 0.29, "sequence"),
-        ("mismatch/token_mult_prob_error", 1.051, "token"),
+        ("mismatch/k3_kl", 0.0101, "token"),
         ("correction/fraction_masked_sequences", 0.21, "token"),
         ("correction/all_rejected", 1.0, "token"),
     ],

@@ -102,7 +102,7 @@ def test_a_check_says_of_how_many_steps_it_is(steps, words, tmp_path):
     "changed, question",
     [
         ({"fp8/audited_tensors": 0}, "Did the engine get the weights?"),
-        ({"mismatch/token_mult_prob_error": 1.2}, "Is the mismatch small enough to correct?"),
+        ({"mismatch/k3_kl": 0.02}, "Is the mismatch small enough to correct?"),
         ({"fp8/kv_saturation_fraction": 0.01}, "Did the KV cache hold its values?"),
         ({"fp8/dead_blocks": 3.0}, "Are all weights alive?"),
         ({"fp8/sync_seconds": 8.0}, "Is the sync cheap?"),
