@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from itertools import combinations, islice
-from math import comb, exp, inf, log, nan
+from math import comb, exp, gamma, inf, log, nan, pi
 from random import Random
 from types import SimpleNamespace
 
@@ -38,7 +38,7 @@ def covered(draws=400):
 def test_an_interval_of_eight_normal_numbers_holds_their_mean_as_often_as_it_says(monkeypatch):
     """400 trials: a standard error of 0.011."""
     assert 0.925 < covered() < 0.975
-    monkeypatch.setattr(evidence, "_levels", lambda n: (0.025, 0.975))  # percentiles that are not expanded
+    monkeypatch.setattr(evidence, "_percentiles", lambda n, level: (0.025, 0.975))  # percentiles that are not expanded
     assert covered() < 0.92
 
 
@@ -47,6 +47,14 @@ def test_an_interval_is_that_of_student_where_the_bootstrap_has_many_values():
     found, half = evidence.mean(values), 2.262 * values.std(ddof=1) / 10**0.5
     assert found.value == pytest.approx(values.mean()) and found.n == 10
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.12 * half)
+
+
+@pytest.mark.parametrize("level", evidence.T)
+def test_the_quantiles_are_those_of_student(level):
+    for n, quantile in evidence.T[level].items():
+        t = np.linspace(0, quantile, 100_001)
+        density = gamma(n / 2) / gamma((n - 1) / 2) / (pi * (n - 1)) ** 0.5 * (1 + t**2 / (n - 1)) ** (-n / 2)
+        assert 1 - 2 * np.trapezoid(density, t) == pytest.approx(level, rel=2e-3)
 
 
 def test_four_values_have_no_interval_and_none_no_mean():
@@ -316,8 +324,8 @@ def test_arms_are_compared_with_bf16_rollouts_and_corrections_with_others_on_the
     }
     corrected = results["corrections"]
     assert set(corrected) == {arm("addition", "bf16", "tis"), tis, mis}
-    assert corrected[tis]["over_tis"] is None and corrected[tis]["over_none"]["value"] == pytest.approx(0.05)
-    assert corrected[mis]["over_tis"]["value"] == pytest.approx(-0.07)
+    assert {other: found["value"] for other, found in corrected[tis]["over"].items()} == {"none": pytest.approx(0.05)}
+    assert corrected[mis]["over"]["tis"]["value"] == pytest.approx(-0.07)
     assert corrected[mis]["fraction_masked"]["value"] == pytest.approx(0.1)
 
 

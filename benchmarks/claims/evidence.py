@@ -13,12 +13,16 @@ from ..record import T_95
 
 RESAMPLES = 10_000
 FEWEST = 5  # units that have an interval: no resample of fewer is as far from their mean as Student's t
-COVERAGE = 0.95
+LEVEL = 0.05  # of intervals: one in twenty does not hold what it is of
+# Two-sided quantiles of Student's t for the mean of n runs
+T = {LEVEL: T_95}
+T[LEVEL / 2] = {5: 3.495, 6: 3.163, 7: 2.969, 8: 2.841, 9: 2.752, 10: 2.685}
+T[LEVEL / 2] |= {11: 2.634, 12: 2.593, 13: 2.560, 14: 2.533, 15: 2.510, 16: 2.490}
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean or share of `n` units, and the ends of its 95 % interval: None of less than `FEWEST`."""
+    """A mean or share of `n` units, and the ends of its interval: None of less than `FEWEST`."""
 
     value: float
     low: float | None
@@ -30,12 +34,12 @@ class Estimate:
         return Estimate(*(None if x is None else function(x) for x in (self.value, self.low, self.high)), self.n)
 
 
-def mean(values: Iterable[float]) -> Estimate | None:
+def mean(values: Iterable[float], level: float = LEVEL) -> Estimate | None:
     """Of values that are independent of each other; None of none."""
-    return clustered_mean({index: [value] for index, value in enumerate(values)})
+    return clustered_mean({index: [value] for index, value in enumerate(values)}, level)
 
 
-def clustered_mean(groups: Mapping[object, Sequence[float]]) -> Estimate | None:
+def clustered_mean(groups: Mapping[object, Sequence[float]], level: float = LEVEL) -> Estimate | None:
     """Mean of all values, groups resampled as wholes: values of a group (a seed) are not independent. `n` groups."""
     n = len(groups)
     if n == 0:
@@ -46,7 +50,7 @@ def clustered_mean(groups: Mapping[object, Sequence[float]]) -> Estimate | None:
     if n < FEWEST:
         return Estimate(value, None, None, n)
     drawn = _drawn(n)
-    low, high = np.quantile(drawn @ sums / (drawn @ counts), _levels(n))
+    low, high = np.quantile(drawn @ sums / (drawn @ counts), _percentiles(n, level))
     return Estimate(value, float(low), float(high), n)
 
 
@@ -56,12 +60,12 @@ def _drawn(n: int) -> np.ndarray:
     return np.random.default_rng(0).multinomial(n, [1 / n] * n, size=RESAMPLES)
 
 
-def _levels(n: int) -> tuple[float, float]:
-    """Percentiles that give the interval of n normal values Student's width, where those at alpha / 2 are too narrow:
+def _percentiles(n: int, level: float) -> tuple[float, float]:
+    """Those that give the interval of n normal values Student's width, where those at level / 2 are too narrow:
     a resample's variance lacks the factor n / (n - 1), and its quantiles are the normal distribution's.
     """
-    level = NormalDist().cdf(-((n / (n - 1)) ** 0.5) * T_95[n])
-    return level, 1 - level
+    low = NormalDist().cdf(-((n / (n - 1)) ** 0.5) * T[level][n])
+    return low, 1 - low
 
 
 def sign_flip(differences: Sequence[float]) -> float:
@@ -82,13 +86,13 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def share(count: int, n: int) -> Estimate:
+def share(count: int, n: int, level: float = LEVEL) -> Estimate:
     """`count` of n, with the exact interval of Clopper and Pearson."""
 
     def above(p: float, least: int) -> float:
         return sum(comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(least, n + 1))
 
-    tail = (1 - COVERAGE) / 2
+    tail = level / 2
     low = _root(lambda p: above(p, count) - tail) if count else 0.0
     high = _root(lambda p: above(p, count + 1) - 1 + tail) if count < n else 1.0
     return Estimate(count / n, low, high, n)

@@ -63,10 +63,6 @@ class Run:
     def log_k3(self) -> float:
         return log(max(self.k3, SMALLEST_K3)) if isfinite(self.k3) else nan
 
-    @property
-    def token_mult_prob_error(self) -> float:
-        return self.mean("token_mult_prob_error")
-
     def has_gaps(self, name: str) -> bool:
         """Whether a generation has no finite number, as where rollouts and policy have nothing in common any more."""
         return len(self._finite(name)) < len(self.curves.get(name, ()))

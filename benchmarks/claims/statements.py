@@ -9,6 +9,7 @@ from .runs import Runs
 
 
 HOLDS, EXCLUDED, OPEN, NOT_RUN = "holds", "excluded", "open", "not run"
+LEVEL = evidence.LEVEL / 2  # of tests and intervals: the claims were judged twice, the second time with more seeds
 MARGIN = 0.03  # of accuracy, the loss that one source reports
 RATIO_MARGIN = 1.05  # of a k3
 
@@ -64,7 +65,7 @@ class Comparison:
         return HOLDS if holds else EXCLUDED if excluded else OPEN
 
     def judged(self, runs: Runs) -> dict:
-        found = evidence.mean(self.differences(runs))
+        found = evidence.mean(self.differences(runs), LEVEL)
         shown = found and (found.mapped(exp) if self.is_ratio else found)
         return vars(self) | {"state": self.state(found)} | (vars(shown) if shown else {"n": 0})
 
@@ -92,7 +93,7 @@ class Collapses:
         elif 2 * fell >= n and not other:
             state = HOLDS
         else:
-            state = EXCLUDED if other or evidence.share(fell, n).high < 0.5 else OPEN
+            state = EXCLUDED if other or evidence.share(fell, n, LEVEL).high < 0.5 else OPEN
         return vars(self) | {"metric": "collapses", "state": state, "collapses": [fell, other], "n": n}
 
 

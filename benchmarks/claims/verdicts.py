@@ -15,10 +15,9 @@ from .. import record
 from . import evidence
 from .evidence import Estimate
 from .runs import Run, Runs
-from .statements import CLAIMS, EXCLUDED, HOLDS, NOT_RUN, OPEN, Claim, arm
+from .statements import CLAIMS, EXCLUDED, HOLDS, LEVEL, NOT_RUN, OPEN, Claim, arm
 
 
-LEVEL = 0.05 / 2  # of all claims, which were judged twice: with eight seeds each, and with sixteen of some
 SUPPORTED, NOT_SUPPORTED, NOT_DECIDED = "supported", "not supported", "not decided at this scale"
 DIGITS = 5
 
@@ -150,28 +149,30 @@ def corrections(runs: Runs) -> dict[str, dict]:
     found = {}
     for name in runs.by_arm:
         cell = runs.of(name)[0].cell
+        if cell.correction == "none":
+            continue
         over = {}
-        for other in ("none", "tis"):
+        for other in {"none", "tis"} - {cell.correction}:
             reference = arm(cell.task, cell.rollouts, other, cell.precision, cell.pressure)
-            differences = [] if name == reference else runs.differences("area", name, reference)
-            over[f"over_{other}"] = shown(evidence.mean(differences))
-        if cell.correction != "none" and over["over_none"]:
+            over[other] = shown(evidence.mean(runs.differences("area", name, reference)))
+        if over["none"]:
             masked = filter(isfinite, (run.mean("fraction_masked") for run in runs.of(name)))
-            found[name] = over | {"fraction_masked": shown(evidence.mean(masked))}
+            found[name] = {"over": over, "fraction_masked": shown(evidence.mean(masked))}
     return found
 
 
 def losses(runs: Runs) -> list[tuple[Run, float]]:
     """Runs without correction, trained in BF16 on rollouts of other kinds, and the area that each lacks of the run on
-    BF16 rollouts with its task, pressure and seed; where that collapses there is nothing to lose. The full flow trains
-    another forward, and is not among them.
+    BF16 rollouts with its task, pressure and seed. Where half of those collapse there is nothing to lose. The full
+    flow trains another forward, and is not among them.
     """
     found = []
     for name in runs.by_arm:
         cell = runs.of(name)[0].cell
         if (cell.correction, cell.precision) == ("none", "bf16") and cell.rollouts not in ("bf16", "full_flow"):
-            reference = arm(cell.task, "bf16", pressure=cell.pressure)
-            found += [(run, bf16.area - run.area) for run, bf16 in runs.pairs(name, reference) if not bf16.collapsed]
+            pairs = runs.pairs(name, arm(cell.task, "bf16", pressure=cell.pressure))
+            if 2 * sum(bf16.collapsed for _, bf16 in pairs) < len(pairs):
+                found += [(run, bf16.area - run.area) for run, bf16 in pairs]
     return found
 
 
