@@ -152,7 +152,7 @@ def corrections(runs: Runs) -> dict[str, dict]:
         if cell.correction == "none":
             continue
         over = {}
-        for other in {"none", "tis"} - {cell.correction}:
+        for other in ("none", "tis") if cell.correction != "tis" else ("none",):
             reference = arm(cell.task, cell.rollouts, other, cell.precision, cell.pressure)
             over[other] = shown(evidence.mean(runs.differences("area", name, reference)))
         if over["none"]:
