@@ -1,4 +1,4 @@
-"""When a mismatch or correction metric has left the range in which others trained stably, and what to try then.
+"""When a mismatch or correction metric is beyond what runs have borne without a loss, and what to try then.
 
 The text is what a user can change. Saying it once per run is the caller's business.
 """

@@ -54,7 +54,7 @@ def _healthy(run: Run) -> Iterator[Check]:
         warnings = health_warnings(found, correction.get("level"), correction.get("monitor_only", False))
         steps = min(LAST, max(len(_logged(run, key)) for key in found))
         over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
-        fine = f"{over} all its metrics are in the range in which others trained stably."
+        fine = f"{over} all its metrics are within the thresholds of the warnings."
         yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
 
 
