@@ -17,7 +17,7 @@ from .adapters import slots_of
 from .auditable import require_auditable
 from .kernels import VLLMKernels
 from .kv_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
-from .layout import engine_layout
+from .layout import constants_layout, engine_layout
 from .numerics import engine_numerics
 from .platforms import Platform
 
@@ -35,6 +35,7 @@ class ColocatedEngine:
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         self.layout = engine_layout(self.model, recipe.linears, buffers)
+        self.constants = constants_layout(self.model, self.layout)
         found = slots_of(self.model, recipe.linears)
         self.slots = {recipe.linears[name]: slot for name, slot in found.items()}  # by the policy's names
         adapters = {f"{name}.{which}.weight" for name in found for which in (A, B)}

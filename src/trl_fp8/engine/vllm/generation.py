@@ -146,11 +146,14 @@ class FP8VLLMGeneration(VLLMGeneration):
         # What is gathered, or merged, lasts until the next tensor is asked for
         dealt = self._dist.is_zero3 or self._dist.is_fsdp
         options = {"at_once": dealt or (is_peft_model(self.model) and not self.base), "replicas": self.replicas}
-        frozen, tensors = self._frozen(dealt) if self.base else (), self._sent_tensors
+        base, constants = self._frozen(dealt) if self.base else (), self._constants()
+        frozen, tensors = (*base, constants), self._sent_tensors
         self.delivery = Delivery(self.engine, self.model, self.recipe, tensors, frozen=frozen, **options)
+        if not self.enable_sleep_mode:  # else the first sync does, once it has woken the engine
+            self.delivery.send(constants)
         if self.base:
             self._wake_weights()
-            self.delivery.send(frozen[0])
+            self.delivery.send(base[0])
             self.base.share(self.engine.kernels.codes)
         logger.info(f"engine: {self.numerics}")
 
@@ -165,6 +168,20 @@ class FP8VLLMGeneration(VLLMGeneration):
 
         base_part = Part(layout.part(base), lambda: closing(self.base.tensors()), at_once=True)
         return base_part, Part(layout.part(kept), kept_tensors, at_once=dealt)
+
+    def _constants(self) -> Part:
+        """The engine's constants, which are written again, as they were found, only after they changed.
+
+        The copies are on the host: what wrote to the engine's memory by mistake does not reach them.
+        """
+        layout, kept = self.engine.constants, {}
+
+        def as_found() -> AbstractContextManager[Iterator[Named]]:
+            if not kept:
+                kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
+            return nullcontext((name, tensor.to(self.accelerator.device)) for name, tensor in kept.items())
+
+        return Part(layout, as_found)
 
     def _parameters(self) -> Iterator[Named]:
         """The policy's parameters by checkpoint name, without adapters and copies of modules that are not active."""

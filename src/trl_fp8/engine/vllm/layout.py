@@ -19,6 +19,7 @@ from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText0
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
+from trl_fp8.quantization.kv_scales import QKV
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.adapters import A, B
@@ -29,6 +30,7 @@ from .cpu.experts import ReferenceUnquantizedExperts
 
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
 Shard = tuple[str, Span | Joined | None, Span | None, int]
+SCALES = tuple(f"_{which}_scale" for which in QKV)  # of vLLM's attention modules
 SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
 ADAPTERS = {A: "lora_a", B: "lora_b"}  # layers of a linear with room for adapters, see adapters.py
 
@@ -64,6 +66,22 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
             "Remove moe_backend and attention_backend from vllm_engine_kwargs, or choose another model."
         )
     return Layout(pieces)
+
+
+def constants_layout(model: nn.Module, sent: Layout) -> Layout:
+    """Layout of the buffers of an engine's model that no policy has, by the engine's names: tables of rotary angles,
+    normalizers of embeddings, maps of experts. vLLM makes them at its start and only reads them.
+
+    `sent` is the model's `engine_layout`. Scales of k, v and q are left out: `verify_kv_scales` compares those that an
+    FP8 KV cache uses, and nothing reads the others.
+    """
+    written = {(id(piece.module), piece.attribute) for piece in sent.pieces.values()}
+    return Layout(
+        Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
+        for prefix, module in model.named_modules()
+        for attribute, buffer in module.named_buffers(recurse=False)
+        if (id(module), attribute) not in written and attribute not in SCALES
+    )
 
 
 def _why_packed(module: nn.Module) -> str | None:
