@@ -85,8 +85,7 @@ def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tm
     evaluation = [*SYNCED, "sleep 1", *AS_BEFORE, "sleep 1"]  # two batches of 4 completions
     last_step = [*AS_BEFORE, "sleep 2"]  # the weights that were evaluated
     assert events == [
-        "sleep 2",
-        *step,
+        *("sleep 2", "wake weights", "write", *step[1:]),  # first of all the constants of vLLM's own
         *step,
         *evaluation,
         *last_step,
@@ -108,7 +107,7 @@ def test_weights_that_the_trainer_computes_with_stay_awake(events, checkpoint, t
     evaluation = ["write", *used, *used]
     assert events == [
         *("sleep 2", "wake weights"),  # nothing was sent yet
-        *("write", *used, *second_step, *evaluation),
+        *("write", "write", *used, *second_step, *evaluation),  # first of all the constants of vLLM's own
         *(*used, *second_step, *evaluation),  # the weights that were evaluated
     ]
     mismatch = [column(trainer, f"{kind}mismatch/logp_difference_mean") for kind in ("", "eval_")]
@@ -132,7 +131,7 @@ def test_a_shared_base_stays_awake(events, checkpoint, tmp_path):
     step = evaluation = ["write", *used]
     assert events == [
         *started,
-        *("write", *evaluation, *used),  # what else nobody trains, before the first adapters; two batches
+        *("write", "write", *evaluation, *used),  # constants, and what else nobody trains; two batches
         *(*step, *step, *evaluation, *used),
         *(*used, *evaluation, *used),  # first with the adapters that were evaluated
     ]
@@ -157,7 +156,7 @@ def test_turns_of_a_conversation_share_one_sync(events, checkpoint, tmp_path):
     trainer = FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, args, dataset(), rollout_func=two_turns)
     trainer.train()
     step = [*SYNCED, "sleep 1", *AS_BEFORE, "sleep 1"]
-    assert events == ["sleep 2", *step, *step]
+    assert events == ["sleep 2", "wake weights", "write", *step[1:], *step]
     engines.shutdown(trainer.vllm_generation.llm)
 
 

@@ -54,6 +54,7 @@ class Part:
     layout: Layout
     tensors: Tensors  # of the policy, all that `layout` has but buffers
     at_once: bool = False  # as for `Writer`
+    survives_sleep: bool = False  # the engine brings it back itself when it wakes
     seal: Seal | None = None  # of what the engine holds; None unless that is the policy's
     fp8_weights: int = 0
     weight_relative_error: float = 0.0  # as in `SyncReport`; of the last write
@@ -116,7 +117,7 @@ class Delivery:
         start = time.perf_counter()
         if self._engine.wake():
             for part in self._parts:
-                part.seal = None
+                part.seal = part.seal if part.survives_sleep else None
         due = [part for part in self._frozen if part.seal is None]
         writing = sum(self.send(part) for part in due)  # first: a policy that shares its base calibrates with it
         awake = time.perf_counter()

@@ -172,7 +172,8 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _constants(self) -> Part:
         """The engine's constants, which are written again, as they were found, only after they changed.
 
-        The copies are on the host: what wrote to the engine's memory by mistake does not reach them.
+        The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM saves buffers
+        itself before it sleeps and restores them when it wakes.
         """
         layout, kept = self.engine.constants, {}
 
@@ -181,7 +182,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                 kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
             return nullcontext((name, tensor.to(self.accelerator.device)) for name, tensor in kept.items())
 
-        return Part(layout, as_found)
+        return Part(layout, as_found, survives_sleep=True)
 
     def _parameters(self) -> Iterator[Named]:
         """The policy's parameters by checkpoint name, without adapters and copies of modules that are not active."""
