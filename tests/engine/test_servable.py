@@ -41,6 +41,8 @@ from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_class
 
 
+# Mixtures of experts whose class of vLLM asks no config for an activation: it computes SiLU
+ROUTED = ("mixtral", "olmoe", "qwen3_moe")
 # model type -> what goes wrong without the refusal
 REFUSED = {
     "axk1": "under names",
@@ -48,16 +50,31 @@ REFUSED = {
     "falcon": "other bytes",
     "falcon_h1": "packed_modules_mapping",
     "gemma3n_text": "under names",
+    "glm_moe_dsa": "Sparse Attention",
     "gpt2": "under names",
     "gpt_neox": "under names",
+    "hy_v4": "sparse attention",
     "hrm_text": "packed_modules_mapping",
     "jamba": "under names",
     "laguna": "under names",
+    "lfm2": "block_dim",
     "lfm2_moe": "packed_modules_mapping",
     "llama4_text": "in another form",
     "minicpm3": "under names",
     "nemotron_h": "packed_modules_mapping",
+    "olmo_hybrid": "set_allocator",
 }
+WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+# model type, what its config says, what goes wrong without the refusal
+SETTINGS = [
+    *[(kind, {"hidden_act": "relu"}, "Unsupported activation") for kind in servable._SILU if kind not in ROUTED],
+    ("apertus", {"hidden_act": "silu"}, "Unsupported activation"),
+    ("arcee", {"hidden_act": "silu"}, "Unsupported activation"),
+    ("gemma", {"hidden_activation": "silu"}, "is not supported for Gemma"),
+    ("gemma2", {"hidden_activation": "gelu"}, "Gemma2 uses `gelu_pytorch_tanh`"),
+    ("gemma3_text", {"hidden_activation": "relu"}, "'relu' is not supported"),
+    *[(kind, WINDOWS, "Sliding window for some but all layers") for kind in servable._WINDOWED_ALIKE],
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +108,8 @@ def built(policy, folder):
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
     arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
-    config = EngineArgs(**arguments).create_engine_config()
+    with own_configs():
+        config = EngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), classes_derived(recipe):
         return recipe, initialize_model(vllm_config=config, model_config=config.model_config), config
 
@@ -171,6 +189,27 @@ def test_what_is_refused_would_not_arrive(model_type, tmp_path):
     assert REFUSED[model_type] in f"{type(later.value).__name__}: {later.value}"
 
 
+@pytest.mark.parametrize(
+    "model_type, said, wrong", SETTINGS, ids=[f"{kind}-{' '.join(said)}" for kind, said, _ in SETTINGS]
+)
+def test_what_a_config_says_is_refused_where_vllms_class_would(model_type, said, wrong, tmp_path):
+    policy = other_models.policy(model_type, **said)
+    with pytest.raises(ValueError, match="its config (has the activation|gives some layers)"):
+        servable.require_servable(outline_of(policy), engine_class)
+    with pytest.raises(Exception) as later:
+        built(policy, tmp_path)
+    assert wrong in str(later.value)
+
+
+@pytest.mark.parametrize("model_type", ROUTED)
+def test_experts_that_would_compute_another_activation_are_refused(model_type, tmp_path):
+    policy = other_models.policy(model_type, hidden_act="relu")
+    with pytest.raises(ValueError, match="activation 'relu', and vLLM's class computes silu"):
+        servable.require_servable(outline_of(policy), engine_class)
+    _, engine, _ = built(policy, tmp_path)
+    assert {module.activation.value for module in engine.modules() if isinstance(module, RoutedExperts)} == {"silu"}
+
+
 @pytest.mark.parametrize("model_type", [*ARCHITECTURES, *WRAPPERS])
 def test_a_plan_from_a_config_need_not_ask_vllm(model_type):
     config = {"model_type": model_type, "text_config": {"hidden_size": 4096}}
@@ -203,7 +242,8 @@ def test_experts_are_called_what_vllms_loader_calls_them(family):
 
 
 def test_every_listed_model_type_is_tried():
-    untested = {"deepseek_v4"}  # vLLM 0.31 cannot read the config that transformers 5.17 writes
+    # vLLM 0.31 cannot read the config that transformers 5.17 writes; it renames transformers' class of DeepSeek-V3
+    untested = {"deepseek_v4", "deepseek_v32"}
     assert set(servable._MODEL_TYPES) - untested <= set(REFUSED)
 
 

@@ -29,3 +29,14 @@ def test_an_engine_that_turns_short_sequences_by_long_factors_is_refused():
         ):
             require_same_positions(model, longest)
     require_same_positions(outline_of(tiny_models.on_meta("phi3")), None)
+
+
+def test_sequences_longer_than_the_models_positions_are_refused_before_an_engine_is():
+    outline = outline_of(tiny_models.on_meta(max_position_embeddings=128))
+    require_same_positions(outline, 128)
+    with pytest.raises(ValueError, match="vllm_max_model_length=129, .* max_position_embeddings=128.*=128 or less"):
+        require_same_positions(outline, 129)
+    stretched = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+    require_same_positions(
+        outline_of(tiny_models.on_meta(max_position_embeddings=128, rope_parameters=stretched)), 512
+    )

@@ -53,6 +53,19 @@ def longrope_tokens(config: Config) -> int:
     return _checked(key, config.get(key) or rope.get(key) or 4096, key, 0)
 
 
+def is_stretched(config: Config) -> bool:
+    """Whether rotary angles are scaled, so that sequences may be longer than `max_position_embeddings`."""
+    rope = mapping(config, "rope_parameters") or mapping(config, "rope_scaling")
+    kinds = [part.get("rope_type", part.get("type")) for part in (rope, *rope.values()) if isinstance(part, Mapping)]
+    return any(kind not in (None, "default") for kind in kinds)
+
+
+def activation(config: Config) -> str:
+    """Name of the function inside an MLP; empty if the config does not say."""
+    found = config.get("hidden_activation") or config.get("hidden_act")  # Gemma's classes read the former first
+    return found if isinstance(found, str) else ""
+
+
 def mapping(config: Config, key: str) -> Config:
     """A field that is an object of JSON; empty where it is null or not there."""
     value = config.get(key)

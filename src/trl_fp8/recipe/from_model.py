@@ -9,7 +9,7 @@ from accelerate.utils import is_peft_model
 from torch import nn
 
 from .caches import LayerCache, layer_caches
-from .fields import longrope_tokens
+from .fields import activation, is_stretched, longrope_tokens
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape
 from .outline import Outline
 
@@ -17,6 +17,7 @@ from .outline import Outline
 def outline_of(model: nn.Module) -> Outline:
     """Names and shapes of a causal LM."""
     text = model.config.get_text_config()
+    fields = text.to_dict()
     class_name = type(model.get_base_model() if is_peft_model(model) else model).__name__
     kv_heads, head_dim = _heads(text)
     named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
@@ -38,7 +39,9 @@ def outline_of(model: nn.Module) -> Outline:
         experts=experts,
         experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
         context=getattr(text, "max_position_embeddings", None) or 0,
-        turned_alike=longrope_tokens(text.to_dict()),
+        turned_alike=longrope_tokens(fields),
+        is_stretched=is_stretched(fields),
+        activation=activation(fields),
         stored_as=_stored_as(model.config),
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from .architectures import ARCHITECTURES, WRAPPERS, Architecture, Rows, Wrapper
 from .caches import LayerCache, kv_layers, layer_caches
-from .fields import Config, completed, longrope_tokens, mapping, text, texts, truth, wrong
+from .fields import Config, activation, completed, is_stretched, longrope_tokens, mapping, text, texts, truth, wrong
 
 
 _LINEAR = re.compile(r"(proj(_\w+)?|\.shared_expert_gate)\.weight$")
@@ -39,6 +39,8 @@ class Outline:
     experts_per_token: int = 0  # that a router chooses; 0: dense
     context: int = 0  # tokens of the longest sequence that the config promises; 0: it does not say
     turned_alike: int = 0  # tokens of a sequence beyond which other factors turn its q and k (longrope); 0: any
+    is_stretched: bool = False  # rotary angles are scaled for sequences longer than `context`
+    activation: str = ""  # inside an MLP; empty: the config does not say
     stored_as: str = ""  # quantization method of the checkpoint itself, e.g. "fp8"; empty: none
     is_text_only: bool = False  # a vision tower, which the model has, is not in `parameters`
 
@@ -93,6 +95,8 @@ def outline_of_config(config: Any, name: str) -> Outline | None:
         experts_per_token=fields["num_experts_per_tok"] or 0 if experts else 0,
         context=fields["max_position_embeddings"],
         turned_alike=longrope_tokens(own),
+        is_stretched=is_stretched(own),
+        activation=activation(own),
         stored_as=text(quantization, "quant_method", None, "quantization_config.") if quantization else "",
         is_text_only=wrapper is not None,
     )

@@ -27,15 +27,36 @@ _GIVEN_AWAY = {
         "its checkpoint has q, k, v as one tensor, whose rows vLLM may rearrange, so that they cannot be read back"
     ),
 }
+_SPARSE = "its attention is sparse (an indexer chooses keys), and what vLLM's class keeps for it was never read back"
 _MODEL_TYPES = {
     "axk1": "vLLM holds its norms behind experts under another name",
     "deepseek_v4": "its attention is compressed and sparse, and vLLM's class has other names for most tensors",
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa", "hy_v4"), _SPARSE),
     "gemma3n_text": "vLLM's class of the text model computes without its per-layer embeddings: it is another model",
     "hrm_text": "vLLM's class does not say which projections it fuses (no packed_modules_mapping)",
     "laguna": "vLLM loads no correction bias of its routers",
+    "lfm2": "vLLM's class reads block_dim, which transformers' config does not have",
     "llama4_text": "vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back",
     "minicpm3": "vLLM's class quantizes q_a_proj, which it gives no name, whatever is asked of it",
+    "olmo_hybrid": "what vLLM's class makes of its layers of linear attention was never read back",
 }
+# Model types -> the activations that vLLM's class computes: it refuses others, or computes SiLU in their place
+_SILU = (
+    *("afmoe", "cwm", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "glm4", "glm4_moe"),
+    *("glm4_moe_lite", "granite", "granite_swa", "hy_v3", "hyperclovax", "llama", "ministral3", "mistral", "mixtral"),
+    *("olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_next", "seed_oss"),
+)
+_GELU = ("gelu", "gelu_pytorch_tanh")
+_ACTIVATIONS = {
+    **dict.fromkeys(_SILU, ("silu",)),
+    "apertus": ("xielu",),
+    "arcee": ("relu2",),
+    "gemma": _GELU,
+    "gemma2": ("gelu_pytorch_tanh",),
+    "gemma3_text": ("silu", *_GELU),
+}
+# Model types whose class of vLLM gives all layers one sliding window, or none
+_WINDOWED_ALIKE = ("qwen2", "qwen3")
 # Types of whole configs, whose tiny policies went through a whole run (testing/matrix)
 TRAINED = (
     *("afmoe", "apertus", "arcee", "cohere", "cohere2", "cohere2_moe", "cwm", "deepseek_v2", "deepseek_v3"),
@@ -70,10 +91,17 @@ def unservable(model_type: str, reason: str) -> str:
 
 
 def require_same_positions(outline: Outline, longest: int | None) -> None:
-    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy.
+    """Raise `ValueError` if the engine would turn q and k of some sequences otherwise than the policy, or if sequences
+    may be longer than the model's own positions.
 
     `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
     """
+    if longest and outline.context and longest > outline.context and not outline.is_stretched:
+        raise ValueError(
+            f"vllm_max_model_length={longest}, but the config of {outline.name} has "
+            f"max_position_embeddings={outline.context}: vLLM serves no longer sequences. Set "
+            f"vllm_max_model_length={outline.context} or less."
+        )
     short = outline.turned_alike
     if short and (longest or outline.context) > short:
         raise ValueError(
@@ -99,6 +127,16 @@ def why_not_servable(outline: Outline, resolve: Resolve | None = None) -> str | 
             return f"{reason} ({name})"
     if outline.model_type in _MODEL_TYPES:
         return _MODEL_TYPES[outline.model_type]
+    allowed = _ACTIVATIONS.get(outline.model_type, ())
+    if allowed and outline.activation and outline.activation not in allowed:
+        return (
+            f"its config has the activation {outline.activation!r}, and vLLM's class computes {' or '.join(allowed)}"
+        )
+    if outline.model_type in _WINDOWED_ALIKE and len({cache.window for cache in outline.caches}) > 1:
+        return (
+            "its config gives some layers a sliding window (use_sliding_window=True with max_window_layers below "
+            "num_hidden_layers), and vLLM's class gives one to all or none"
+        )
     if not outline.head_dim:
         return "its layers have no attention, or attention heads of several sizes, and the KV cache is planned for one"
     return None

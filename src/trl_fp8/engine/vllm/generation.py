@@ -172,8 +172,8 @@ class FP8VLLMGeneration(VLLMGeneration):
     def _constants(self) -> Part:
         """The engine's constants, which are written again, as they were found, only after they changed.
 
-        The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM saves buffers
-        itself before it sleeps and restores them when it wakes.
+        The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM itself saves
+        buffers before it sleeps and restores them when it wakes.
         """
         layout, kept = self.engine.constants, {}
 
