@@ -215,9 +215,16 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
         ({"rollout_correction": '{"levels": 1}'}, ["['levels']", "batch_normalize"]),
         ({"rollout_correction": '{"bound_max": 0.5}'}, ["bound_max=0.5", "at least 1"]),
         ({"rollout_correction": '{"reject": ["geometric_ratio"]}'}, ["'geometric_ratio' is not a rejection rule"]),
+        *(
+            (
+                {"rollout_correction": "nemo_icepop", f"vllm_importance_sampling_{name}": value},
+                [f"rollout_correction='nemo_icepop' and vllm_importance_sampling_{name}={value!r} both", "Remove one"],
+            )
+            for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5, "cap": 2.5}.items()
+        ),
         (
-            {"rollout_correction": "nemo_icepop", "vllm_importance_sampling_mode": "token_mask"},
-            ["rollout_correction='nemo_icepop'", "both choose", "Remove one"],
+            {"rollout_correction": "nemo_icepop", "vllm_importance_sampling_clip_max": None},
+            ["vllm_importance_sampling_clip_max=None both choose", '"bound_max"'],
         ),
         (
             {"rollout_correction": "monitor", "vllm_importance_sampling_correction": False},
