@@ -12,6 +12,7 @@ from testing.runs import arguments, rows, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
 from trl_fp8.correction import apply, health, importance, log_ratio, mismatch
 from trl_fp8.correction.apply import apply_correction, batch_log_ratio
+from trl_fp8.correction.metric import values_of
 from trl_fp8.correction.presets import PRESETS, correction_from
 from trl_fp8.correction.rejection import Rejection
 from trl_fp8.correction.sample import BINS
@@ -136,10 +137,10 @@ def loss_of(trainer, batch):
     return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 
-def corrected(trainer, batch, correction, **options):
+def corrected(trainer, batch, correction):
     batch = dict(batch)
-    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator, **options)
-    return batch, metrics
+    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator)
+    return batch, values_of(metrics)
 
 
 @pytest.mark.engine
