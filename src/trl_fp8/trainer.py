@@ -191,7 +191,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
     @property
     def logged(self) -> dict[str, list]:
-        """By metric, what came since the last log, of training or of evaluation: TRL's numbers, a `Metric` of features."""
+        """What came since the last log of training or of evaluation: TRL's numbers, and a `Metric` of features."""
         return self._metrics["train" if self.model.training else "eval"]
 
     def _add(self, feature: AnyFeature) -> AnyFeature:

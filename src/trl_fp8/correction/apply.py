@@ -2,8 +2,8 @@
 
 TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few:
 
-    importance_sampling_ratio   the correction's weights, also where they are one of TRL's modes: those are TRL's bit for
-                                bit while all log-probs are finite, and TRL gives a token with an infinite one the bound
+    importance_sampling_ratio   the correction's weights. Those of TRL's modes are TRL's bit for bit while all
+                                log-probs are finite; a token with an infinite one gets the bound from TRL, 1 here
     tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
     num_items_in_batch          likewise, over all ranks
     old_per_token_logps         with bypass: the rollout's log-probs
@@ -37,7 +37,8 @@ def apply_correction(
 ) -> dict[str, Metric]:
     """Correct `batch` in place and return `mismatch/*` and `correction/*`, over all ranks and before rejection.
 
-    Every rank must call this: one gather, one host synchronization. An engine that returns only NaN is a `RuntimeError`.
+    Every rank must call this: one gather, one host synchronization. Raises `RuntimeError` if the engine returned
+    nothing but NaN.
     """
     corrected = correct(ratio, correction, lambda sums: accelerator.reduce(sums, "sum"), measured_kl=None)
     batch["importance_sampling_ratio"] = corrected.loss_weights

@@ -1,8 +1,8 @@
 """A metric that can be merged with the same metric of another batch.
 
-A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of few
-tokens as much say as one of many. So a metric keeps the numbers that it is computed from (its parts), two metrics merge
-part by part, and only what is logged is computed:
+A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
+few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts. Two metrics
+merge part by part, and the value is computed when it is logged:
 
     mean    (total, count)   parts are added          value = total / count
     highest (value,)         the larger one

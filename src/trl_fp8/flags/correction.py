@@ -56,7 +56,9 @@ class CorrectionFlags:
         """`rollout_correction` has level and bounds of its own: those of TRL's modes would be ignored beside it."""
         unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
         values = {f"vllm_importance_sampling_{name}": value for name, value in unset.items()}
-        if given := [f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none]:
+        if given := [
+            f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none
+        ]:
             raise ValueError(
                 f"rollout_correction={self.rollout_correction!r} and {', '.join(given)} both choose the correction. "
                 "Remove one of them; a rollout_correction with other bounds has them among its fields: "

@@ -93,8 +93,8 @@ class EngineFlags:
         if others := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
             raise ValueError(
                 f"{', '.join(others)} with use_vllm={self.use_vllm}: rollouts come from vLLM, which has continuous "
-                "batching of its own, and transformers' would be ignored. Remove it, or take rollouts from transformers "
-                "(fp8_weights=False, kv_cache_dtype='auto', use_vllm=False)."
+                "batching of its own, and transformers' would be ignored. Remove it, or take rollouts from "
+                "transformers (fp8_weights=False, kv_cache_dtype='auto', use_vllm=False)."
             )
         if self.vllm_model_impl == "transformers":
             raise ValueError(
