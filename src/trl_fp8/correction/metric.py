@@ -7,7 +7,6 @@ merge part by part, and the value is computed when it is logged:
     mean    (total, count)   parts are added          value = total / count
     highest (value,)         the larger one
     lowest  (value,)         the smaller one
-    latest  (value,)         the later one            a state that holds until it changes
 
 Everything here is on the host and of all ranks already.
 """
@@ -25,12 +24,12 @@ class Metric:
     """One metric of one or more batches."""
 
     parts: tuple[float, ...]
-    merge: Callable[[float, float], float]  # of a part of the earlier and the later batch
+    merge: Callable[[float, float], float]  # of the same part of two batches
     formula: Callable[..., float]  # of the parts; NaN if nothing was measured
 
-    def __or__(self, later: Metric) -> Metric:
-        """The metric of both."""
-        return Metric(tuple(map(self.merge, self.parts, later.parts)), self.merge, self.formula)
+    def __or__(self, other: Metric) -> Metric:
+        """The metric of both batches."""
+        return Metric(tuple(map(self.merge, self.parts, other.parts)), self.merge, self.formula)
 
     @property
     def value(self) -> float:
@@ -57,10 +56,6 @@ def lowest(value: float) -> Metric:
     return Metric((value,), min, _known)
 
 
-def latest(value: float) -> Metric:
-    return Metric((value,), _later, _known)
-
-
 def effective_sample_size(total: float, squares: float, count: float) -> Metric:
     """(sum w)^2 / (n sum w^2) of n weights: 0 if all of them are 0, NaN if there is none."""
     return Metric((total, squares, count), add, _effective_share)
@@ -73,10 +68,6 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def _known(value: float) -> float:
     return value if math.isfinite(value) else math.nan
-
-
-def _later(earlier: float, later: float) -> float:
-    return later
 
 
 def _effective_share(total: float, squares: float, count: float) -> float:

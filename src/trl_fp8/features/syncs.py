@@ -9,7 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
 
-from trl_fp8.correction.metric import highest, latest, lowest, mean_of
+from trl_fp8.correction.metric import highest, lowest, mean_of
 from trl_fp8.recipe.names import checkpoint_name, listed
 from trl_fp8.sync.delivery import SyncReport
 
@@ -75,7 +75,7 @@ class Syncs(Feature):
         }
         if self.trainer.recipe.fp8_weights:
             rollouts.metrics["fp8/weight_relative_error"] = highest(sync.weight_relative_error)
-            rollouts.metrics["fp8/dead_blocks"] = latest(sum(sync.dead_blocks.values()))
+            rollouts.metrics["fp8/dead_blocks"] = highest(sum(sync.dead_blocks.values()))
 
     def save(self, folder: str) -> None:
         if self.trainer.accelerator.is_main_process:
