@@ -26,7 +26,6 @@ def bare() -> FP8GRPOTrainer:
         ("compute_loss", ("model", {})),
         ("training_step", ("model", {})),
         ("prediction_step", ("model", {})),
-        ("log", ({"loss": 1.0}, None)),
     ],
 )
 def test_methods_are_trls_on_a_trainer_without_init(method, arguments, monkeypatch):
