@@ -183,6 +183,83 @@ def growth(sequences, mask, edges):
     return metrics
 
 
+def correction(trainer, rollout, mask, weights, counted, high):
+    """Metrics of token-level truncation at `high`, from the weights [B, T] that a loss got: 0 where rejected, and
+    without meaning outside of `counted`, the tokens that the loss averages over.
+    """
+    sequences = scored_log_ratios(trainer, rollout, mask)
+    log_rs = [log_r for scored in sequences for log_r in scored.values()]
+    loss, used = [], []
+    for mask_T, weights_T, counted_T in zip(mask, weights, counted, strict=True):
+        loss.append([float(w) for w, c in zip(weights_T, counted_T, strict=True) if c])
+        used.append([float(w) if c else 0.0 for m, w, c in zip(mask_T, weights_T, counted_T, strict=True) if m])
+    of_loss, of_tokens = sum(loss, []), sum(used, [])
+    trained = [one for one in used if one]
+    return {
+        "correction/weight_min": min(of_loss, default=math.nan),
+        "correction/weight_mean": mean(of_loss),
+        "correction/weight_max": max(of_loss, default=math.nan),
+        "correction/effective_sample_size_used": effective_sample_size(of_tokens),
+        "correction/fraction_clipped_high": mean(math.exp(log_r) > high for log_r in log_rs),
+        "correction/fraction_masked_tokens": mean(weight == 0 for weight in of_tokens),
+        "correction/fraction_masked_sequences": mean(not any(one) for one in trained),
+    }
+
+
+def policy_loss(logps, old, weights, mask, advantages, settings, frozen=None):
+    """TRL 1.16's policy loss of one batch, without KL and entropy terms, from its documented formulas.
+
+    Arrays are [B][T]; weights [B][T] are the importance weights of the rollouts. What a loss treats as a constant is
+    computed from `frozen`, so that differences in `logps` alone are its gradient. `settings`: loss, level ("token" or
+    "sequence"), low, high (clip range), tokens (of all batches that an optimizer step is of), length (longest), and
+    what sapo and vespo have: `sapo` and `vespo`, two and four numbers.
+    """
+    frozen = logps if frozen is None else frozen
+    loss, sums, counts = settings["loss"], [], []
+    for b, mask_T in enumerate(mask):
+        where = [t for t, m in enumerate(mask_T) if m]
+        advantage, total = float(advantages[b]), 0.0
+        counts.append(len(where))
+
+        def log_ratios(values, b=b, where=where):
+            """By token; at the level of sequences each has the mean."""
+            log_r = {t: float(values[b][t]) - float(old[b][t]) for t in where}
+            if settings["level"] == "sequence" and where:
+                log_r = dict.fromkeys(where, math.fsum(log_r.values()) / len(where))
+            return log_r
+
+        now, before = log_ratios(logps), log_ratios(frozen)
+        if loss == "vespo" and where:
+            k, lam = settings["vespo"][:2] if advantage >= 0 else settings["vespo"][2:]
+            log_w = math.fsum(min(20.0, max(-20.0, x)) for x in before.values())
+            log_w += math.fsum(math.log(max(float(weight), 1e-8)) for weight in weights[b])  # of all T, 1 at padding
+            log_w = min(20.0, max(math.log(1e-8), log_w))
+            phi = math.exp(lam + k * log_w - lam * math.exp(log_w))
+        for t in where:
+            r, weight = math.exp(now[t]), float(weights[b][t])
+            if loss == "cispo":
+                term = -min(math.exp(before[t]), settings["high"]) * advantage * float(logps[b][t])
+            elif loss == "sapo":
+                temperature = settings["sapo"][0] if advantage > 0 else settings["sapo"][1]
+                term = -4 / temperature / (1 + math.exp(-temperature * (r - 1))) * advantage
+            elif loss == "vespo":
+                term, weight = -phi * advantage * float(logps[b][t]), 1.0
+            else:
+                clipped = min(1 + settings["high"], max(1 - settings["low"], r))
+                term = -min(r * advantage, clipped * advantage)
+            total += term * weight
+        sums.append(total)
+    if loss in ("grpo", "sapo"):
+        return mean(total / max(count, 1) for total, count in zip(sums, counts, strict=True))
+    if loss == "luspo":
+        return mean(sums)
+    if loss == "bnpo":
+        return math.fsum(sums) / max(sum(counts), 1)
+    if loss == "dr_grpo":
+        return math.fsum(sums) / (len(sums) * settings["length"])
+    return math.fsum(sums) / settings["tokens"]  # dapo, cispo, vespo
+
+
 def truncated(logits, survivors, targets):
     """Log-probs of the targets and entropies `[N]` of distributions over the survivors' logits alone."""
     log_probs, entropies = [], []

@@ -4,6 +4,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_fp8 import FP8GRPOConfig
+from trl_fp8.correction.presets import PRESETS
 from trl_fp8.run.facts import _changed_flags
 
 
@@ -66,6 +67,21 @@ def test_what_the_user_sets_wins():
     assert config(kv_cache_dtype="fp8_e4m3").kv_cache_dtype == "fp8"
 
 
+@pytest.mark.parametrize("text, bound", [("None", None), ("null", None), ("7", 7.0), ("auto", 2.0)])
+def test_an_upper_bound_may_come_as_text(text, bound):
+    made = config(vllm_importance_sampling_clip_max=text, vllm_importance_sampling_clip_min=0.5)
+    assert made.vllm_importance_sampling_clip_max == bound == made.correction.bound_max
+
+
+@pytest.mark.parametrize("fp8", [{}, {"use_vllm": True} | OFF])
+@pytest.mark.parametrize("name", [name for name, p in PRESETS.items() if p.correction.fits_vespo])
+def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
+    """TRL refuses VESPO beside a sequence-level mode, whichever ratio replaces the mode's."""
+    made = config(loss_type="vespo", rollout_correction=name, **fp8)
+    assert made.correction == PRESETS[name].correction
+    assert made.vllm_importance_sampling_mode in ("token_truncate", "token_mask")
+
+
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -115,6 +131,18 @@ def test_what_the_user_sets_wins():
         ({"vllm_mode": "server"}, ["vllm_mode='server'", "reads every FP8 weight", "vllm_mode='colocate'"]),
         ({"vllm_mode": "server", "fp8_weights": False}, ["vllm_mode='server'", "kv_cache_dtype='fp8'"]),
         ({"vllm_model_impl": "transformers"}, ["vllm_model_impl='transformers'", "Set vllm_model_impl='vllm'"]),
+        (
+            {"vllm_importance_sampling_clip_max": "two"},
+            ["vllm_importance_sampling_clip_max='two' is not", "None for no bound"],
+        ),
+        (
+            {"use_transformers_continuous_batching": True},
+            ["use_transformers_continuous_batching=True with use_vllm=True", "would be ignored. Remove it"],
+        ),
+        (
+            {"transformers_continuous_batching_config": {"block_size": 32}},
+            ["transformers_continuous_batching_config={'block_size': 32}", "Remove it"],
+        ),
         ({"vllm_importance_sampling_mode": "tokens"}, ["vllm_importance_sampling_mode='tokens'", "token_truncate"]),
         (
             {"repetition_penalty": 1.1, "top_k": 5},
@@ -239,8 +267,11 @@ def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
     assert made.correction.level == "geometric" and made.correction.reject[0].statistic == "token_veto"
     assert made.kv_scale_margin == 1.5 and made.fp8_ignored_modules == ["a.b", "c.d"] and not made.fp8_weights
     assert made.vllm_engine_kwargs == {"enforce_eager": True, "max_num_batched_tokens": 512}
-    (bounded,) = parser.parse_args_and_config(["--config", str(path), "--vllm_importance_sampling_clip_max", "2.5"])
-    assert bounded.vllm_importance_sampling_clip_max == 2.5
+    path.write_text("output_dir: out\nuse_cpu: true\nvllm_importance_sampling_clip_min: 0.5\n")
+    parser = TrlParser(FP8GRPOConfig)  # the other one keeps what it has read
+    for text, bound in {"2.5": 2.5, "none": None}.items():
+        words = ["--config", str(path), "--vllm_importance_sampling_clip_max", text]
+        assert parser.parse_args_and_config(words)[0].correction.bound_max == bound
 
 
 @pytest.mark.parametrize(

@@ -247,6 +247,12 @@ def test_the_recipe_is_parsed_as_written(name, world_size):
 
 
 @pytest.mark.parametrize("name", OF_REAL_MODELS)
+def test_a_recipe_leaves_the_correction_to_the_command_line(name, world_size):
+    world_size(RECIPES[name][0])
+    assert parse(recipe(name), "--rollout_correction", "monitor")[1].correction.monitor_only
+
+
+@pytest.mark.parametrize("name", OF_REAL_MODELS)
 def test_the_recipes_command_is_launched_with_it(name, monkeypatch):
     (words,) = commands(recipe(name))
     assert words[:4] == ["trl-fp8", "train", "--config", f"examples/configs/{name}.yaml"]

@@ -8,9 +8,11 @@ A step, and who takes part in it. Everything optional is a feature: an object wi
     loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes, Truncation
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -31,6 +33,7 @@ from .config import FP8GRPOConfig
 from .console.lines import on_terminal, slow_step
 from .console.progress import FP8ProgressCallback
 from .correction.importance import RolloutCorrection
+from .correction.metric import Metric
 from .features.correction import Correction
 from .features.feature import Batch, Feature, Rollouts
 from .features.flow import Flow
@@ -188,7 +191,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
 
     @property
     def logged(self) -> dict[str, list]:
-        """Values by metric that TRL will average into the next log, of training or of evaluation."""
+        """What came since the last log of training or of evaluation: TRL's numbers, and a `Metric` of features."""
         return self._metrics["train" if self.model.training else "eval"]
 
     def _add(self, feature: AnyFeature) -> AnyFeature:
@@ -207,9 +210,22 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             if not asked:
                 self.add_callback(FP8ProgressCallback())
 
-    def _log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self.logged[name].append(value)
+    def _note(self, metrics: Mapping[str, Metric]) -> None:
+        """Keep metrics of one batch for the next log, beside TRL's."""
+        for name, metric in metrics.items():
+            self.logged[name].append(metric)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Merge what features measured since the last log, then have TRL log it: TRL averages lists, and would average
+        maxima and ratios, too. What was not measured (NaN) is left out, where TRL would log None.
+        """
+        for name, batches in list(self.logged.items()):
+            if batches and isinstance(batches[0], Metric):
+                value = reduce(or_, batches).value
+                self.logged[name] = [value]
+                if math.isnan(value):
+                    del self.logged[name]
+        super().log(logs, start_time)
 
     def _load_without_base(
         self, args: FP8GRPOConfig, peft_config: "PeftConfig | None", create: Callable, name: str, **loading
@@ -290,7 +306,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         rollouts = Rollouts(*output[:2]) if self.features else None
         for feature in self.features:
             feature.after_generation(rollouts)
-        self._log(rollouts.metrics if rollouts else {})
+        self._note(rollouts.metrics if rollouts else {})
         return output
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
@@ -313,7 +329,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         batch = Batch(super()._generate_and_score_completions(inputs))
         for feature in self.features:
             feature.extend_batch(batch)
-        self._log(batch.metrics)
+        self._note(batch.metrics)
         return batch.tensors
 
     def compute_loss(self, model, inputs: dict, *args, **kwargs):

@@ -13,6 +13,7 @@ from testing import oracles
 from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
 from trl_fp8.correction.log_ratio import log_ratio
+from trl_fp8.correction.metric import values_of
 from trl_fp8.correction.mismatch import mismatch_tally
 from trl_fp8.correction.presets import PRESETS
 from trl_fp8.correction.rejection import Rejection
@@ -24,7 +25,7 @@ UNWEIGHTED = RolloutCorrection(level=None)
 
 
 def metrics_of(corrected):
-    return correction_metrics(corrected.report.read())
+    return values_of(correction_metrics(corrected.report.read()))
 
 
 # ---- against the oracles ------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ def test_batch_normalization_and_centre_are_global(level):
     assert not torch.allclose(apart, together, rtol=1e-3)  # what every rank for itself would have done
     centres = [one.report.read()["correction.log_centre"] for one in corrected]
     assert centres == [min(0.0, float(total[0] / total[1]))] * 3
-    metrics = correction_metrics(Tally.merged([one.report for one in corrected]).read())
+    metrics = values_of(correction_metrics(Tally.merged([one.report for one in corrected]).read()))
     assert metrics["correction/batch_norm_factor"] == pytest.approx(float(total[2] / total[3]), rel=1e-12)
     kept = sum(int(one.keep_mask.sum()) for one in corrected)
     assert metrics["correction/fraction_masked_tokens"] == pytest.approx(1 - kept / int(batch[2].sum()), abs=1e-12)

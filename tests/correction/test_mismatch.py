@@ -14,6 +14,7 @@ from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, random_b
 from trl_fp8.correction.health import health_warnings
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
 from trl_fp8.correction.log_ratio import log_ratio
+from trl_fp8.correction.metric import values_of
 from trl_fp8.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
 from trl_fp8.correction.presets import PRESETS
 from trl_fp8.correction.rejection import Rejection, Statistic
@@ -121,7 +122,7 @@ def test_rejection_does_not_improve_the_metrics():
     assert corrected.keep_mask.any(-1).tolist() == [False, True] * 4
     after = mismatch_metrics(trainer, rollout, corrected.keep_mask)
     sums = (mismatch_tally(log_ratio(trainer, rollout, mask)) | corrected.report).read()
-    metrics = summarize_mismatch(sums) | correction_metrics(sums)
+    metrics = values_of(summarize_mismatch(sums) | correction_metrics(sums))
     assert after["mismatch/k3_kl"] < 1e-3 < 0.3 < metrics["mismatch/k3_kl"]
     assert metrics["correction/ratio_max"] > math.e * 0.9 and metrics["correction/fraction_clipped_high"] > 0.4
     assert metrics["correction/fraction_masked_sequences"] == metrics["correction/fraction_masked_tokens"] == 0.5
@@ -135,7 +136,7 @@ def test_truncation_does_not_hide_the_raw_ratio():
     metrics = mismatch_metrics(trainer, rollout, mask)
     assert metrics["correction/ratio_max"] == pytest.approx(50.0)
     assert metrics["correction/effective_sample_size"] == pytest.approx(149**2 / (100 * (99 + 2500)))
-    assert correction_metrics(corrected.report.read())["correction/fraction_clipped_high"] == 0.01
+    assert values_of(correction_metrics(corrected.report.read()))["correction/fraction_clipped_high"] == 0.01
 
 
 # ---- does it grow along the completion? ---------------------------------------------------------------------------
@@ -172,16 +173,29 @@ def test_length_bins_tell_long_completions_from_short_ones():
 # ---- one vector, one collective, one read -------------------------------------------------------------------------
 
 
+def measured(tally):
+    return summarize_mismatch(tally.read())
+
+
+def merged(batches):
+    """Metrics of several batches, merged as for one log."""
+    whole = {}
+    for metrics in batches:
+        whole |= {name: whole[name] | metric if name in whole else metric for name, metric in metrics.items()}
+    return whole
+
+
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(0, 4), st.integers(0, 4))
 def test_ranks_and_micro_batches_merge_to_the_whole(batch, first, second):
     cuts = [0, *sorted((min(first, len(batch[0])), min(second, len(batch[0])))), len(batch[0])]
     parts = [mismatch_tally(log_ratio(*(x[a:b] for x in batch))) for a, b in zip(cuts, cuts[1:], strict=False)]
     whole = mismatch_metrics(*batch)
-    assert_metrics_equal(summarize_mismatch(Tally.merged(parts).read()), whole, rel=1e-9)
+    assert_metrics_equal(values_of(summarize_mismatch(Tally.merged(parts).read())), whole, rel=1e-9)
+    assert_metrics_equal(values_of(merged(map(measured, parts))), whole, rel=1e-9)  # batches that one log is of
     for gather in (torch.stack, torch.cat):  # accelerate concatenates; stacking serves as well
         gathered = parts[0].gathered(lambda values, gather=gather: gather([part.values for part in parts]))
-        assert_metrics_equal(summarize_mismatch(gathered.read()), whole, rel=1e-9)
+        assert_metrics_equal(values_of(summarize_mismatch(gathered.read())), whole, rel=1e-9)
 
 
 def test_a_mean_over_ranks_is_weighted_by_tokens():
@@ -190,7 +204,7 @@ def test_a_mean_over_ranks_is_weighted_by_tokens():
     """
     ranks = [pairs_to_logps([[0.5]]), pairs_to_logps([[1.0] * 99])]
     merged = Tally.merged([mismatch_tally(log_ratio(*rank)) for rank in ranks])
-    assert summarize_mismatch(merged.read())["mismatch/k1_kl"] == pytest.approx(0.01 * math.log(2))
+    assert values_of(summarize_mismatch(merged.read()))["mismatch/k1_kl"] == pytest.approx(0.01 * math.log(2))
 
 
 def test_tallies_of_different_quantities_are_not_merged():
@@ -246,7 +260,7 @@ def test_the_page_names_every_preset_statistic_and_metric():
     batch = random_batch()
     rules = (Rejection("token_veto", 1e-4),)
     metrics = mismatch_metrics(*batch)
-    metrics |= correction_metrics(correct_rollout(*batch, RolloutCorrection(reject=rules)).report.read())
+    metrics |= values_of(correction_metrics(correct_rollout(*batch, RolloutCorrection(reject=rules)).report.read()))
     families = ("k3_kl/position_", "k3_kl/length_", "sequence_ratio_", "geometric_ratio_", "fraction_rejected/")
     documented = {
         next((f"{name.split('/')[0]}/{family}*" for family in families if f"/{family}" in name), name)

@@ -12,6 +12,7 @@ from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.correction.health import health_warnings
 from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.correction.metric import values_of
 from trl_fp8.correction.presets import PRESETS
 from trl_fp8.correction.rejection import Rejection
 from trl_fp8.correction.report import correction_metrics
@@ -33,7 +34,7 @@ BANDS = {
 
 
 def metrics_of(corrected):
-    return correction_metrics(corrected.report.read())
+    return values_of(correction_metrics(corrected.report.read()))
 
 
 @settings(max_examples=150, deadline=None)
@@ -163,7 +164,9 @@ def test_an_all_rejected_batch_trains_on_nothing_and_says_so(denominator, level)
     metrics = metrics_of(corrected)
     assert metrics["correction/all_rejected"] == 1.0 and metrics["correction/effective_sample_size_used"] == 0.0
     assert metrics["correction/fraction_masked_sequences"] == metrics["correction/fraction_masked_tokens"] == 1.0
-    assert not any(math.isnan(value) for value in metrics.values())
+    nothing = {name for name, value in metrics.items() if math.isnan(value)}
+    left = {f"correction/weight_{statistic}" for statistic in ("min", "mean", "max")}  # of the tokens that still count
+    assert nothing == (left if denominator == "shrink" else set())
     assert "no token" in health_warnings(metrics, level)["correction/all_rejected"]
 
 

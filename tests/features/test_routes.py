@@ -1,5 +1,7 @@
 """Routes of a generation in TRL's padding."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -52,7 +54,8 @@ def test_only_the_pass_over_a_new_generation_is_scored(replay):
         assert replay._routes_BSLK is not None
     with routes.old_log_probs((2, 8), 4, device):
         assert replay._routes_BSLK is None  # scored already
-    assert routes.metrics(lambda sums: sums) == {}  # no forward has run
+    measured = routes.metrics(lambda sums: sums).values()
+    assert len(measured) == 2 and all(math.isnan(metric.value) for metric in measured)  # no forward has run
     assert routes.batch_field(4, 8).shape == (2, 8, 2, 2)
     with routes.old_log_probs((2, 8), 4, device):
         assert replay._routes_BSLK is None  # a training forward

@@ -8,41 +8,123 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from testing.runs import arguments, rows, training
+from testing import oracles
+from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
 from trl_fp8.correction import apply, health, importance, log_ratio, mismatch
 from trl_fp8.correction.apply import apply_correction, batch_log_ratio
+from trl_fp8.correction.metric import values_of
+from trl_fp8.correction.mismatch import BIN_EDGES
 from trl_fp8.correction.presets import PRESETS, correction_from
 from trl_fp8.correction.rejection import Rejection
 from trl_fp8.correction.sample import BINS
 from trl_fp8.run.file import read_run
 
 
-LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "vespo"]
-BAND = '{"reject": ["geometric_ratio:0.98:1.02:measured", "token_veto:1e-4:"], "denominator": "%s"}'
+LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "vespo", "sapo", "luspo"]
+LEVELS = [
+    (loss, level) for loss in LOSSES for level in ("token", "sequence") if (loss, level) != ("vespo", "sequence")
+]
+BAND = {"reject": ["geometric_ratio:0.98:1.02:measured", "token_veto:1e-4:"]}
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("loss_type", LOSSES)
-def test_every_loss_trains_with_rejection_under_both_denominators(loss_type, checkpoint, tmp_path):
-    args = arguments(tmp_path, loss_type=loss_type, rollout_correction=BAND % "keep", beta=0.01, max_steps=4)
+def test_every_loss_trains_with_rejection_under_both_denominators(checkpoint, tmp_path):
+    """One after another, and at the level of tokens and of sequences. Each starts from what the one before it made."""
+    turns = [(loss, level, denominator) for loss, level in LEVELS for denominator in ("keep", "shrink")]
 
-    class Switch(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                trainer.correction = correction_from(
-                    {"reject": ["geometric_ratio:0.98:1.02:measured"], "denominator": "shrink"}
-                )
+    class Next(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.loss_type, trainer.importance_sampling_level, denominator = turns[state.global_step]
+            trainer.correction = correction_from(BAND | {"denominator": denominator})
 
-    with training(checkpoint("qwen3"), args, callbacks=[Switch()]) as trainer:
+    args = arguments(tmp_path, rollout_correction="monitor", beta=0.01, max_steps=len(turns))
+    with training(checkpoint("qwen3"), args, callbacks=[Next()]) as trainer:
         trainer.train()
-        assert len(rows(trainer)) == 4
-        for row in rows(trainer):
-            assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"])
+        for turn, row in zip(turns, rows(trainer), strict=True):
+            assert math.isfinite(row["loss"]) and math.isfinite(row["grad_norm"]), turn
             assert "sampling/importance_sampling_ratio/mean" not in row  # TRL's ratio is not what was used
-            assert row["mismatch/k3_kl"] > 0 and row["correction/effective_sample_size"] > 0.9
+            assert row["mismatch/k3_kl"] > 0 and row["correction/effective_sample_size"] > 0.9, turn
         masked = [row["correction/fraction_masked_sequences"] for row in rows(trainer)]
         assert 0 < sum(masked) < len(masked)  # some sequences rejected, some trained on
+
+
+def joined(outputs):
+    """Trainer's and rollout's log-probs, mask and weights of several batches as lists [B][T], padded to one length."""
+    names = ("old_per_token_logps", "sampling_per_token_logps", "completion_mask", "importance_sampling_ratio")
+    longest = max(output["completion_mask"].shape[1] for output in outputs)
+    padded = lambda x: torch.nn.functional.pad(x.double(), (0, longest - x.shape[1]))  # noqa: E731
+    return [torch.cat([padded(output[name]) for output in outputs]).tolist() for name in names]
+
+
+@pytest.mark.engine
+def test_a_log_merges_what_it_covers(checkpoint, tmp_path):
+    """Three steps of two generations each, and evaluations of two batches, one of them between two logs: every metric
+    is that of all their tokens together. Mismatch grows and lengths differ from one generation to the next, so that no
+    mean over generations would be the same. Some log-probs are infinite, for which weight and metrics are those of a
+    token without one.
+    """
+    outputs, syncs, seen = {"train": [], "eval": []}, {"train": [], "eval": []}, [None]
+    stops = {"stop_token_ids": list(range(20, 36))}
+    more = dict(gradient_accumulation_steps=2, steps_per_generation=1, logging_steps=3, max_steps=3)
+    evaluation = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=8)
+    flags = more | evaluation | {"generation_kwargs": stops, "vllm_importance_sampling_clip_max": 1.2}
+    with training(checkpoint("qwen3"), arguments(tmp_path, **flags), eval_dataset=dataset(4)) as trainer:
+        generate, score = trainer.vllm_generation.generate, trainer._generate_and_score_completions
+
+        def disturbed(*args, **kwargs):
+            prompts, completions, log_probs, ids = generate(*args, **kwargs)
+            calls = sum(map(len, outputs.values()))
+            random = torch.Generator().manual_seed(calls)
+            for row in log_probs:
+                for token in row:
+                    token[0] += 0.05 * calls * torch.randn((), generator=random).item()
+            log_probs[1][0][0], log_probs[2][0][0] = -math.inf, math.inf
+            return prompts, completions, log_probs, ids
+
+        def note(inputs):
+            output, mode = score(inputs), "train" if trainer.model.training else "eval"
+            outputs[mode].append(output)
+            if seen[-1] is not trainer.vllm_generation.last_sync:
+                seen.append(trainer.vllm_generation.last_sync)
+                syncs[mode].append(seen[-1])
+            return output
+
+        trainer.vllm_generation.generate, trainer._generate_and_score_completions = disturbed, note
+        trainer.train()
+        trained = [row for row in trainer.state.log_history if "mismatch/k3_kl" in row]
+        evaluated = [row for row in trainer.state.log_history if "eval_mismatch/k3_kl" in row]
+    evaluated = [{key.removeprefix("eval_"): value for key, value in row.items()} for row in evaluated]
+    assert [row["step"] for row in trained + evaluated] == [3, 2, 3]  # transformers evaluates at the end, too
+    assert [len(outputs[mode]) for mode in ("train", "eval")] == [6, 4] and len(syncs["train"]) == 2
+    assert len({output["completion_mask"].sum().item() for output in outputs["train"]}) > 1
+    logs = [(*trained, outputs["train"]), (evaluated[0], outputs["eval"][:2]), (evaluated[1], outputs["eval"][2:])]
+    for row, batches in logs:
+        old, sampled, mask, weights = joined(batches)
+        expected = oracles.mismatch(old, sampled, mask, BIN_EDGES)
+        expected |= oracles.correction(old, sampled, mask, weights, mask, high=1.2)
+        ours = {key for key in row if key.startswith(("mismatch/", "correction/"))}
+        others = {"all_rejected", "batch_norm_factor", "fraction_clipped_low"}
+        assert ours == expected.keys() | {f"correction/{name}" for name in others}
+        for name, value in expected.items():
+            assert row[name] == pytest.approx(value, rel=1e-5, abs=1e-9), name
+        assert expected["mismatch/fraction_missing"] > 0 < expected["correction/fraction_clipped_high"]
+        infinite = [
+            w for T, W in zip(sampled, weights, strict=True) for x, w in zip(T, W, strict=True) if math.isinf(x)
+        ]
+        assert infinite == [1.0] * 2 * len(batches)
+    row, (scales, errors, seconds) = (
+        trained[0],
+        zip(
+            *[(sync.kv_scales.values, sync.weight_relative_error, sync.seconds) for sync in syncs["train"]],
+            strict=True,
+        ),
+    )
+    assert (
+        row["fp8/kv_scale_min"] == torch.stack(scales).min() and row["fp8/kv_scale_max"] == torch.stack(scales).max()
+    )
+    assert row["fp8/weight_relative_error"] == max(errors)
+    assert row["fp8/sync_seconds"] == pytest.approx(sum(seconds) / len(seconds))
 
 
 @pytest.mark.engine
@@ -136,10 +218,10 @@ def loss_of(trainer, batch):
     return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
 
 
-def corrected(trainer, batch, correction, **options):
+def corrected(trainer, batch, correction):
     batch = dict(batch)
-    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator, **options)
-    return batch, metrics
+    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator)
+    return batch, values_of(metrics)
 
 
 @pytest.mark.engine
@@ -161,13 +243,80 @@ def test_equal_log_probs_give_trls_uncorrected_loss_bit_for_bit(name, scored):
 
 @pytest.mark.engine
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_trls_modes_are_left_to_trl(mode, scored):
+def test_a_mode_of_trl_is_trls_but_for_log_probs_that_are_infinite(mode, scored):
     trainer, batch = scored
+    sampled = batch["sampling_per_token_logps"].clone()
+    sampled[0, 0], sampled[1, 1] = math.inf, -math.inf
     correction = RolloutCorrection.from_trl_mode(mode, None, 2.0)
-    ours, metrics = corrected(trainer, batch, correction, ratio_from_trl=True)
-    assert ours["importance_sampling_ratio"] is batch["importance_sampling_ratio"]
+    ours, _ = corrected(trainer, dict(batch, sampling_per_token_logps=sampled), correction)
+    known = sampled.isfinite() * batch["completion_mask"]
+    log_r = (batch["old_per_token_logps"] - sampled.nan_to_num(0, 0, 0)) * known
+    raw = (log_r.sum(-1, keepdim=True) if mode.startswith("sequence") else log_r).exp()
+    expected = raw.clamp(max=2.0) if mode.endswith("truncate") else raw.masked_fill(raw > 2.0, 0.0)
+    assert torch.equal(ours["importance_sampling_ratio"], expected)
     assert ours["num_items_in_batch"] is batch["num_items_in_batch"] and "tool_mask" not in ours
-    assert metrics["correction/ratio_max"] > 0
+
+
+CORRECTIONS = [
+    RolloutCorrection(bound_max=1.2),
+    RolloutCorrection("token", "mask", 0.7, 1.4),
+    RolloutCorrection("sequence", bound_max=1.5),
+    *(
+        RolloutCorrection(reject=(Rejection("token_ratio", 0.7, 1.4), Rejection("token_veto", 0.4)), denominator=one)
+        for one in ("keep", "shrink")
+    ),
+]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=range(len(CORRECTIONS)))
+@pytest.mark.parametrize("loss_type, level", LEVELS)
+def test_loss_and_its_gradient_agree_with_the_oracle(loss_type, level, correction, scored):
+    trainer, batch = scored
+    if loss_type == "vespo" and not correction.fits_vespo:
+        return
+    random = torch.Generator().manual_seed(7)
+    noise = lambda size: size * torch.randn(batch["old_per_token_logps"].shape, generator=random)  # noqa: E731
+    old = batch["old_per_token_logps"]
+    batch = dict(batch, sampling_per_token_logps=old + noise(0.3), completion_mask=batch["completion_mask"].clone())
+    batch["completion_mask"][1, 5:] = batch["completion_mask"][2, 2:] = 0
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    batch["advantages"] = torch.randn(len(old), generator=random)
+    ours, metrics = corrected(trainer, batch, correction)
+    trainer = copy.copy(trainer)
+    trainer.loss_type, trainer.importance_sampling_level, trainer.beta = loss_type, level, 0.0
+    trainer.epsilon_low, trainer.epsilon_high = 0.2, 1.1 if loss_type == "cispo" else 0.3
+    logps = (old + noise(0.3)).double().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (logps, torch.zeros_like(logps), None)
+    loss = trainer._compute_loss(trainer.model, ours)
+    (gradient,) = torch.autograd.grad(loss, logps)
+
+    mask = ours["completion_mask"] * ours.get("tool_mask", 1)
+    weights = ours["importance_sampling_ratio"].expand(mask.shape)
+    args, low, high = trainer.args, trainer.epsilon_low, trainer.epsilon_high
+    settings = {
+        "loss": loss_type,
+        "level": level,
+        "low": low,
+        "high": high,
+        "tokens": int(mask.sum()),
+        "length": trainer.max_completion_length,
+        "sapo": (args.sapo_temperature_pos, args.sapo_temperature_neg),
+        "vespo": (args.vespo_k_pos, args.vespo_lambda_pos, args.vespo_k_neg, args.vespo_lambda_neg),
+    }
+    now, constant = logps.detach().numpy(), logps.detach().numpy().copy()
+    given = old.tolist(), weights.tolist(), mask.tolist(), batch["advantages"].tolist(), settings, constant
+    assert loss.item() == pytest.approx(oracles.policy_loss(now, *given), rel=1e-5)
+    assert metrics["correction/weight_mean"] == pytest.approx(weights[mask.bool()].mean().item())
+    step, scale = 1e-5, gradient.abs().max().item()
+    assert scale > 0
+    for where in [(0, 0), (0, 3), (1, 4), (1, 6), (2, 1), (3, 7), (6, 2)]:
+        around = []
+        for sign in (1, -1):
+            moved = now.copy()
+            moved[where] += sign * step
+            around.append(oracles.policy_loss(moved, *given))
+        assert gradient[where].item() == pytest.approx((around[0] - around[1]) / (2 * step), abs=1e-5 * scale), where
 
 
 @pytest.mark.engine
@@ -215,9 +364,16 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
         ({"rollout_correction": '{"levels": 1}'}, ["['levels']", "batch_normalize"]),
         ({"rollout_correction": '{"bound_max": 0.5}'}, ["bound_max=0.5", "at least 1"]),
         ({"rollout_correction": '{"reject": ["geometric_ratio"]}'}, ["'geometric_ratio' is not a rejection rule"]),
+        *(
+            (
+                {"rollout_correction": "nemo_icepop", f"vllm_importance_sampling_{name}": value},
+                [f"rollout_correction='nemo_icepop' and vllm_importance_sampling_{name}={value!r} both", "Remove one"],
+            )
+            for name, value in {"mode": "token_mask", "clip_max": 7.0, "clip_min": 0.5, "cap": 2.5}.items()
+        ),
         (
-            {"rollout_correction": "nemo_icepop", "vllm_importance_sampling_mode": "token_mask"},
-            ["rollout_correction='nemo_icepop'", "both choose", "Remove one"],
+            {"rollout_correction": "nemo_icepop", "vllm_importance_sampling_clip_max": None},
+            ["vllm_importance_sampling_clip_max=None both choose", '"bound_max"'],
         ),
         (
             {"rollout_correction": "monitor", "vllm_importance_sampling_correction": False},

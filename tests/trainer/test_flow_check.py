@@ -5,6 +5,7 @@ from contextlib import nullcontext
 import pytest
 
 from testing.runs import arguments, training
+from trl_fp8.correction.metric import mean_of
 from trl_fp8.engine.vllm.kernels import VLLMKernels
 from trl_fp8.features.feature import Batch
 from trl_fp8.features.flow import Flow
@@ -75,7 +76,7 @@ def test_an_engine_whose_modules_are_not_called_is_said_to_be_compiled(trainer, 
 
 def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
     flow, batch = trainer.feature(Flow), Batch({})
-    batch.metrics |= {"mismatch/logp_difference_mean": 0.0, "mismatch/fraction_broken": 0.5}
+    batch.metrics |= {"mismatch/logp_difference_mean": mean_of(0.0), "mismatch/fraction_broken": mean_of(0.5)}
     monkeypatch.setattr(flow, "_checked", False)
     monkeypatch.setattr(flow, "_where", lambda batch: "Nobody knows.")
     with pytest.raises(RuntimeError, match="fp8_forward='full', but"):

@@ -1,9 +1,9 @@
 """One generation: TRL's batch is compared, corrected and measured, and its log-ratios are computed once.
 
-TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few of
-them; where TRL computed the very ratio that the correction asks for, only metrics are added.
+TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few:
 
-    importance_sampling_ratio   the correction's weights
+    importance_sampling_ratio   the correction's weights. Those of TRL's modes are TRL's bit for bit while all
+                                log-probs are finite; a token with an infinite one gets the bound from TRL, 1 here
     tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
     num_items_in_batch          likewise, over all ranks
     old_per_token_logps         with bypass: the rollout's log-probs
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 
 from .importance import RolloutCorrection, correct
 from .log_ratio import LogRatio, log_ratio
+from .metric import Metric
 from .mismatch import mismatch_tally, summarize_mismatch
 from .report import correction_metrics
 
@@ -33,22 +34,19 @@ def apply_correction(
     ratio: LogRatio,
     correction: RolloutCorrection,
     accelerator: Accelerator,
-    *,
-    ratio_from_trl: bool = False,
-) -> dict[str, float]:
+) -> dict[str, Metric]:
     """Correct `batch` in place and return `mismatch/*` and `correction/*`, over all ranks and before rejection.
 
-    Every rank must call this: one gather, one host synchronization. `ratio_from_trl` says that the batch's
-    `importance_sampling_ratio` is the correction's already. An engine that returns only NaN is a `RuntimeError`.
+    Every rank must call this: one gather, one host synchronization. Raises `RuntimeError` if the engine returned
+    nothing but NaN.
     """
     corrected = correct(ratio, correction, lambda sums: accelerator.reduce(sums, "sum"), measured_kl=None)
-    if not ratio_from_trl:
-        batch["importance_sampling_ratio"] = corrected.loss_weights
-        if correction.denominator == "shrink":
-            batch["tool_mask"] = corrected.loss_mask.to(batch["completion_mask"].dtype)
-            batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
-        if corrected.old_logps is not None:
-            batch["old_per_token_logps"] = corrected.old_logps
+    batch["importance_sampling_ratio"] = corrected.loss_weights
+    if correction.denominator == "shrink":
+        batch["tool_mask"] = corrected.loss_mask.to(batch["completion_mask"].dtype)
+        batch["num_items_in_batch"] = accelerator.gather(corrected.loss_mask.sum()).sum()
+    if corrected.old_logps is not None:
+        batch["old_per_token_logps"] = corrected.old_logps
     sums = (mismatch_tally(ratio) | corrected.report).gathered(accelerator.gather).read()
     if sums["tokens"] and sums["missing"] == sums["tokens"]:
         raise RuntimeError(

@@ -180,9 +180,11 @@ def correct(
     keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
     keep_BT = torch.stack([ratio.mask_BT, *keep_by.values()]).all(dim=0)
 
+    loss_mask = keep_BT if correction.denominator == "shrink" else ratio.mask_BT
+
     counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
     constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
-    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, counts, constants)
+    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask, counts, constants)
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
         return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, report)
@@ -193,7 +195,7 @@ def correct(
         weights=weights_BT,
         keep_mask=keep_BT,
         loss_weights=loss_weights,
-        loss_mask=keep_BT if correction.denominator == "shrink" else ratio.mask_BT,
+        loss_mask=loss_mask,
         old_logps=_bypass_logps(ratio) if correction.bypass else None,
         report=report,
     )

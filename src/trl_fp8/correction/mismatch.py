@@ -17,12 +17,14 @@ length, and as `late_over_early`, in the second half of each completion relative
 import math
 from collections.abc import Mapping
 from itertools import pairwise
+from operator import add
 
 import torch
 from torch import Tensor
 
 from .log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
-from .tally import Tally
+from .metric import Metric, effective_sample_size, highest, lowest, mean_of, quotient, values_of
+from .tally import Tally, highest_of, lowest_of
 
 
 # Powers of four: the last bin is open. Fixed, so that ranks and steps agree on the vector's layout.
@@ -35,7 +37,7 @@ def mismatch_metrics(trainer_logps_BT: Tensor, rollout_logps_BT: Tensor, mask_BT
 
     Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
     """
-    return summarize_mismatch(mismatch_tally(log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)).read())
+    return values_of(summarize_mismatch(mismatch_tally(log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)).read()))
 
 
 def mismatch_tally(ratio: LogRatio) -> Tally:
@@ -57,7 +59,7 @@ def mismatch_tally(ratio: LogRatio) -> Tally:
         "mult_error": torch.where(ratio.scored_BT, distance_BT.exp(), 0.0).sum(),
     }
     return (
-        Tally.of(over_tokens, maxima={"distance_max": _highest(distance_BT, ratio.scored_BT)})
+        Tally.of(over_tokens, maxima={"distance_max": highest_of(distance_BT, ratio.scored_BT)})
         | _ratio_tally("token", log_r_BT, ratio.scored_BT)
         | _ratio_tally("sequence", log_r_B.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND), scored_B)
         | _ratio_tally("geometric", log_r_B / ratio.scored_BT.sum(dim=-1).clamp(min=1), scored_B)
@@ -75,8 +77,8 @@ def _ratio_tally(level: str, log_r: Tensor, scored: Tensor) -> Tally:
             f"{level}.r_squared": torch.where(scored, r.square(), 0.0).sum(),
             f"{level}.r_inverse": torch.where(scored, torch.exp(-log_r), 0.0).sum(),
         },
-        minima={f"{level}.r_min": _lowest(r, scored)},
-        maxima={f"{level}.r_max": _highest(r, scored)},
+        minima={f"{level}.r_min": lowest_of(r, scored)},
+        maxima={f"{level}.r_max": highest_of(r, scored)},
     )
 
 
@@ -96,30 +98,26 @@ def _growth_tally(ratio: LogRatio, k3_BT: Tensor) -> Tally:
     return Tally.of(sums | {f"{name}.scored": (scored * inside).sum() for name, _, scored, inside in parts})
 
 
-def _lowest(values: Tensor, where: Tensor) -> Tensor:
-    return torch.nn.functional.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
-
-
-def _highest(values: Tensor, where: Tensor) -> Tensor:
-    return -_lowest(-values, where)
-
-
-def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
+def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, Metric]:
     """Metrics from `Tally.read()` of a tally that contains a `mismatch_tally`. A mean over nothing is NaN."""
 
-    def mean(name: str, count: str = "scored") -> float:
-        return _quotient(sums[name], sums[count])
+    def mean(name: str, count: str = "scored") -> Metric:
+        return mean_of(sums[name], sums[count])
 
+    def variance(level: str, count: str) -> Metric:
+        return Metric((sums[f"{level}.r_squared"], sums[count]), add, _variance)
+
+    halves = tuple(sums[name] for name in ("late.k3", "late.scored", "early.k3", "early.scored"))
     metrics = {
-        "mismatch/k1_kl": -mean("log_r"),
+        "mismatch/k1_kl": mean_of(-sums["log_r"], sums["scored"]),
         "mismatch/k3_kl": mean("k3"),
-        "mismatch/chi2_token": mean("token.r_squared") - 1,
-        "mismatch/chi2_sequence": mean("sequence.r_squared", "sequence.count") - 1,
+        "mismatch/chi2_token": variance("token", "scored"),
+        "mismatch/chi2_sequence": variance("sequence", "sequence.count"),
         "mismatch/ppl_ratio": mean("geometric.r_inverse", "geometric.count"),
         "mismatch/token_mult_prob_error": mean("mult_error"),
         "mismatch/logp_difference_mean": mean("distance"),
-        "mismatch/logp_difference_max": sums["distance_max"] if sums["scored"] else math.nan,
-        "mismatch/late_over_early": _quotient(mean("late.k3", "late.scored"), mean("early.k3", "early.scored")),
+        "mismatch/logp_difference_max": highest(sums["distance_max"]),
+        "mismatch/late_over_early": Metric(halves, add, _growth),
         "mismatch/fraction_missing": mean("missing", "tokens"),
         "mismatch/fraction_broken": mean("broken", "tokens"),
         "mismatch/fraction_clamped": mean("clamped"),
@@ -127,10 +125,10 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
     for level, prefix in (("token", ""), ("sequence", "sequence_"), ("geometric", "geometric_")):
         count, total, squared = (sums[f"{level}.{name}"] for name in ("count", "r", "r_squared"))
         metrics |= {
-            f"correction/{prefix}ratio_min": sums[f"{level}.r_min"] if count else math.nan,
-            f"correction/{prefix}ratio_mean": _quotient(total, count),
-            f"correction/{prefix}ratio_max": sums[f"{level}.r_max"] if count else math.nan,
-            f"correction/{prefix}effective_sample_size": _quotient(total**2, count * squared),
+            f"correction/{prefix}ratio_min": lowest(sums[f"{level}.r_min"]),
+            f"correction/{prefix}ratio_mean": mean_of(total, count),
+            f"correction/{prefix}ratio_max": highest(sums[f"{level}.r_max"]),
+            f"correction/{prefix}effective_sample_size": effective_sample_size(total, squared, count),
         }
     for axis in ("position", "length"):
         for name in BIN_NAMES:
@@ -139,5 +137,9 @@ def summarize_mismatch(sums: Mapping[str, float]) -> dict[str, float]:
     return metrics
 
 
-def _quotient(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else math.nan
+def _variance(squares: float, count: float) -> float:
+    return quotient(squares, count) - 1
+
+
+def _growth(late_k3: float, late: float, early_k3: float, early: float) -> float:
+    return quotient(quotient(late_k3, late), quotient(early_k3, early))

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from .tally import Tally
+from .metric import Metric, effective_sample_size, highest, lowest, mean_of
+from .tally import Tally, highest_of, lowest_of
 
 
 def correction_tally(
@@ -16,6 +17,7 @@ def correction_tally(
     weights_BT: torch.Tensor,  # after bound and normalization
     keep_BT: torch.Tensor,  # tokens that all rejection rules accept
     keep_by: Mapping[str, torch.Tensor],  # tokens that each rule accepts
+    counted_BT: torch.Tensor,  # tokens that the loss averages over
     counts: Mapping[str, torch.Tensor],  # units that a ratio was taken over, and those of them outside the bounds
     constants: Mapping[str, torch.Tensor],  # mean weight and log of the centre that were used, the same on every rank
 ) -> Tally:
@@ -27,35 +29,35 @@ def correction_tally(
         "sequences": mask_BT.any(dim=-1).sum(),
         "contributing_tokens": contributes_BT.sum(),
         "contributing_sequences": contributes_BT.any(dim=-1).sum(),
-        "weight": torch.where(mask_BT, weights_BT, 0.0).sum(dtype=torch.float64),
+        "counted": counted_BT.sum(),
         "used": used_BT.sum(),
         "used_squared": used_BT.square().sum(),
         **{name: which.sum() for name, which in counts.items()},
         **{f"rejected_tokens.{name}": (mask_BT & ~kept_BT).sum() for name, kept_BT in keep_by.items()},
     }
-    sums, constants = ({f"correction.{name}": value for name, value in group.items()} for group in (sums, constants))
-    return Tally.of(sums, maxima=constants)  # merging equal values by maximum changes nothing
+    minima = {"weight_min": lowest_of(used_BT, counted_BT)}
+    maxima = {"weight_max": highest_of(used_BT, counted_BT), **constants}  # equal values: their maximum is no other
+    named = ({f"correction.{name}": value for name, value in group.items()} for group in (sums, minima, maxima))
+    return Tally.of(*named)
 
 
-def correction_metrics(sums: Mapping[str, float]) -> dict[str, float]:
+def correction_metrics(sums: Mapping[str, float]) -> dict[str, Metric]:
     """Metrics from `Tally.read()` of a tally that contains `CorrectedRollout.report`. A fraction of nothing is NaN."""
     own = {name.removeprefix("correction."): value for name, value in sums.items() if name.startswith("correction.")}
-
-    def fraction(part: str, whole: str = "tokens") -> float:
-        return own[part] / own[whole] if own[whole] else float("nan")
-
-    tokens, used_squared = own["tokens"], own["used_squared"]
-    used = own["used"] ** 2 / (tokens * used_squared) if used_squared else 0.0 if tokens else float("nan")
+    tokens, sequences = own["tokens"], own["sequences"]
+    nothing_left = float(tokens > 0 and own["contributing_tokens"] == 0)
     metrics = {
-        "correction/fraction_clipped_high": fraction("clipped_high", "units"),
-        "correction/fraction_clipped_low": fraction("clipped_low", "units"),
-        "correction/fraction_masked_tokens": 1 - fraction("contributing_tokens"),
-        "correction/fraction_masked_sequences": 1 - fraction("contributing_sequences", "sequences"),
-        "correction/all_rejected": float(tokens > 0 and own["contributing_tokens"] == 0),
-        "correction/weight_mean": fraction("weight"),
-        "correction/effective_sample_size_used": used,
-        "correction/batch_norm_factor": own["batch_norm_factor"],
+        "correction/fraction_clipped_high": mean_of(own["clipped_high"], own["units"]),
+        "correction/fraction_clipped_low": mean_of(own["clipped_low"], own["units"]),
+        "correction/fraction_masked_tokens": mean_of(tokens - own["contributing_tokens"], tokens),
+        "correction/fraction_masked_sequences": mean_of(sequences - own["contributing_sequences"], sequences),
+        "correction/all_rejected": mean_of(nothing_left),
+        "correction/weight_min": lowest(own["weight_min"]),
+        "correction/weight_mean": mean_of(own["used"], own["counted"]),
+        "correction/weight_max": highest(own["weight_max"]),
+        "correction/effective_sample_size_used": effective_sample_size(own["used"], own["used_squared"], tokens),
+        "correction/batch_norm_factor": mean_of(own["batch_norm_factor"]),
     }
-    rejected = {name.partition(".")[2]: fraction(name) for name in own if name.startswith("rejected_tokens.")}
-    metrics |= {f"correction/fraction_rejected/{statistic}": share for statistic, share in rejected.items()}
-    return metrics | ({"correction/log_centre": own["log_centre"]} if rejected else {})
+    rejected = {name.partition(".")[2]: value for name, value in own.items() if name.startswith("rejected_tokens.")}
+    metrics |= {f"correction/fraction_rejected/{rule}": mean_of(count, tokens) for rule, count in rejected.items()}
+    return metrics | ({"correction/log_centre": mean_of(own["log_centre"])} if rejected else {})

@@ -62,3 +62,14 @@ class Tally:
     def read(self) -> dict[str, float]:
         """The entries by name. This is the one place that waits for the device."""
         return dict(zip(chain(*self.names), self.values.tolist(), strict=True))
+
+
+def lowest_of(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Minimum of the `values` inside the mask `where`, on the device; inf if there is none."""
+    # the appended inf keeps an empty batch from being an empty reduction
+    return torch.nn.functional.pad(torch.where(where, values, torch.inf).flatten(), (0, 1), value=torch.inf).amin()
+
+
+def highest_of(values: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Maximum of the `values` inside the mask `where`, on the device; -inf if there is none."""
+    return -lowest_of(-values, where)

@@ -5,6 +5,7 @@ from trl import GRPOTrainer
 
 from trl_fp8.correction.apply import apply_correction
 from trl_fp8.correction.health import health_warnings
+from trl_fp8.correction.metric import values_of
 
 from .feature import Batch, Feature
 
@@ -13,7 +14,7 @@ logger = get_logger(__name__)
 
 
 class Correction(Feature):
-    """Replaces TRL's ratio where another one is wanted, and adds `mismatch/*` and `correction/*`."""
+    """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`."""
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
@@ -21,18 +22,11 @@ class Correction(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         trainer, correction = self.trainer, self.trainer.correction
-        bounds = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-        from_trl = (trainer.vllm_importance_sampling_mode, *bounds) == (
-            *(correction.trl_mode, correction.bound_min, correction.bound_max),
-        )
-        if not from_trl:  # TRL described a ratio that is not used
-            for statistic in ("min", "mean", "max"):
-                trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(
-            batch.tensors, batch.ratio, correction, trainer.accelerator, ratio_from_trl=from_trl
-        )
+        for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
+            trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
+        metrics = apply_correction(batch.tensors, batch.ratio, correction, trainer.accelerator)
         batch.metrics |= metrics
-        for name, text in health_warnings(metrics, correction.level, correction.monitor_only).items():
+        for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
                 if trainer.args.fp8_run_log:  # one batch says little, and the report averages

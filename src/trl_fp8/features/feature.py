@@ -27,6 +27,7 @@ from trl import GRPOTrainer
 
 from trl_fp8.correction.apply import batch_log_ratio
 from trl_fp8.correction.log_ratio import LogRatio
+from trl_fp8.correction.metric import Metric
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.flow.kernels import EngineKernels
 
@@ -37,7 +38,7 @@ class Rollouts:
 
     prompt_ids: list[list[int]]
     completion_ids: list[list[int]]
-    metrics: dict[str, float] = field(default_factory=dict)  # measured by features; the trainer logs all of them
+    metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
 
     @cached_property
     def sequences(self) -> list[list[int]]:
@@ -51,7 +52,7 @@ class Batch:
     """One generation batch on its way from TRL's scoring to its loss."""
 
     tensors: dict[str, torch.Tensor]  # TRL's, whose keys its loss reads
-    metrics: dict[str, float] = field(default_factory=dict)  # measured by features; the trainer logs all of them
+    metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
     record: dict = field(default_factory=dict)  # what the run's log keeps of it besides
 
     @cached_property

@@ -146,8 +146,8 @@ class Flow(Feature):
                 "share a forward. Set it to True; rollout_correction='monitor' only measures."
             )
             return
-        mismatch = batch.metrics["mismatch/logp_difference_mean"]  # of all ranks; NaN if no token was scored
-        broken = batch.metrics["mismatch/fraction_broken"]  # tokens whose log-prob is no number on one side
+        mismatch = batch.metrics["mismatch/logp_difference_mean"].value  # of all ranks; NaN if no token was scored
+        broken = batch.metrics["mismatch/fraction_broken"].value  # tokens whose log-prob is no number on one side
         self._checked = not math.isnan(mismatch) or broken > 0
         if not (mismatch > self._bound or broken > 0):
             return

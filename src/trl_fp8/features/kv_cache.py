@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.distributed import DistributedBackend
 
+from trl_fp8.correction.metric import highest, lowest, mean_of
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.calibration import KVCalibrator, layers_with_outliers
 from trl_fp8.policy.attention.hook import AttentionHook
@@ -77,10 +78,10 @@ class KVCache(Feature):
             return
         self._logged, scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
         rollouts.metrics |= {
-            "fp8/calibration_seconds": sync.calibration_seconds,
-            "fp8/kv_scale_min": scales.min().item(),
-            "fp8/kv_scale_max": scales.max().item(),
-            "fp8/kv_margin": self.calibrator.margin_used,
+            "fp8/calibration_seconds": mean_of(sync.calibration_seconds),
+            "fp8/kv_scale_min": lowest(scales.min().item()),
+            "fp8/kv_scale_max": highest(scales.max().item()),
+            "fp8/kv_margin": highest(self.calibrator.margin_used),
         }
 
     @contextmanager
@@ -114,7 +115,7 @@ class KVCache(Feature):
         if self.trainer.args.simulate_kv_cache:
             batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
         if (saturation := self.calibrator.saturation()) is not None:
-            batch.metrics["fp8/kv_saturation_fraction"] = saturation
+            batch.metrics["fp8/kv_saturation_fraction"] = highest(saturation)  # of ranks already
         batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
         if self.calibrator.saturated_L2 is not None:
             batch.record["kv_saturation"] = self.calibrator.saturated_L2.tolist()

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 
+from trl_fp8.correction.metric import Metric, mean_of
 from trl_fp8.policy.router import RouterReplay, RouteTally
 from trl_fp8.recipe.names import NOWHERE
 
@@ -94,7 +95,7 @@ class RolloutRoutes:
         self._arrived = None
         return self._field_BSLK
 
-    def metrics(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, float]:
+    def metrics(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Metric]:
         """Of TRL's pass: share of (token, layer) routes that differ from the rollout's. Waits for the device once.
 
         Args:
@@ -103,7 +104,10 @@ class RolloutRoutes:
         if self._tally is None:
             return {}
         known, used, own = reduce_sum(self._tally.counts).tolist()
-        return {"router/disagreement": 1 - used / known, "router/own_disagreement": 1 - own / known} if known else {}
+        return {
+            "router/disagreement": mean_of(known - used, known),
+            "router/own_disagreement": mean_of(known - own, known),
+        }
 
     def _aligned(self, rows: int, columns: int, prompt_columns: int) -> torch.Tensor:
         """TRL pads prompts on the left and completions on the right, so a prompt ends at `prompt_columns`."""

@@ -9,6 +9,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
 
+from trl_fp8.correction.metric import highest, lowest, mean_of
 from trl_fp8.recipe.names import checkpoint_name, listed
 from trl_fp8.sync.delivery import SyncReport
 
@@ -67,14 +68,14 @@ class Syncs(Feature):
                 f"good as zero: {dead}. Usual causes: experts that get no tokens, pruned weights."
             )
         rollouts.metrics |= {
-            "fp8/sync_seconds": sync.seconds,
-            "fp8/quantize_seconds": sync.quantize_seconds,
-            "fp8/audited_tensors": float(sync.audited_tensors),
-            "fp8/sync_bytes": float(sync.bytes_sent),
+            "fp8/sync_seconds": mean_of(sync.seconds),
+            "fp8/quantize_seconds": mean_of(sync.quantize_seconds),
+            "fp8/audited_tensors": lowest(sync.audited_tensors),  # the same at every sync, or one was not whole
+            "fp8/sync_bytes": mean_of(sync.bytes_sent),
         }
         if self.trainer.recipe.fp8_weights:
-            rollouts.metrics["fp8/weight_relative_error"] = sync.weight_relative_error
-            rollouts.metrics["fp8/dead_blocks"] = float(sum(sync.dead_blocks.values()))
+            rollouts.metrics["fp8/weight_relative_error"] = highest(sync.weight_relative_error)
+            rollouts.metrics["fp8/dead_blocks"] = highest(sum(sync.dead_blocks.values()))
 
     def save(self, folder: str) -> None:
         if self.trainer.accelerator.is_main_process:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
+from trl_fp8.correction.metric import mean_of
 from trl_fp8.engine.protocol import Survivors
 from trl_fp8.policy.flow.one_forward import OneForward
 
@@ -80,7 +81,7 @@ class Truncation(Feature):
         tensors["survivor_counts"], tensors["survivor_ids"] = counts_BT, self._now.ids_BM
         totals = torch.stack([counts_BT.sum(), (counts_BT > 0).sum()])
         survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()
-        batch.metrics["sampling/survivors_mean"] = survivors / max(tokens, 1)
+        batch.metrics["sampling/survivors_mean"] = mean_of(survivors, tokens)
         self._now = None
 
     def begin_loss(self, inputs: Mapping[str, Tensor]) -> None:

@@ -29,24 +29,41 @@ class CorrectionFlags:
         None,
         "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
         "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
-        "anything is FP8, else 'sequence_mask', as in TRL.",
+        "anything is FP8, else 'sequence_mask', as in TRL. Not to be set beside `rollout_correction`, nor are its "
+        "bounds.",
     )
     vllm_importance_sampling_clip_max: float | str | None = flag(
         "auto",
-        "Upper bound of the importance ratio, or None for no upper bound. 'auto': 2.0 if anything is FP8, "
-        "else 3.0, as in TRL.",
+        "Upper bound of the importance ratio, or None (on a command line: none) for no upper bound. 'auto': 2.0 if "
+        "anything is FP8, else 3.0, as in TRL.",
     )
 
     def resolve_correction(self, any_fp8: bool) -> None:
-        self._mode_set_by_user = self.vllm_importance_sampling_mode is not None
-        if not self._mode_set_by_user:
-            self.vllm_importance_sampling_mode = (
-                "token_truncate" if any_fp8 else GRPOConfig.vllm_importance_sampling_mode
+        if self.rollout_correction is not None:
+            self._require_one_choice()
+        # TRL has to be told a mode also where its ratio is replaced; with VESPO it takes those of tokens only
+        ours = any_fp8 or self.rollout_correction is not None
+        if self.vllm_importance_sampling_mode is None:
+            self.vllm_importance_sampling_mode = "token_truncate" if ours else GRPOConfig.vllm_importance_sampling_mode
+        clip_max = self.vllm_importance_sampling_clip_max
+        if clip_max == "auto":
+            clip_max = 2.0 if ours else GRPOConfig.vllm_importance_sampling_clip_max
+        elif isinstance(clip_max, str):
+            clip_max = _bound("vllm_importance_sampling_clip_max", clip_max)
+        self.vllm_importance_sampling_clip_max = clip_max
+
+    def _require_one_choice(self) -> None:
+        """`rollout_correction` has level and bounds of its own: those of TRL's modes would be ignored beside it."""
+        unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
+        values = {f"vllm_importance_sampling_{name}": value for name, value in unset.items()}
+        if given := [
+            f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none
+        ]:
+            raise ValueError(
+                f"rollout_correction={self.rollout_correction!r} and {', '.join(given)} both choose the correction. "
+                "Remove one of them; a rollout_correction with other bounds has them among its fields: "
+                '{"bound_min": ..., "bound_max": ...}.'
             )
-        if self.vllm_importance_sampling_clip_max == "auto":
-            self.vllm_importance_sampling_clip_max = 2.0 if any_fp8 else GRPOConfig.vllm_importance_sampling_clip_max
-        elif isinstance(self.vllm_importance_sampling_clip_max, str):
-            self.vllm_importance_sampling_clip_max = float(self.vllm_importance_sampling_clip_max)
 
     def correction_in_force(self, any_fp8: bool) -> RolloutCorrection | None:
         """None where TRL does without a correction, or does it alone (nothing FP8, no preset)."""
@@ -121,11 +138,6 @@ class CorrectionFlags:
 
     def _check_correction(self, any_fp8: bool) -> None:
         given = f"rollout_correction={self.rollout_correction!r}"
-        if self.rollout_correction is not None and self._mode_set_by_user:
-            raise ValueError(
-                f"{given} and vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} both choose the "
-                "correction. Remove one of them."
-            )
         if self.rollout_correction is not None and not (self.use_vllm and self.vllm_importance_sampling_correction):
             raise ValueError(
                 f"{given} with use_vllm={self.use_vllm}, vllm_importance_sampling_correction="
@@ -142,3 +154,15 @@ class CorrectionFlags:
                 f"loss_type='vespo' with a correction at level={correction.level!r}: VESPO sums log-weights over the "
                 "tokens, which would count a sequence's ratio once per token. Use level 'token' or 'geometric'."
             )
+
+
+def _bound(flag: str, text: str) -> float | None:
+    """A bound as a command line or YAML gives it: a number, or none in any spelling."""
+    if text.strip().lower() in ("none", "null"):
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(
+            f"{flag}={text!r} is not a bound. Use a number of at least 1, None for no bound, or 'auto'."
+        ) from None

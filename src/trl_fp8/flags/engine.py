@@ -89,6 +89,13 @@ class EngineFlags:
             raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
 
     def _check_engine_kwargs(self) -> None:
+        names = ("use_transformers_continuous_batching", "transformers_continuous_batching_config")
+        if others := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
+            raise ValueError(
+                f"{', '.join(others)} with use_vllm={self.use_vllm}: rollouts come from vLLM, which has continuous "
+                "batching of its own, and transformers' would be ignored. Remove it, or take rollouts from "
+                "transformers (fp8_weights=False, kv_cache_dtype='auto', use_vllm=False)."
+            )
         if self.vllm_model_impl == "transformers":
             raise ValueError(
                 "vllm_model_impl='transformers': the engine would hold its tensors otherwise than vLLM's own class of "

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil
 from statistics import fmean, median
 
 from trl_fp8.correction.health import health_warnings
@@ -72,7 +71,7 @@ def _saturated(run: Run) -> Iterator[Check]:
 
 def _dead(run: Run) -> Iterator[Check]:
     if blocks := _logged(run, "fp8/dead_blocks"):
-        most = ceil(max(blocks))  # of means over steps
+        most = int(max(blocks))
         count = f"{most:,} blocks of weights" if most != 1 else "One block of weights"
         answer = f"{count} had become as good as zero." if most else "No block of weights had become as good as zero."
         yield Check(not most, "Are all weights alive?", answer)

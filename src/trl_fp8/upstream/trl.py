@@ -3,13 +3,12 @@
 A contract test holds each to the installed version; another finds what is missing. vLLM's are in `upstream.vllm`.
 """
 
-_IMPORTANCE = [f"vllm_importance_sampling_{setting}" for setting in ("clip_max", "clip_min", "mode")]
 _GENERATION = ["_generate", "_generate_and_score_completions", "_generate_single_turn"]
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "trl.GRPOTrainer": {
         **dict.fromkeys([*_GENERATION, "_metrics"], "trainer"),
         "_get_per_token_logps_and_entropies": "features trainer",
-        **dict.fromkeys(["_batch_environments", "_last_loaded_step", "_tokenize_prompts", *_IMPORTANCE], "features"),
+        **dict.fromkeys(["_batch_environments", "_last_loaded_step", "_tokenize_prompts"], "features"),
         **dict.fromkeys(["_buffered_inputs", "_step"], "run"),
         "_tokenizer": "features",
     },
