@@ -65,9 +65,12 @@ def forwards_of(model):
 
 
 def states_by_hand(model, sequences=ROLLOUTS) -> list[list[torch.Tensor]]:
-    """Magnitudes of q, k, v of the real tokens of `padded(sequences)`, by layer, from eager attention's arguments."""
+    """Magnitudes of q, k, v of the real tokens of `padded(sequences)`, by layer, from eager attention's arguments, at
+    the positions that an engine gives them.
+    """
     states, original, inputs = {}, modeling_qwen3.eager_attention_forward, padded(sequences)
     real, implementation = inputs["attention_mask"].bool(), model.config._attn_implementation
+    inputs["position_ids"] = (real.long().cumsum(-1) - 1).clamp_min(0)
 
     def attention(module, *qkv, **kwargs):
         states[module.layer_idx] = [x.transpose(1, 2)[real].abs() for x in qkv[:3]]

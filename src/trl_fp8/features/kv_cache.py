@@ -38,6 +38,7 @@ class KVCache(Feature):
         args = trainer.args
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
         self.hook = AttentionHook(trainer.model, recipe.kv_cache_skip_layers)
+        self.hook.align()
         if args.skip_layers is None:
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
