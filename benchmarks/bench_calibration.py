@@ -55,7 +55,7 @@ def measure(step: Step, hook: AttentionHook, ids: torch.Tensor, tokens: int) -> 
     sources = {mode: KVCalibrator(hook, mode=mode, **options) for mode in ("rollout", "policy")}
     scales = KVScales(torch.full((hook.layers, 3), 2.0**-5))
     for source in sources.values():
-        source.rollouts_arrived(rows, scales)
+        source.rollouts_arrived(rows, scales, step=0)
 
     def observed() -> None:
         with sources["rollout"].watching():

@@ -58,6 +58,11 @@ def rows(trainer):
     return [row for row in trainer.state.log_history if "loss" in row]
 
 
+def trajectory(trainer):
+    """What was logged of each step, but for times."""
+    return [{n: v for n, v in row.items() if "seconds" not in n and n != "step_time"} for row in rows(trainer)]
+
+
 def column(trainer, key):
     return [row[key] for row in trainer.state.log_history if key in row]
 

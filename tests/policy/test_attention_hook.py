@@ -265,8 +265,9 @@ def test_saturated_elements_are_counted(architecture):
 def test_figures_of_a_batch_are_exact_and_the_limit_itself_is_not_saturated(implementation, dtype):
     model, inputs = build("qwen2", implementation).to(dtype), batch(side="left")
     real = inputs["attention_mask"].bool()
+    positions = (real.long().cumsum(-1) - 1).clamp_min(0)
     with attention_of(model) as attention:
-        logits(model, inputs)
+        logits(model, inputs | {"position_ids": positions})
         states = [[x.float().transpose(1, 2)[real].abs() for x in attention.qkv[layer]] for layer in range(2)]
         limits = torch.stack([torch.stack([x.flatten().sort().values[-9] for x in layer]) for layer in states])
         hook = AttentionHook(model)
@@ -507,6 +508,30 @@ def test_positions_count_from_the_first_real_token(implementation):
     assert torch.equal(positions_seen(model, left | {"position_ids": given}), given)
     hook.remove()
     assert torch.equal(positions_seen(model, left), counted)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_left_padded_batch_is_observed_as_the_same_sequences_alone(architecture):
+    """In float64: what is left are the norms and RoPE's table in fp32, and amax, which is kept in fp32."""
+    model = build(architecture).double()
+    left = batch(side="left")
+    shifted = left | {"position_ids": torch.arange(6).expand(3, -1)}
+    hook = AttentionHook(model)
+    alone = torch.stack([observe(hook, model, batch([ids])).amax_L3 for ids in SEQUENCES]).amax(0)
+    torch.testing.assert_close(observe(hook, model, left).amax_L3, alone, rtol=1e-5, atol=0)
+    turned = observe(hook, model, shifted).amax_L3
+    assert ((turned / alone - 1).abs()[:, 1] > 0.01).any()
+
+
+def test_a_forward_that_is_observed_and_one_that_is_not_agree_once_aligned():
+    """Old log-probs come from the first, those of the loss from the second."""
+    model, left = build(), batch(side="left")
+    hook = AttentionHook(model)
+    with hook.observing(QKVObservation(2, hook.device)):
+        observed = logits(model, left)
+    assert not torch.equal(logits(model, left), observed)
+    hook.align()
+    assert torch.equal(logits(model, left), observed)
 
 
 def _counted(sequences) -> torch.Tensor:

@@ -1,14 +1,20 @@
 """The FP8 KV cache in training: simulated in the trainer, recalibrated, watched, and the same after a resume."""
 
 import logging
+import random
+import shutil
 from statistics import mean
 
+import numpy
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing.runs import arguments, column, dataset, rows, training
+from testing.runs import arguments, column, dataset, rows, training, trajectory
+from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.features.kv_cache import KVCache
+from trl_fp8.run.file import read_run
 
 
 pytestmark = pytest.mark.engine
@@ -91,18 +97,76 @@ def test_saturation_is_measured_and_widens_the_margin(checkpoint, tmp_path, capl
     assert "widened to 0.5" in caplog.text
 
 
-@pytest.mark.parametrize("source", ["rollout", "policy"])
-def test_a_resumed_run_calibrates_as_the_uninterrupted_one(source, checkpoint, tmp_path):
-    flags = dict(kv_calibration=source, learning_rate=1e-2, save_strategy="steps", save_steps=2, max_steps=3)
-    scales = []
-    for resume in (None, str(tmp_path / "checkpoint-2")):
-        with training(checkpoint("qwen3"), arguments(tmp_path, **flags)) as trainer:
+UNKNOWN = "§"  # <unk> to the tokenizer
+PLANTED = 8  # times as large as any other v
+
+
+@pytest.fixture(scope="module")
+def planted(checkpoint, tmp_path_factory):
+    """A checkpoint whose first layer makes a large v of <unk>, which no other token comes near."""
+    folder = tmp_path_factory.mktemp("planted")
+    shutil.copytree(checkpoint("qwen3"), folder, dirs_exist_ok=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    unknown = AutoTokenizer.from_pretrained(folder).unk_token_id
+    with torch.no_grad():
+        embeddings, v_proj = model.model.embed_tokens.weight, model.model.layers[0].self_attn.v_proj.weight
+        embeddings[:, 7] = 0
+        embeddings[unknown] = 0
+        embeddings[unknown, 7] = 1.0  # after the norm: sqrt(128)
+        largest = (embeddings * embeddings.square().mean(-1, keepdim=True).rsqrt() @ v_proj.T).abs().nan_to_num().max()
+        v_proj[:, 7] = PLANTED * largest / 128**0.5
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+class EvaluationApart(FP8GRPOTrainer):
+    """Evaluations take no random numbers from training, which samples with the same generators."""
+
+    def evaluate(self, *args, **kwargs):
+        python, arrays = random.getstate(), numpy.random.get_state()
+        with torch.random.fork_rng(devices=[]):
+            metrics = super().evaluate(*args, **kwargs)
+        random.setstate(python)
+        numpy.random.set_state(arrays)
+        return metrics
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"num_iterations": 2, "max_steps": 6, "eval_steps": 1, "save_steps": 3},
+        {"max_steps": 5, "eval_steps": 2, "save_steps": 2},
+        {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "eval_steps": 1, "save_steps": 2},
+        {"kv_calibration": "policy", "eval_on_start": True, "eval_steps": 1, "save_steps": 2},
+    ],
+    ids=["iterations", "default", "two-generations-a-step", "policy"],
+)
+def test_a_run_with_evaluations_trains_as_one_without_and_as_one_resumed(flags, planted, tmp_path):
+    """Bit for bit: scales, saturation, metrics, weights. Training's prompts alone have the token with a large v."""
+    prompts = [row["prompt"] for row in dataset(16)]
+    train = Dataset.from_list([{"prompt": prompt[row % 3 :] + UNKNOWN} for row, prompt in enumerate(prompts)])
+    flags = {"save_strategy": "steps", "per_device_eval_batch_size": 4, "num_generations_eval": 4} | flags
+    runs = []
+    for evaluates, resume in (
+        (False, None),
+        (True, None),
+        (True, str(tmp_path / f"checkpoint-{flags['save_steps']}")),
+    ):
+        now = flags if evaluates else flags | {"eval_on_start": False}
+        args = arguments(tmp_path, eval_strategy="steps" if evaluates else "no", **now)
+        options = {"trainer": EvaluationApart, "train": train, "eval_dataset": dataset(4)}
+        with training(planted, args, **options) as trainer:
             trainer.train(resume_from_checkpoint=resume)
-            scales.append(trainer.vllm_generation.last_sync.kv_scales.values)
-            assert trainer.state.global_step == 3
-            if resume is None:
-                assert (tmp_path / "checkpoint-2" / "kv_calibration_0.json").exists()
-    assert torch.equal(*scales)
+            weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+            runs.append((trajectory(trainer), read_run(tmp_path).rollouts, weights))
+            assert any("eval_loss" in row for row in trainer.state.log_history) == evaluates
+    (steps, rollouts, weights), *others = runs
+    for found_steps, found_rollouts, found_weights in others:
+        assert found_rollouts == rollouts
+        assert found_steps == steps
+        assert all(torch.equal(found_weights[name], weight) for name, weight in weights.items())
+    assert all(row["kv_scales"][0][2] >= 4 * row["kv_scales"][0][1] for row in rollouts)
+    assert max(row["fp8/kv_saturation_fraction"] for row in steps[1:] if "fp8/kv_saturation_fraction" in row) < 1e-5
 
 
 def biased_qwen2(checkpoint, folder, bias=200.0):

@@ -7,19 +7,11 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from testing.runs import arguments, training
+from testing.runs import arguments, training, trajectory
 from trl_fp8.run.checkpoints import load_rollouts, save_rollouts
 
 
 pytestmark = pytest.mark.engine
-
-
-def trajectory(trainer):
-    return [
-        {name: value for name, value in row.items() if "seconds" not in name and name != "step_time"}
-        for row in trainer.state.log_history
-        if "loss" in row
-    ]
 
 
 @pytest.mark.parametrize(

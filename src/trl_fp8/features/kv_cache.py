@@ -39,6 +39,7 @@ class KVCache(Feature):
         args = trainer.args
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
         self.hook = AttentionHook(trainer.model, recipe.kv_cache_skip_layers)
+        self.hook.align()
         if args.skip_layers is None:
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
@@ -56,15 +57,22 @@ class KVCache(Feature):
             has_images=recipe.decoder == WRAPPED,
             reduce_max=reduce_max,
         )
-        self._logged: KVScales | None = None
+        self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
+        self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
     def calibrate(self) -> KVScales:
-        return self.calibrator.next_scales(self.trainer.model_wrapped)
+        scales = self.calibrator.next_scales(self.trainer.model_wrapped)
+        self._of_evaluation = self.calibrator.runs_prompts and not self.trainer.model.training
+        return scales
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         self.hook.round_queries(numerics.query_rounded)
 
     def before_generation(self, prompts: list) -> None:
+        if self._of_evaluation and self.trainer.model.training:
+            self.trainer._last_loaded_step = (
+                -1
+            )  # sync again: TRL did so for the evaluation, with scales for its prompts
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
             self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
 
@@ -72,11 +80,12 @@ class KVCache(Feature):
         self.calibrator.expect(prompt_ids)
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        sync = self.trainer.vllm_generation.last_sync
-        self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales)
-        if sync.kv_scales is self._logged:
+        sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
+        step = self.trainer.state.global_step if training else None
+        self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales, step)
+        if self._logged.get(training) is sync.kv_scales:
             return
-        self._logged, scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
+        self._logged[training], scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
         rollouts.metrics |= {
             "fp8/calibration_seconds": mean_of(sync.calibration_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
@@ -114,11 +123,11 @@ class KVCache(Feature):
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
             batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
-        if (saturation := self.calibrator.saturation()) is not None:
-            batch.metrics["fp8/kv_saturation_fraction"] = highest(saturation)  # of ranks already
         batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
-        if self.calibrator.saturated_L2 is not None:
-            batch.record["kv_saturation"] = self.calibrator.saturated_L2.tolist()
+        if (saturated_L2 := self.calibrator.saturation()) is not None:
+            fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
+            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of ranks already
+            batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         if "kv_scales" in inputs:

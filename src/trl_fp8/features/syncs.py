@@ -26,7 +26,7 @@ class Syncs(Feature):
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
-        self._logged: SyncReport | None = None
+        self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()
         if not trainer.args.fp8_base and (worn := merged_into_bf16(trainer.model)):
             logger.warning(
@@ -56,10 +56,10 @@ class Syncs(Feature):
         require_prompts(prompt_ids, self.trainer.args.vllm_max_model_length)
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        sync = self.trainer.vllm_generation.last_sync
-        if sync is self._logged:
+        sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
+        if self._logged.get(training) is sync:
             return
-        self._logged = sync
+        self._logged[training] = sync
         if new := [name for name in sync.dead_blocks if name not in self._dead]:
             self._dead.update(new)
             dead = listed(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new)

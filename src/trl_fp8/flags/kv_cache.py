@@ -36,7 +36,7 @@ class KVCacheFlags:
         1.05,
         "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
         "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, "
-        "and whenever rollouts saturate. The scale is then rounded up to a power of two.",
+        "and whenever rollouts of training saturate. The scale is then rounded up to a power of two.",
     )
     kv_calibration_tokens: int = flag(
         8192,

@@ -6,16 +6,17 @@ vLLM 0.31 has no calibration of its own. Two sources of magnitudes, `kv_calibrat
               is seen, but with the weights of one optimizer step ago
     policy    the new weights are run over a bounded number of tokens: the coming prompts and the latest rollouts
 
-Before the first rollouts there are only prompts, with either, and of images their tokens, not what a vision tower
-makes of them: with images `policy`, too, takes the old-log-prob pass into account. The same pass shows how many
-elements the scales in force did not hold; too many of them widen the margin.
+The latest rollouts are all that training generated at one step; those of an evaluation are never among them. Before
+the first ones there are only prompts, with either, and of images their tokens, not what a vision tower makes of them:
+with images `policy`, too, takes the old-log-prob pass into account. The same pass shows how many elements the scales
+in force did not hold; in training too many of them widen the margin.
 """
 
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -41,6 +42,30 @@ WIDEST_MARGIN_FACTOR = 16.0
 STATE_FILE = "kv_calibration_{}.json"  # in a checkpoint, by rank
 
 
+@dataclass(frozen=True)
+class KVState:
+    """What training's generations have shown. Beside it the next scales depend on weights and coming prompts alone, so
+    that a run which resumes with it calibrates as the uninterrupted one.
+    """
+
+    step: int = -1  # at which training generated last; -1: it did not yet
+    rollouts: list[list[int]] = field(default_factory=list)  # of that step, bounded; mode 'policy'
+    amax_L3: Tensor | None = None  # over all rollouts of that step; None: not seen, or not used in mode 'policy'
+    saturated_L2: Tensor | None = None  # share of k, v of the latest rollouts beyond the scales of their cache
+    margin_factor: float = 1.0  # saturation widens the margin by it: 1, 2, 4, ... 16
+
+
+@dataclass
+class Watched:
+    """New rollouts, until the trainer's forwards over them are accounted for."""
+
+    observation: QKVObservation
+    in_training: bool
+    joins: bool  # the rollouts before them, as of the same step
+    cause: str  # a sentence: why the scales that they were sampled under may be too small
+    seen: bool = False  # by a forward
+
+
 @dataclass(eq=False, repr=False)
 class KVCalibrator:
     """Keeps what the next calibration needs, and how wide its margin is. The same on every rank."""
@@ -55,24 +80,35 @@ class KVCalibrator:
     has_images: bool = False  # which token ids do not show
     reduce_max: Callable[[Tensor], None] | None = None  # makes a tensor its maximum over ranks; None on one process
 
-    margin_factor: float = field(default=1.0, init=False)  # saturation widens the margin by it: 1, 2, 4, ... 16
+    state: KVState = field(default_factory=KVState, init=False)
     margin_used: float | None = field(default=None, init=False)  # by the latest calibration
-    saturated_L2: Tensor | None = field(default=None, init=False)  # share of k, v beyond the latest rollouts' scales
     coming_prompts: list[list[int]] = field(default_factory=list, init=False)
-    _rollouts: list[list[int]] = field(default_factory=list, init=False)
-    _rollout_amax_L3: Tensor | None = field(default=None, init=False)
-    _due: KVScales | None = field(default=None, init=False)  # of rollouts that no forward has seen
-    _seen: QKVObservation | None = field(default=None, init=False)
-    _saturation: float | None = field(default=None, init=False)
+    _cause: str = field(default="", init=False)  # as in `Watched`, of the latest calibration
+    _watched: Watched | None = field(default=None, init=False)
+    _warned_of_evaluation: bool = field(default=False, init=False)
+
+    @property
+    def runs_prompts(self) -> bool:
+        """The next scales depend on the coming prompts."""
+        return self.mode == "policy" or self.state.amax_L3 is None
 
     def next_scales(self, model: nn.Module) -> KVScales:
         """Scales for the policy as it is now, run as the trainer calls it. Raises as `kv_scales_from_amax`."""
         self._harvest()
-        self.margin_used = self.margin * self.margin_factor
-        if self._rollout_amax_L3 is not None and self.mode == "rollout":
-            return kv_scales_from_amax(self._rollout_amax_L3, self.margin_used, self.hook.kv_layers)
-        sequences = chain.from_iterable(zip_longest(self.coming_prompts, self._rollouts, fillvalue=[]))
-        only_prompts = not self._rollouts  # once, before the first rollouts
+        state = self.state
+        self.margin_used = self.margin * state.margin_factor
+        if not self.runs_prompts:
+            self._cause = (
+                f"They were made from the rollouts of step {state.step}: the policy has changed since then, or these "
+                "rollouts have tokens that those had not."
+            )
+            return kv_scales_from_amax(state.amax_L3, self.margin_used, self.hook.kv_layers)
+        sequences = chain.from_iterable(zip_longest(self.coming_prompts, state.rollouts, fillvalue=[]))
+        only_prompts = not state.rollouts  # once, before the first rollouts
+        self._cause = (
+            f"They were made from prompts{'' if only_prompts else ' and the latest rollouts'} with the same weights: "
+            "these rollouts have tokens that those had not."
+        )
         observation = observe_sequences(
             model,
             self.hook,
@@ -85,8 +121,8 @@ class KVCalibrator:
         )
         amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
         self._reduce(amax_L3, error_L1)
-        if self._rollout_amax_L3 is not None:
-            amax_L3 = torch.maximum(amax_L3, self._rollout_amax_L3.to(amax_L3.device))
+        if state.amax_L3 is not None:
+            amax_L3 = torch.maximum(amax_L3, state.amax_L3.to(amax_L3.device))
         if only_prompts:
             self.margin_used *= PROMPTS_ONLY_MARGIN
             errors = outlier_layers(error_L1[:, 0])
@@ -98,29 +134,42 @@ class KVCalibrator:
         """Note the token ids of prompts that are about to be continued."""
         self.coming_prompts = prompts
 
-    def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales) -> None:
-        """Note new rollouts (token ids of prompt and completion) and the scales they were sampled under."""
-        if self.mode == "policy":
-            self._rollouts = _bounded(sequences, self.max_tokens)
-        self._due = scales
+    def rollouts_arrived(self, sequences: Sequence[Sequence[int]], scales: KVScales, step: int | None) -> None:
+        """Note new rollouts (token ids of prompt and completion), the scales that they were sampled under, and at what
+        step of training; None: in an evaluation.
+        """
+        self._harvest()
+        joins = step == self.state.step
+        if step is not None:
+            latest = [*sequences, *(self.state.rollouts if joins else ())] if self.mode == "policy" else ()
+            self.state = replace(self.state, step=step, rollouts=_bounded(latest, self.max_tokens))
+        scales_L3 = scales.values.to(self.hook.device)
+        observation = QKVObservation(self.hook.layers, self.hook.device, scales_L3=scales_L3)
+        self._watched = Watched(observation, step is not None, joins, self._cause)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around each forward of the trainer: the first one over new rollouts is observed, later ones are not."""
-        if self._due is None:
+        """Around each forward of the trainer. New rollouts are observed until `saturation` or scales are asked for: in
+        TRL's old-log-prob pass, which is over all of them, or without one in each forward of their loss.
+        """
+        watched = self._watched
+        if watched is None:
             yield
             return
-        scales_L3, self._due = self._due.values.to(self.hook.device), None
-        observation = QKVObservation(self.hook.layers, self.hook.device, scales_L3=scales_L3)
-        with self.hook.observing(observation):
+        with self.hook.observing(watched.observation):
             yield
-        self._seen = observation
+        watched.seen = True
 
-    def saturation(self) -> float | None:
-        """Share of k and v beyond the scales in force, of the worst rank; None if nothing is new. A collective."""
+    def saturation(self) -> Tensor | None:
+        """Share `[L, 2]` of k and v beyond their scales, of the worst rank: of an evaluation's rollouts right after
+        their old-log-prob pass, else of the latest ones of training. None if no forward saw them. A collective.
+        """
+        if self._watched is not None and not self._watched.in_training:
+            saturated_L2 = self._harvest()
+            self._watched = None  # without that pass an evaluation is not observed
+            return saturated_L2
         self._harvest()
-        saturation, self._saturation = self._saturation, None
-        return saturation
+        return self.state.saturated_L2
 
     def save(self, folder: str | Path, rank: int) -> None:
         """Write `state_dict`: what a resumed run needs to calibrate as the uninterrupted one would."""
@@ -134,27 +183,35 @@ class KVCalibrator:
             self.load_state_dict(json.loads(paths[0].read_text()))
 
     def state_dict(self) -> dict:
+        """`KVState`, tensors as lists."""
         self._harvest()
-        amax = None if self._rollout_amax_L3 is None else self._rollout_amax_L3.tolist()
-        return {"margin_factor": self.margin_factor, "rollouts": self._rollouts, "rollout_amax": amax}
+        values = vars(self.state).items()
+        return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values}
 
     def load_state_dict(self, state: dict) -> None:
-        self.margin_factor, self._rollouts = state["margin_factor"], state["rollouts"]
-        self._rollout_amax_L3 = None if (amax := state["rollout_amax"]) is None else torch.tensor(amax)
+        tensors = {name: state[name] and torch.tensor(state[name]) for name in ("amax_L3", "saturated_L2")}
+        self.state = KVState(**(state | tensors))
 
-    def _harvest(self) -> None:
-        """Take over what was observed; double the margin if a layer is beyond `SATURATION_LIMIT`."""
-        if self._seen is None:
-            return
-        amax_L3, fraction_L3 = self._seen.amax_L3, self._seen.saturated_fraction_L3
-        self._seen = None
+    def _harvest(self) -> Tensor | None:
+        """Account for new rollouts if a forward saw them; returns their `saturation`."""
+        watched, state = self._watched, self.state
+        if watched is None or not watched.seen:
+            return None
+        self._watched = None
+        amax_L3, fraction_L3 = watched.observation.amax_L3, watched.observation.saturated_fraction_L3
         self._reduce(amax_L3, fraction_L3)
-        if self.mode == "rollout" or self.has_images:
-            self._rollout_amax_L3 = amax_L3
-        fraction_L2 = fraction_L3[:, 1:].cpu()
-        if fraction_L2.max() > SATURATION_LIMIT:
-            self._widen(fraction_L2)
-        self._saturation, self.saturated_L2 = fraction_L2[list(self.hook.kv_layers)].mean().item(), fraction_L2
+        saturated_L2 = fraction_L3[:, 1:].cpu()
+        too_small = saturated_L2.max() > SATURATION_LIMIT
+        if too_small:
+            self._warn(saturated_L2, watched)
+        if watched.in_training:
+            if self.mode == "policy" and not self.has_images:
+                amax_L3 = None
+            elif watched.joins and state.amax_L3 is not None:
+                amax_L3 = torch.maximum(amax_L3, state.amax_L3.to(amax_L3.device))
+            factor = min(2 * state.margin_factor, WIDEST_MARGIN_FACTOR) if too_small else state.margin_factor
+            self.state = replace(state, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
+        return saturated_L2
 
     def _reduce(self, *tensors: Tensor) -> None:
         """Maximum over ranks of `[L, n]` tensors, in place, in one collective."""
@@ -164,23 +221,31 @@ class KVCalibrator:
             for tensor, reduced in zip(tensors, packed.split([t.shape[1] for t in tensors], dim=1), strict=True):
                 tensor.copy_(reduced)
 
-    def _widen(self, fraction_L2: Tensor) -> None:
+    def _warn(self, saturated_L2: Tensor, watched: Watched) -> None:
         beyond = [
-            f"layer {layer} {QKV[1 + column]} ({fraction_L2[layer, column]:.2g})"
-            for layer, column in (fraction_L2 > SATURATION_LIMIT).nonzero().tolist()
+            f"layer {layer} {QKV[1 + column]} ({saturated_L2[layer, column]:.2g})"
+            for layer, column in (saturated_L2 > SATURATION_LIMIT).nonzero().tolist()
         ]
-        widest = self.margin_factor >= WIDEST_MARGIN_FACTOR
-        self.margin_factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR)
-        now = self.margin * self.margin_factor
-        remedy = f"The margin is widened to {now:g} from the next sync on."
-        if widest:
+        rollouts, margin, factor = "the rollouts", self.margin, self.state.margin_factor
+        if not watched.in_training:
+            if self._warned_of_evaluation:
+                return
+            self._warned_of_evaluation, rollouts = True, "an evaluation's rollouts"
             remedy = (
-                f"The margin is at its limit of {now:g} already: the policy changes faster than it is calibrated. "
-                "Lower learning_rate, or set kv_calibration='policy'."
+                f"An evaluation does not widen the margin. To leave it more room, raise kv_scale_margin={margin:g}. "
+                "This is said once; eval_fp8/kv_saturation_fraction has each evaluation's share."
+            )
+        elif factor < WIDEST_MARGIN_FACTOR:
+            remedy = f"The margin is widened to {2 * factor * margin:g} from the next sync on."
+        else:
+            remedy = f"The margin is at its limit of {factor * margin:g} already. " + (
+                "Set kv_calibration='policy', which runs the new weights over the coming prompts."
+                if self.mode == "rollout"
+                else f"Raise kv_scale_margin={margin:g} or kv_calibration_tokens={self.max_tokens}."
             )
         logger.warning(
-            "KV cache scales were too small for the rollouts: share of saturated elements in "
-            f"{listed(beyond)}. {remedy}"
+            f"KV cache scales were too small for {rollouts}: share of saturated elements in {listed(beyond)}. "
+            f"{watched.cause} {remedy}"
         )
 
 

@@ -60,6 +60,7 @@ class AttentionHook:
         self.observation: QKVObservation | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too
         self._flow: OneForward | None = None
+        self._aligned = False
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
         self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
@@ -83,6 +84,12 @@ class AttentionHook:
     def skip(self, layers: Collection[int]) -> None:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
         self.skip_layers = frozenset(layers)
+
+    def align(self) -> None:
+        """Count positions as the engine does in every forward. A forward that is observed and one that is not then
+        give the same log-probs.
+        """
+        self._aligned = True
 
     def follow(self, flow: "OneForward | None") -> None:
         """Compute attention as the engine that `flow` calls, while it is on; None: never."""
@@ -181,16 +188,16 @@ class AttentionHook:
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Under scales, and as the engine, real tokens get the positions that they have there."""
+        """Give real tokens the positions that they have in the engine: observed, under scales, and while following."""
         ours = {}
         if self._followed:
             tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
             ours[SEQUENCES] = Sequences.of(self._real_BT, *tokens.shape[:2], tokens.device)
-        idle = self.scales_L3 is None and not self._followed
+        idle = not (self._aligned or self._followed) and self.scales_L3 is None and self.observation is None
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return args, kwargs | ours
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
-        # mind a shift, but RoPE turns k by it, and e4m3 rounds a turned vector to other bytes.
+        # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
         return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
 
 
