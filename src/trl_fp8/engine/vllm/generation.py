@@ -8,6 +8,7 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -142,7 +143,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
-            self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
+            of_engine = partial(all_reduce_max, group=self.tp_group) if self.tensor_parallel_size > 1 else None
+            place = self.accelerator.process_index, self.tensor_parallel_size
+            self.replicas = Replicas(*place, all_reduce_max, of_engine)
         # What is gathered, or merged, lasts until the next tensor is asked for
         dealt = self._dist.is_zero3 or self._dist.is_fsdp
         options = {"at_once": dealt or (is_peft_model(self.model) and not self.base), "replicas": self.replicas}
