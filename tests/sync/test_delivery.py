@@ -316,9 +316,7 @@ def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):
             yield name, parameter[:64] if name == "proj.weight" else parameter  # cannot be written
 
     everything = [name for name, _ in policy.named_parameters()]
-    delivery = Delivery(
-        engine, policy, RECIPE, lambda: closing(tensors()), at_once=True, replicas=OtherRank({2: 2})
-    )
+    delivery = Delivery(engine, policy, RECIPE, lambda: closing(tensors()), at_once=True, replicas=OtherRank({2: 2}))
     with pytest.raises(RuntimeError):
         delivery.deliver()
     assert gathered == 2 * everything and everything[0] == "proj.weight"

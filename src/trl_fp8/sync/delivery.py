@@ -194,7 +194,7 @@ class Delivery:
             for part, is_broken in zip(self._parts, broken, strict=True):
                 part.seal = None if is_broken else part.seal
             own = next((change for change in changes if change is not None), None)
-            raise own or RuntimeError("another rank's part of the engine has changed since the last sync: see its log.")
+            raise own or RuntimeError("another rank's part of the engine has changed since then: see its log.")
 
     def _change(self, part: Part) -> RuntimeError | None:
         """What became of a part on this rank since it was sent."""
@@ -236,7 +236,7 @@ class Delivery:
         return self._replicas and self._replicas.reduce_max
 
     def _worst(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
-        """The largest of each over the ranks of `reduce_max`: a collective for which the host waits. None: as it is."""
+        """The largest of each over the ranks of `reduce_max`, for whom the host waits. None: over this rank alone."""
         if reduce_max is None:
             return codes
         found = torch.tensor(codes, device=next(self._model.parameters()).device)

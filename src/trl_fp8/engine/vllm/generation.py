@@ -129,6 +129,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.pinned = pinned_gemm(backends, self.recipe, self.model, device, *asked)
             ours |= self.pinned
             upstream.inspect_engine_class(tuple(self.model.config.architectures or ()))
+            if outline_of(self.model).experts:
+                upstream.make_group_of_experts()
             super()._init_vllm()
         leave_image_tokens(self.llm)
         if self.share_kernels:
