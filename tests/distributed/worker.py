@@ -26,6 +26,7 @@ from testing.chats import Keypad, chat_tokenizer, chats  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
 from testing.runs import arguments, dataset, recorded, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.features.flow import Flow  # noqa: E402
 from trl_fp8.policy.base.shared import SharedLinear  # noqa: E402
@@ -311,10 +312,10 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     """One engine on both ranks: synced in a run; loaded from an FP8 checkpoint of what was sent; with FP8 experts;
     with adapters on a base that it shares with the policies ("base").
     """
-    experts = _with_experts(folder / "experts", experts_checkpoint)  # first: vLLM makes groups for experts only once
     lora = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
     options = {"fp8_forward": "full", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
     base = shared_base(folder / "base", base_checkpoint, lora, **options)
+    experts = _with_experts(folder / "experts", experts_checkpoint)
     trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full", top_p=0.9)
     trainer.train()
     generation = trainer.vllm_generation
@@ -326,7 +327,17 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
     fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
     report = described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts, "base": base}
+    report["uneven"] = _with_uneven_prompts(generation)
     return report | {"broken": _first_difference(trainer, "model.layers.1.self_attn.o_proj")}
+
+
+def _with_uneven_prompts(generation: FP8VLLMGeneration) -> str:
+    """What ranks that share an engine say when the second one has a prompt more than the first."""
+    try:
+        generation.generate([[5, 6, 7]] * (1 + generation.accelerator.process_index), None, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _first_difference(trainer: FP8GRPOTrainer, name: str) -> str:

@@ -258,7 +258,12 @@ class FP8VLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
     ) -> tuple:
-        """As TRL's, but only from an engine that holds what was delivered."""
+        """As TRL's, but only from an engine that holds what was delivered.
+
+        Ranks that share an engine call this together, with equally many prompts (`ValueError`). No others wait.
+        """
+        if self.tensor_parallel_size > 1:
+            self._require_as_many_prompts(len(prompts))
         if self.enable_sleep_mode and self.llm.weights_kept:
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first
@@ -266,6 +271,19 @@ class FP8VLLMGeneration(VLLMGeneration):
         output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
         require_same_prompts(prompts, output[0])
         return output
+
+    def _require_as_many_prompts(self, count: int) -> None:
+        """TRL 1.16 finds a rank's completions among its engine's by the number of that rank's own prompts."""
+        counts = torch.tensor([count, -count], device=self.accelerator.device)
+        all_reduce_max(counts, group=self.tp_group)
+        most, least = counts[0].item(), -counts[1].item()
+        if most != least:
+            raise ValueError(
+                f"vllm_generation.generate was called with {count} prompts on this rank, and with {least} to {most} "
+                f"on the ranks of its engine (vllm_tensor_parallel_size={self.tensor_parallel_size}): TRL would hand "
+                "completions of one rank to another. Let rollout_func call it equally often, with equally many "
+                "prompts, on all of them, or set vllm_tensor_parallel_size=1."
+            )
 
     def prefill(self, tokens: list[int]) -> list[int]:
         """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.
