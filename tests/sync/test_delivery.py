@@ -12,6 +12,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Delivery, Part
 from trl_fp8.sync.pieces import Layout, Piece
+from trl_fp8.sync.shards import GatherFailed
 from trl_fp8.sync.writer import Writer
 
 
@@ -320,6 +321,21 @@ def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):
     with pytest.raises(RuntimeError):
         delivery.deliver()
     assert gathered == 2 * everything and everything[0] == "proj.weight"
+
+
+def test_a_rank_on_which_a_gather_broke_off_enters_no_other_collective(made):
+    """The others are in that gather: what this rank agreed on would be taken for a part of a weight."""
+    _, engine, policy = made
+    replicas = OtherRank()
+
+    def tensors():
+        yield next(policy.named_parameters())
+        raise GatherFailed("no memory for a whole")
+
+    delivery = Delivery(engine, policy, RECIPE, lambda: closing(tensors()), replicas=replicas)
+    with pytest.raises(GatherFailed):
+        delivery.deliver()
+    assert replicas.collectives == 0 and refuses(delivery)
 
 
 @pytest.mark.parametrize("lost", ["norm.weight", "proj.weight_scale_inv", "KV scale"])

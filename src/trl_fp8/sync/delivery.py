@@ -31,6 +31,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from .audit import ReduceMax, Replicas, Seal, audit
 from .pieces import Layout
 from .policy_checks import require_finite
+from .shards import GatherFailed
 from .writer import Sent, Writer
 
 
@@ -116,6 +117,7 @@ class Delivery:
                 Or it holds NaN or infinities: that was seen as it was written.
             RuntimeError: Writing (tried twice) or the audit failed, here or on another rank. The next success allows
                 generation.
+            GatherFailed: On this rank alone, which enters no further collective.
         """
         start = time.perf_counter()
         if self._engine.wake():
@@ -256,6 +258,8 @@ class Delivery:
                     raise
             if kv_scales is not None:
                 self._engine.write_kv_scales(kv_scales)
+        except GatherFailed:
+            raise
         except Exception as error:
             return error
 

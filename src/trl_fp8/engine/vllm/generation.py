@@ -29,7 +29,7 @@ from trl_fp8.sync.adapters import adapter_tensors, factors, merged, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.shards import Sharded, gathered
+from trl_fp8.sync.shards import Sharded, gathered, gathering
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
@@ -209,9 +209,10 @@ class FP8VLLMGeneration(VLLMGeneration):
         """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
         self._reshard()
         try:
-            for name, parameter in super()._iter_named_params():
-                if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
-                    yield name, parameter
+            with gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext():
+                for name, parameter in super()._iter_named_params():
+                    if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
+                        yield name, parameter
         finally:
             if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
                 self.model.unmerge_adapter()
