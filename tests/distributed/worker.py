@@ -243,7 +243,7 @@ def generated_apart(folder: Path, checkpoint: str) -> dict:
     flags = {"max_completion_length": 96, "vllm_max_model_length": 128, "generation_kwargs": {"max_tokens": 4}}
     report = {}
     for name, source in sources.items():
-        options = {"processing_class": chat_tokenizer(calls="."), "reward_funcs": lengths, "train_dataset": chats()}
+        options = {"processing_class": chat_tokenizer(calls="."), "reward_funcs": any_reward, "train_dataset": chats()}
         args = arguments(folder / name, per_device_train_batch_size=4, fp8_forward="full", **flags)
         trainer = FP8GRPOTrainer(model=checkpoint, args=args, **(options | source))
         trainer._tool_call_loop = partial(in_as_many_turns, trainer, trainer._tool_call_loop)
@@ -263,8 +263,8 @@ def generated_apart(folder: Path, checkpoint: str) -> dict:
     return report
 
 
-def lengths(completions: list, **kwargs) -> list[float]:
-    return [len(str(messages)) % 7 for messages in completions]
+def any_reward(completions: list, **kwargs) -> list[float]:
+    return [sum(map(ord, str(messages))) % 7 for messages in completions]
 
 
 def turns_due(trainer: FP8GRPOTrainer) -> int:

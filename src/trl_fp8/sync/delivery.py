@@ -196,7 +196,8 @@ class Delivery:
             for part, is_broken in zip(self._parts, broken, strict=True):
                 part.seal = None if is_broken else part.seal
             own = next((change for change in changes if change is not None), None)
-            raise own or RuntimeError("another rank's part of the engine has changed since then: see its log.")
+            theirs = "another rank's part of the engine has changed since the last sync: see its log."
+            raise own or RuntimeError(theirs)
 
     def _change(self, part: Part) -> RuntimeError | None:
         """What became of a part on this rank since it was sent."""
@@ -211,8 +212,8 @@ class Delivery:
         try:
             return calibrate()
         except ValueError:
-            # The usual reason, by name. This rank looks alone: others may wait in a collective of the calibration,
-            # and would take part in that one with what they have for this one
+            # The usual reason, by name. This rank looks alone: others may still be in a collective of the calibration,
+            # and one that this rank begins now would meet that
             require_finite(self._model)
             raise
 

@@ -133,7 +133,7 @@ def make_group_of_experts() -> None:
     if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
         return
     world, ranks = parallel_state.get_world_group(), parallel_state.get_tensor_model_parallel_world_size()
-    # An engine of TRL's is a tensor parallel group, and vLLM's group for experts is one of all ranks of an engine
+    # vLLM's group for experts has all ranks of an engine, and TRL's engines are tensor parallel alone
     groups = [[*range(first, first + ranks)] for first in range(0, world.world_size, ranks)]
     backend = torch.distributed.get_backend(world.device_group)
     made = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
