@@ -13,23 +13,25 @@ ROLES = (
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-# The first digit of a turn calls a tool with it, so that a random model calls tools, but not in every turn.
-PRESS = {"type": "function", "function": {"name": "press", "arguments": {"key": "{digit}"}}}
-CALLS = {"open_pattern": "(?P<digit>[0-9])", "repeats": True, "content": "text", "transform": PRESS}
-DIGITS_CALL = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "assistant:",
-    "fields": {"tool_calls": CALLS, "content": {"close": "<eos>", "content": "text"}},
-}
+PRESS = {"type": "function", "function": {"name": "press", "arguments": {"key": "{key}"}}}
 
 
 def chats():
     return Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}]} for row in dataset()])
 
 
-def chat_tokenizer():
+def chat_tokenizer(calls: str = "[0-9]"):
+    """`calls`: The first of these characters in a turn calls a tool with it. With digits a random model calls tools,
+    but not in every turn.
+    """
     made = tokenizer()
-    made.chat_template, made.response_template = ROLES, DIGITS_CALL
+    tool_calls = {"open_pattern": f"(?P<key>{calls})", "repeats": True, "content": "text", "transform": PRESS}
+    made.chat_template = ROLES
+    made.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "assistant:",
+        "fields": {"tool_calls": tool_calls, "content": {"close": "<eos>", "content": "text"}},
+    }
     return made
 
 

@@ -50,7 +50,7 @@ from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
-from .run.launch import check_launch, require_no_images, require_rows
+from .run.launch import check_launch, require_no_images, require_rows, require_same_turns
 from .run.saving import Saving
 from .sync.policy_checks import require_servable
 from .upstream.patches import substituted
@@ -262,6 +262,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         require_countable_experts(self.model, args.router_aux_loss_coef)
         if (config := self.model.config).get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
+        require_same_turns(self.tools, args.vllm_tensor_parallel_size)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:

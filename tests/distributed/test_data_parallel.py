@@ -1,4 +1,6 @@
-"""Two ranks under DDP, an engine each: equal engines, a run that resumes, a rank that dies, a rank that drifts."""
+"""Two ranks under DDP, an engine each: equal engines, rollouts of other numbers of turns, a run that resumes, a rank
+that dies, a rank that drifts.
+"""
 
 from pathlib import Path
 
@@ -69,6 +71,22 @@ def test_a_killed_rank_ends_the_job_and_the_run_resumes(died, uninterrupted):
     again = [report["resumed"] for report in uninterrupted]
     assert trajectory(again[0]) == trajectory(uninterrupted[0])
     assert again[0]["engine"] == again[1]["engine"] == uninterrupted[0]["engine"]
+
+
+@pytest.mark.parametrize("source", ["tools", "environment", "rollout_func"])
+def test_ranks_whose_rollouts_need_other_numbers_of_turns_do_not_wait_for_each_other(source, uninterrupted):
+    first, second = (report["apart"][source] for report in uninterrupted)
+    assert (first["calls"], second["calls"]) == ([0, 0, 0, 0, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2])  # in which step
+    assert first["engine"] == second["engine"] and first["audit_failures"] == second["audit_failures"] == 0
+    rows = trajectory(first)
+    assert len({row["grad_norm"] for row in rows}) == 3 and all(row["grad_norm"] > 0 for row in rows)
+    # tokens of every turn were sampled from the policy that the trainer scores
+    assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in rows)
+
+
+def test_a_rank_refuses_its_own_changed_engine_and_the_next_sync_of_both_repairs_it(uninterrupted):
+    first, second = (report["apart"]["changed"] for report in uninterrupted)
+    assert first == "" and "changed since the last sync: model.embed_tokens.weight" in second
 
 
 def test_a_policy_that_drifted_apart_is_named_on_every_rank(uninterrupted):

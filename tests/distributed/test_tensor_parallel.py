@@ -32,6 +32,11 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
         assert row["mismatch/logp_difference_mean"] < 1e-5 and row["sampling/survivors_mean"] > 1
 
 
+def test_ranks_of_an_engine_have_equally_many_prompts_or_are_refused(reports):
+    for number, report in enumerate(reports):
+        assert f"with {number + 1} prompts on this rank, and with 1 to 2 on the ranks" in report["uneven"]
+
+
 def test_the_first_layer_that_differs_is_named_on_both_ranks(reports):
     """Of layers whose rows the ranks share, as a whole: those that sum over ranks."""
     for report in reports:

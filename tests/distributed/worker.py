@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,11 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from testing import engines  # noqa: E402
+from testing.chats import Keypad, chat_tokenizer, chats  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
-from testing.runs import arguments, dataset, reward_digits, rows  # noqa: E402
+from testing.runs import arguments, dataset, recorded, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
 from trl_fp8.export.checksums import verify_export  # noqa: E402
 from trl_fp8.features.flow import Flow  # noqa: E402
 from trl_fp8.policy.base.shared import SharedLinear  # noqa: E402
@@ -47,7 +50,8 @@ def train(folder: Path, checkpoint: str, lora: dict | None = None, resume: str |
 
 
 def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **flags) -> dict:
-    """A resumed run, whose report is in "resumed", and one from the start, of the same flags.
+    """A resumed run, whose report is in "resumed", and one from the start, of the same flags. In "apart": runs whose
+    ranks generate apart.
 
     Then the second rank's policy drifts apart before another sync, whose error is reported.
     """
@@ -55,7 +59,7 @@ def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **fl
     trainer = make_trainer(folder, checkpoint, **flags)
     trainer.train()
     trainer.vllm_generation.sync_weights()
-    report = described(trainer) | {"resumed": resumed}
+    report = described(trainer) | {"resumed": resumed, "apart": generated_apart(folder / "apart", checkpoint)}
     if trainer.accelerator.process_index == 1:
         with torch.no_grad():
             trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1
@@ -223,6 +227,72 @@ def failed(trainer: FP8GRPOTrainer) -> dict:
     return {"said": said, "engine": engine_digest(generation.llm), "audit_failures": generation.audit_failures}
 
 
+TURNS = ((4, 1, 4), (2, 3, 2))  # in which each rank calls its engine, in each step
+
+
+def generated_apart(folder: Path, checkpoint: str) -> dict:
+    """Runs in which ranks call their engines `TURNS` times: with a tool, an environment and a function of the user's.
+
+    After the last of them the second rank's engine is written to before both generate once more, and then sync.
+    """
+    sources = {
+        "tools": {"tools": [Keypad().press]},
+        "environment": {"environment_factory": Keypad},
+        "rollout_func": {"rollout_func": in_turns},
+    }
+    flags = {"max_completion_length": 96, "vllm_max_model_length": 128, "generation_kwargs": {"max_tokens": 4}}
+    report = {}
+    for name, source in sources.items():
+        options = {"processing_class": chat_tokenizer(calls="."), "reward_funcs": any_reward, "train_dataset": chats()}
+        args = arguments(folder / name, per_device_train_batch_size=4, fp8_forward="full", **flags)
+        trainer = FP8GRPOTrainer(model=checkpoint, args=args, **(options | source))
+        trainer._tool_call_loop = partial(in_as_many_turns, trainer, trainer._tool_call_loop)
+        calls = recorded(trainer.vllm_generation, "generate", partial(step_of, trainer))
+        trainer.train()
+        report[name] = described(trainer) | {"calls": [*calls]}
+    generation = trainer.vllm_generation
+    if trainer.accelerator.process_index == 1:
+        next(engine_model(generation.llm).parameters()).view(-1)[7] += 1
+    try:
+        generation.generate([[5, 6, 7]], None, 1)
+        report["changed"] = ""
+    except RuntimeError as error:
+        report["changed"] = str(error)
+    generation.sync_weights()
+    generation.generate([[5, 6, 7]], None, 1)
+    return report
+
+
+def any_reward(completions: list, **kwargs) -> list[float]:
+    return [sum(map(ord, str(messages))) % 7 for messages in completions]
+
+
+def turns_due(trainer: FP8GRPOTrainer) -> int:
+    return TURNS[trainer.accelerator.process_index][trainer.state.global_step]
+
+
+def in_as_many_turns(trainer: FP8GRPOTrainer, loop: Callable, *args) -> tuple:
+    trainer.max_tool_calling_iterations = turns_due(trainer) - 1
+    return loop(*args)
+
+
+def step_of(trainer: FP8GRPOTrainer, *args, **kwargs) -> int:
+    return trainer.state.global_step
+
+
+def in_turns(prompts: list, trainer: FP8GRPOTrainer) -> dict:
+    """A rollout function that goes on with what it has, as often as this rank is due."""
+    prompt_ids = trainer.processing_class([prompt[0]["content"] for prompt in prompts])["input_ids"]
+    completions, log_probs = ([[] for _ in prompts] for _ in range(2))
+    for _ in range(turns_due(trainer)):
+        so_far = [prompt + done for prompt, done in zip(prompt_ids, completions, strict=True)]
+        _, more, log_probs_of_more, _ = trainer.vllm_generation.generate(so_far, None, 1)
+        for row, (ids, each) in enumerate(zip(more, log_probs_of_more, strict=True)):
+            completions[row] += ids
+            log_probs[row] += [token[0] for token in each]
+    return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": log_probs}
+
+
 def killed(folder: Path, checkpoint: str, **flags) -> dict:
     """A training run whose second rank dies in its third step, without a word."""
     trainer = make_trainer(folder, checkpoint, **flags)
@@ -242,10 +312,10 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     """One engine on both ranks: synced in a run; loaded from an FP8 checkpoint of what was sent; with FP8 experts;
     with adapters on a base that it shares with the policies ("base").
     """
-    experts = _with_experts(folder / "experts", experts_checkpoint)  # first: vLLM makes groups for experts only once
     lora = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
     options = {"fp8_forward": "full", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
     base = shared_base(folder / "base", base_checkpoint, lora, **options)
+    experts = _with_experts(folder / "experts", experts_checkpoint)
     trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full", top_p=0.9)
     trainer.train()
     generation = trainer.vllm_generation
@@ -257,7 +327,17 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
     fresh = {"log_probs": engines.log_probs(llm), "engine": engine_digest(llm)}
     report = described(trainer) | {"qkv_shape": shape, "fresh": fresh, "experts": experts, "base": base}
+    report["uneven"] = _with_uneven_prompts(generation)
     return report | {"broken": _first_difference(trainer, "model.layers.1.self_attn.o_proj")}
+
+
+def _with_uneven_prompts(generation: FP8VLLMGeneration) -> str:
+    """What ranks that share an engine say when the second one has a prompt more than the first."""
+    try:
+        generation.generate([[5, 6, 7]] * (1 + generation.accelerator.process_index), None, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _first_difference(trainer: FP8GRPOTrainer, name: str) -> str:

@@ -48,6 +48,13 @@ def test_attention_sinks_are_read_anew_with_a_bf16_cache_too():
     assert of_type("gpt_oss", bf16, Cuda((10, 0), 4))["attention_backend"] == "TRITON_ATTN"
 
 
+def test_an_engine_on_cpu_without_a_kv_cache_has_memory_for_the_states_of_its_sequences():
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
+    made = of_type("qwen3_next", FP8Recipe(fp8_modules=("a",), kv_cache_dtype="auto"), Cpu(), **layers)
+    matrices = 32 * 128 * 128 * 4  # of each layer, in FP32
+    assert made["kv_cache_memory_bytes"] >= 8 * 2 * matrices
+
+
 def test_a_copy_of_experts_biases_is_refused():
     experts = RoutedExperts.__new__(RoutedExperts)
     nn.Module.__init__(experts)

@@ -36,10 +36,26 @@ def started():
             engines.shutdown(generation.llm)
 
 
-@pytest.mark.parametrize("architecture", MOE)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen2_moe", "olmoe"])
 def test_two_syncs_of_fp8_experts_equal_a_fresh_engine_bit_for_bit(architecture, checkpoint, tmp_path, started):
     generation = started(checkpoint(architecture))
     synced = engines.after_two_syncs(generation)
+    assert generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
+    engines.require_whole_audit(generation)
+    engines.shutdown(generation.llm)
+    generation.llm = None
+    with reference_fp8_experts():
+        assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == synced
+
+
+def test_experts_go_with_an_engine_without_experts_before_them_in_the_process(checkpoint, started, tmp_path):
+    """Two trainers one after another. vLLM makes its groups of ranks once, and one for experts only for those."""
+    dense = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    dense.sync_weights()
+    before = engines.log_probs(dense.llm)
+    generation = started(checkpoint("mixtral"))
+    synced = engines.after_two_syncs(generation)
+    assert engines.log_probs(dense.llm) == before
     assert generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
     engines.require_whole_audit(generation)
     engines.shutdown(generation.llm)

@@ -300,6 +300,15 @@ def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
         recipe_for(outline, kv_cache_skip_layers=(3, 7))
 
 
+def test_an_fp8_kv_cache_of_a_model_that_caches_no_keys_and_values_is_refused():
+    config = {"model_type": "qwen3_next", "num_hidden_layers": 8, "layer_types": ["linear_attention"] * 8}
+    outline = outline_of_config(config, "m")
+    with pytest.raises(ValueError, match="'fp8', but none of the 8 layers of .* caches keys.*kv_cache_dtype='auto'"):
+        recipe_for(outline)
+    plan = plan_for(outline, recipe_for(outline, kv_cache_dtype="auto"))
+    assert "KV cache: the model's dtype, 0 B per token" in plan.summary()
+
+
 def test_parts_of_a_vision_language_model_have_names_of_their_own_in_an_engine():
     recipe = recipe_for_model(other_models.policy("gemma3"))
     layer = "layers.0.self_attn.q_proj.weight"

@@ -12,6 +12,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Delivery, Part
 from trl_fp8.sync.pieces import Layout, Piece
+from trl_fp8.sync.shards import GatherFailed
 from trl_fp8.sync.writer import Writer
 
 
@@ -197,17 +198,24 @@ def test_an_engine_that_was_not_written_is_refused_until_it_is(made, errors, att
 
 
 class OtherRank:
-    """Two ranks, of which the other one's write fails in attempts `fails` with a code; it holds the same policy."""
+    """Two ranks. The other one holds the same policy, and answers the number `says` in the collective of that number,
+    of those in which ranks agree. `of_engine`: what it says of the engine that both share; None: each has its own.
+    """
 
     tensor_parallel_size, rank = 1, 0
 
-    def __init__(self, **fails):
-        self.fails, self.attempts = fails, 0
+    def __init__(self, says=(), of_engine=None):
+        self.says, self.agreed, self.collectives = dict(says), 0, 0
+        if of_engine is None:
+            self.reduce_max_of_engine = None
+        else:
+            self.reduce_max_of_engine = lambda tensor: tensor.copy_(torch.maximum(tensor, torch.tensor(of_engine)))
 
     def reduce_max(self, tensor):
+        self.collectives += 1
         if not tensor.is_floating_point():
-            self.attempts += 1
-            tensor.copy_(torch.maximum(tensor, torch.tensor(self.fails.get(f"attempt{self.attempts}", 0))))
+            self.agreed += 1
+            tensor.copy_(torch.maximum(tensor, torch.tensor(self.says.get(self.agreed, 0))))
 
     def extremes(self, values):
         return torch.stack([values, values])
@@ -216,20 +224,46 @@ class OtherRank:
 @pytest.mark.parametrize("ours", [None, RuntimeError("hiccup")], ids=["theirs", "both"])
 def test_what_failed_on_one_rank_is_repeated_on_all(made, ours):
     _, engine, policy = made
-    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(attempt1=1))
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank({1: 1}))
     engine.broken = {1: ours} if ours else {}
     delivery.deliver()
     assert engine.calls == ["wake", "write", "closed", "write", "closed", "reset"]
     delivery.verify()
 
 
-@pytest.mark.parametrize("fails", [{"attempt1": 2}, {"attempt1": 1, "attempt2": 1}], ids=["for good", "twice"])
-def test_what_failed_on_one_rank_fails_on_all(made, fails):
+@pytest.mark.parametrize(
+    "says, match",
+    [
+        ({1: 2}, "failed on another rank"),
+        ({1: 1, 2: 1}, "failed on another rank"),
+        ({2: 1}, "failed its audit on another rank"),
+    ],
+    ids=["for good", "twice", "audit"],
+)
+def test_what_failed_on_one_rank_fails_on_all(made, says, match):
     _, engine, policy = made
-    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(**fails))
-    with pytest.raises(RuntimeError, match="failed on another rank"):
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(says))
+    with pytest.raises(RuntimeError, match=match):
         delivery.deliver()
-    assert refuses(delivery)
+    assert refuses(delivery) and "reset" not in engine.calls
+
+
+@pytest.mark.parametrize("bad", ["policy", "calibration"])
+def test_a_rank_that_cannot_calibrate_enters_no_collective(made, bad):
+    """The others may be in one of the calibration, which would take this rank's numbers for its own."""
+    _, engine, policy = made
+    replicas = OtherRank()
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=replicas)
+
+    def fails():
+        raise ValueError("zero amax")
+
+    if bad == "policy":
+        with torch.no_grad():
+            policy.norm.weight[3] = float("inf")
+    with pytest.raises(ValueError, match={"policy": "norm.weight. Nothing was", "calibration": "zero amax"}[bad]):
+        delivery.deliver(fails)
+    assert replicas.collectives == 0
 
 
 def test_what_a_failed_attempt_held_is_gone_before_the_next(made):
@@ -249,13 +283,27 @@ def test_what_a_failed_attempt_held_is_gone_before_the_next(made):
     assert len(held) == 2
 
 
-def test_an_engine_that_changed_on_one_rank_is_refused_on_all(made):
+def test_an_engine_that_changed_is_refused_on_the_ranks_that_share_it(made):
     _, engine, policy = made
-    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(attempt2=1))
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=OtherRank(of_engine=1))
     delivery.deliver()
-    with pytest.raises(RuntimeError, match="the engine of another rank has changed"):
+    with pytest.raises(RuntimeError, match="another rank's part of the engine has changed"):
         delivery.verify()
     assert refuses(delivery) and delivery.failures == 1
+
+
+def test_a_rank_with_an_engine_of_its_own_waits_for_nobody_before_it_generates(made):
+    """With tools one rank generates more often than another."""
+    _, engine, policy = made
+    replicas = OtherRank()
+    delivery = Delivery(engine, policy, RECIPE, made[0]._trained.tensors, replicas=replicas)
+    delivery.deliver()
+    synced = replicas.collectives
+    delivery.verify()
+    engine.held["norm.weight"][0] = 2.0
+    with pytest.raises(RuntimeError, match="changed since the last sync: norm.weight"):
+        delivery.verify()
+    assert replicas.collectives == synced and refuses(delivery)
 
 
 def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):
@@ -269,12 +317,25 @@ def test_a_rank_that_fails_goes_on_gathering_with_the_others(made):
             yield name, parameter[:64] if name == "proj.weight" else parameter  # cannot be written
 
     everything = [name for name, _ in policy.named_parameters()]
-    delivery = Delivery(
-        engine, policy, RECIPE, lambda: closing(tensors()), at_once=True, replicas=OtherRank(attempt2=2)
-    )
+    delivery = Delivery(engine, policy, RECIPE, lambda: closing(tensors()), at_once=True, replicas=OtherRank({2: 2}))
     with pytest.raises(RuntimeError):
         delivery.deliver()
     assert gathered == 2 * everything and everything[0] == "proj.weight"
+
+
+def test_a_rank_on_which_a_gather_broke_off_enters_no_other_collective(made):
+    """The others are in that gather: what this rank agreed on would be taken for a part of a weight."""
+    _, engine, policy = made
+    replicas = OtherRank()
+
+    def tensors():
+        yield next(policy.named_parameters())
+        raise GatherFailed("no memory for a whole")
+
+    delivery = Delivery(engine, policy, RECIPE, lambda: closing(tensors()), replicas=replicas)
+    with pytest.raises(GatherFailed):
+        delivery.deliver()
+    assert replicas.collectives == 0 and refuses(delivery)
 
 
 @pytest.mark.parametrize("lost", ["norm.weight", "proj.weight_scale_inv", "KV scale"])
@@ -360,3 +421,14 @@ def test_only_the_part_that_was_changed_is_sent_again(name, again, in_parts):
     delivery.deliver()
     assert [call for call in engine.calls if call in ("base", "trained")] == again
     delivery.verify()
+
+
+def test_what_another_rank_lost_of_the_frozen_part_is_sent_by_all(in_parts):
+    """A rank that found its engine changed would otherwise be alone in the sync of the base."""
+    delivery, engine, _ = in_parts
+    delivery._replicas = replicas = OtherRank()
+    delivery.deliver()
+    engine.calls.clear()
+    replicas.says = {replicas.agreed + 1: 1}
+    delivery.deliver()
+    assert engine.calls == ["wake", "base", "trained", "reset"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.multiprocessing import ProcessRaisedException, start_processes
 from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ from trl_fp8.quantization.formats.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import shards
 from trl_fp8.sync.pieces import Layout, Piece, Span
-from trl_fp8.sync.shards import Rows, gathered, rows_of_codes
+from trl_fp8.sync.shards import GatherFailed, Rows, gathered, rows_of_codes
 from trl_fp8.sync.writer import Writer
 
 
@@ -180,6 +180,13 @@ def test_other_shards_arrive_whole(tmp_path):
         for some in (mixed, {name: mixed[name] for name in [*placements, "norm.weight"]}):
             whole = [(name, some.get(name, parameters[name])) for name in ALL]
             assert_holds(layout, written(layout, gathered(whole, RECIPE, layout, CPU)), parameters)
+
+        def full(tensor):
+            raise torch.OutOfMemoryError("no memory for a whole")
+
+        DTensor.full_tensor = full
+        with pytest.raises(GatherFailed, match="broke off on this rank.*no memory for a whole"):
+            written(layout, gathered([("many.weight", mixed["many.weight"])], RECIPE, layout, CPU))
 
     on_ranks(sync, 2, tmp_path)
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from peft import AdaptionPromptConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import dynamic_module_utils
 from vllm.model_executor.models import registry
 
@@ -60,6 +61,37 @@ def test_policies_that_cannot_follow_are_refused_before_an_engine_starts(
 ):
     with offered_fp8_experts(), pytest.raises(ValueError, match=said):
         training(checkpoint(model_type), arguments(tmp_path, fp8_forward="full", **flags)).__enter__()
+
+
+PROMPT = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+PREFIX = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+LLAMA_ADAPTER = AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=3, adapter_layers=1)
+
+
+@pytest.mark.parametrize(
+    "peft_config, flags, said",
+    [
+        (PROMPT, {}, "PromptTuningConfig.* peft_type='PROMPT_TUNING'"),
+        (PROMPT, BF16, "PromptTuningConfig"),
+        (PREFIX, {"fp8_base": True}, "PrefixTuningConfig"),
+        (LLAMA_ADAPTER, {"kv_cache_dtype": "auto"}, "AdaptionPromptConfig"),
+    ],
+    ids=["fp8", "nothing", "prefix-on-a-base", "llama-adapter"],
+)
+def test_learned_prompts_are_refused_by_name_before_an_engine_starts(
+    peft_config, flags, said, checkpoint, tmp_path, no_engine
+):
+    with pytest.raises(ValueError, match=f"peft_config={said}.*Use LoraConfig, or .*use_vllm=False"):
+        training(checkpoint("llama"), arguments(tmp_path, **flags), peft_config=peft_config).__enter__()
+
+
+def test_the_remedy_of_a_learned_prompt_trains_it(checkpoint, tmp_path, no_engine):
+    args = arguments(tmp_path, max_steps=1, **servable.WITHOUT_ENGINE)
+    with training(checkpoint("llama"), args, peft_config=PROMPT) as trainer:
+        [learned] = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        before = learned.detach().clone()
+        trainer.train()
+        assert not torch.equal(before, learned)
 
 
 def test_the_remedy_of_a_refused_model_trains_it(tmp_path, no_engine):

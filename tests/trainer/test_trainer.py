@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from trl import GRPOConfig, GRPOTrainer
 
 from testing import engines, tiny_models
+from testing.chats import Keypad, chat_tokenizer, chats
 from testing.runs import arguments, column, dataset, reward_digits, rows, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.run.launch import check_launch
@@ -192,6 +193,13 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
 def test_processes_that_engines_cannot_share_are_refused(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 with 1 processes.*--num_processes 2"):
         FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path, vllm_tensor_parallel_size=2), dataset())
+
+
+def test_tools_are_refused_where_ranks_share_an_engine(checkpoint, tmp_path):
+    args = arguments(tmp_path, vllm_tensor_parallel_size=2)
+    options = {"train_dataset": chats(), "processing_class": chat_tokenizer(), "environment_factory": Keypad}
+    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 with tools.* wait for each other for ever"):
+        FP8GRPOTrainer(checkpoint("qwen3"), None, args, **options)
 
 
 def test_a_model_that_vllm_cannot_find_is_refused(tmp_path):

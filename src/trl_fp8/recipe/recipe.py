@@ -172,12 +172,19 @@ def recipe_for(
         fp8_weights and others: See the flags of `FP8GRPOConfig`.
 
     Raises:
-        ValueError: `fp8_weights` is on and no layer can be FP8, or `ignored_modules` or `kv_cache_skip_layers` name
-            layers that do not exist, or all layers. The message lists them.
+        ValueError: `fp8_weights` is on and no layer can be FP8, the KV cache is FP8 and no layer has one, or
+            `ignored_modules` or `kv_cache_skip_layers` name layers that do not exist, or all layers. The message lists
+            them.
     """
     linears, experts, spec = outline.linears, outline.experts, format_named(weight_format)
     modules = [*linears, *experts]
     _check_named(ignored_modules, modules, kv_cache_skip_layers, outline)
+    if kv_cache_dtype != "auto" and outline.caches and not outline.kv_layers:
+        raise ValueError(
+            f"kv_cache_dtype={kv_cache_dtype!r}, but none of the {outline.layers} layers of {outline.class_name} "
+            "caches keys and values (linear attention), so nothing of the KV cache would be FP8. Set "
+            "kv_cache_dtype='auto'."
+        )
     reasons = dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
     for name in modules:
         reasons[name] = reasons.get(name) or _why_kept(outline, name, spec, tensor_parallel_size)

@@ -24,6 +24,19 @@ def require_no_images(dataset: object, name: str) -> None:
         )
 
 
+def require_same_turns(tools: list, tensor_parallel_size: int) -> None:
+    """Raise `ValueError` for tools, an environment's too, where ranks share an engine: with tools each rank takes as
+    many turns as its own rollouts need, and these ranks can only generate together.
+    """
+    if tools and tensor_parallel_size > 1:
+        raise ValueError(
+            f"vllm_tensor_parallel_size={tensor_parallel_size} with tools, or an environment that has some: the ranks "
+            "of an engine generate together, but TRL 1.16 lets each call it as often as its own rollouts call tools. "
+            "They would wait for each other for ever, or get each other's completions. Set "
+            "vllm_tensor_parallel_size=1; FSDP2 or vllm_enable_sleep_mode=True make room for whole engines."
+        )
+
+
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
     """Refuse launches that would train something else than they seem to.
 

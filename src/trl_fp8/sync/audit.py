@@ -24,13 +24,17 @@ from .pieces import Layout
 from .writer import Writer
 
 
+ReduceMax = Callable[[torch.Tensor], None]  # replaces a tensor by its maximum over some ranks
+
+
 @dataclass(frozen=True)
 class Replicas:
     """Ranks with the same place in their engine's tensor parallel group: they hold the same part of the policy."""
 
     rank: int  # of this process
     tensor_parallel_size: int  # number of consecutive ranks that share one engine
-    reduce_max: Callable[[torch.Tensor], None]  # replaces a tensor by its maximum over all ranks
+    reduce_max: ReduceMax  # over all ranks
+    reduce_max_of_engine: ReduceMax | None = None  # over those that share this one's engine; None: it has its own
 
     def extremes(self, values: torch.Tensor) -> torch.Tensor:
         """Largest and smallest of each of the int64 `values` `[n]` over the replicas: `[2, n]`. A collective."""
@@ -41,8 +45,9 @@ class Replicas:
         return torch.stack([slots[0, slot], ~slots[1, slot]])
 
 
-def all_reduce_max(tensor: torch.Tensor) -> None:
-    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX)
+def all_reduce_max(tensor: torch.Tensor, group: torch.distributed.ProcessGroup | None = None) -> None:
+    """Replace a tensor by its maximum over a group of ranks; None: all of them."""
+    torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,10 @@
                a delivery succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
     generate:  require_whole, and verify: nobody wrote to weights or scales since
 
+Ranks deliver together and generate apart: with tools one takes more turns than another. So `verify` concerns the ranks
+that share an engine, and no others. An error outside of the brackets is raised where it happens, and no collective
+follows it: the other ranks wait in theirs until the launcher ends the job.
+
 Nothing here knows what an engine is made of: `Engine` is all that is asked of one.
 """
 
@@ -24,9 +28,10 @@ from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .audit import Replicas, Seal, audit
+from .audit import ReduceMax, Replicas, Seal, audit
 from .pieces import Layout
 from .policy_checks import require_finite
+from .shards import GatherFailed
 from .writer import Sent, Writer
 
 
@@ -113,12 +118,13 @@ class Delivery:
                 Or it holds NaN or infinities: that was seen as it was written.
             RuntimeError: Writing (tried twice) or the audit failed, here or on another rank. The next success allows
                 generation.
+            GatherFailed: On this rank alone, which enters no further collective.
         """
         start = time.perf_counter()
         if self._engine.wake():
             for part in self._parts:
                 part.seal = part.seal if part.survives_sleep else None
-        due = [part for part in self._frozen if part.seal is None]
+        due = self._due()
         writing = sum(self.send(part) for part in due)  # first: a policy that shares its base calibrates with it
         awake = time.perf_counter()
         kv_scales = self._calibrated(calibrate) if calibrate else None
@@ -150,7 +156,7 @@ class Delivery:
         start, part.seal = time.perf_counter(), None
         writer = self._written(part, kv_scales)
         seconds = time.perf_counter() - start
-        part.weight_relative_error, part.dead_blocks = writer.inspect(self._replicas and self._replicas.reduce_max)
+        part.weight_relative_error, part.dead_blocks = writer.inspect(self._of_all)
         try:
             part.seal = self._proven(part, writer, kv_scales)
         except RuntimeError:
@@ -163,6 +169,12 @@ class Delivery:
     def _parts(self) -> list[Part]:
         return [*self._frozen, self._trained]
 
+    def _due(self) -> list[Part]:
+        """Frozen parts that some rank's engine lacks: one rank may have found its own changed, but all send."""
+        missing = [int(part.seal is None) for part in self._frozen]
+        missing = self._worst(missing, self._of_all) if missing else []
+        return [part for part, is_missing in zip(self._frozen, missing, strict=True) if is_missing]
+
     def require_whole(self) -> None:
         """Raise `RuntimeError` unless the latest delivery succeeded."""
         if any(part.seal is None for part in self._parts):
@@ -172,16 +184,21 @@ class Delivery:
             )
 
     def verify(self) -> None:
-        """Before each generation: raise `RuntimeError` unless engines still hold what was delivered. A collective."""
+        """Before each generation: raise `RuntimeError` unless the engine still holds what was delivered.
+
+        A collective of the ranks that share this engine, which generate together.
+        """
         self.require_whole()
         changes = [self._change(part) for part in self._parts]
-        broken = self._worst([int(change is not None) for change in changes])
-        if any(broken):  # ranks that share an engine would wait for this one
+        of_engine = self._replicas and self._replicas.reduce_max_of_engine
+        broken = self._worst([int(change is not None) for change in changes], of_engine)
+        if any(broken):  # the ranks that share the engine would wait for this one
             self.failures += 1
             for part, is_broken in zip(self._parts, broken, strict=True):
                 part.seal = None if is_broken else part.seal
             own = next((change for change in changes if change is not None), None)
-            raise own or RuntimeError("the engine of another rank has changed since the last sync: see its log.")
+            theirs = "another rank's part of the engine has changed since the last sync: see its log."
+            raise own or RuntimeError(theirs)
 
     def _change(self, part: Part) -> RuntimeError | None:
         """What became of a part on this rank since it was sent."""
@@ -196,7 +213,9 @@ class Delivery:
         try:
             return calibrate()
         except ValueError:
-            require_finite(self._model, self._replicas and self._replicas.reduce_max)  # the usual reason, by name
+            # The usual reason, by name. This rank looks alone: others may still be in a collective of the calibration,
+            # and one that this rank begins now would meet that
+            require_finite(self._model)
             raise
 
     def _written(self, part: Part, kv_scales: KVScales | None) -> Writer:
@@ -207,7 +226,8 @@ class Delivery:
             attempts, writer, error = attempts + 1, None, None
             writer = Writer(part.layout, self._recipe, at_once=part.at_once)
             error = self._write(part, writer, kv_scales)
-            [failed] = self._worst([0 if error is None else 1 if isinstance(error, RuntimeError) else 2])
+            code = 0 if error is None else 1 if isinstance(error, RuntimeError) else 2
+            [failed] = self._worst([code], self._of_all)
             if not failed:
                 return writer
             error = error or RuntimeError("weight sync failed on another rank, whose log says why.")
@@ -215,12 +235,16 @@ class Delivery:
                 raise error
             logger.warning(f"weight sync failed and is repeated once: {error}")
 
-    def _worst(self, codes: list[int]) -> list[int]:
-        """The largest of each over ranks; a collective for which the host waits. On one process it is that."""
-        if self._replicas is None:
+    @property
+    def _of_all(self) -> ReduceMax | None:
+        return self._replicas and self._replicas.reduce_max
+
+    def _worst(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
+        """The largest of each over the ranks of `reduce_max`, for whom the host waits. None: over this rank alone."""
+        if reduce_max is None:
             return codes
         found = torch.tensor(codes, device=next(self._model.parameters()).device)
-        self._replicas.reduce_max(found)
+        reduce_max(found)
         return found.tolist()
 
     def _write(self, part: Part, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
@@ -236,6 +260,8 @@ class Delivery:
                     raise
             if kv_scales is not None:
                 self._engine.write_kv_scales(kv_scales)
+        except GatherFailed:
+            raise
         except Exception as error:
             return error
 
@@ -250,7 +276,9 @@ class Delivery:
         try:
             seal = audit(part.layout, writer, kv_scales, self._replicas, kv_scales_arrived=lost is None)
         except RuntimeError as differs:
-            raise lost or differs from None
-        if lost is not None:
-            raise lost
+            lost = lost or differs
+        # Of ranks that share an engine each audits a part of it, which no other rank may have
+        [failed] = self._worst([int(lost is not None)], self._of_all)
+        if failed:
+            raise lost or RuntimeError("weight sync failed its audit on another rank, whose log says what differs.")
         return seal

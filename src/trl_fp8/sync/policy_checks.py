@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
 
 from trl_fp8.quantization.e4m3 import E4M3
@@ -16,6 +17,7 @@ from .pieces import Layout
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
     """Raise `ValueError` for a policy that no engine can follow: found out without starting one."""
+    _require_weights_alone(model)
     servable.require_servable(outline_of(model), resolve)
     if not model.name_or_path:
         raise ValueError(
@@ -36,6 +38,18 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
             "or a base model whose config does not tie them."
         )
+
+
+def _require_weights_alone(model: nn.Module) -> None:
+    """Raise `ValueError` for PEFT methods that train something that no weight of the model can take up."""
+    for config in model.peft_config.values() if is_peft_model(model) else ():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"peft_config={type(config).__name__}(...), which is peft_type={config.peft_type.value!r}: it trains "
+                "vectors that attention reads beside the tokens. They are no part of any weight, so that a sync could "
+                "not bring them to the engine, which would sample from the policy without them. Use LoraConfig, or "
+                f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS} (TRL alone)."
+            )
 
 
 def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:

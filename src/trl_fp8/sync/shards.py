@@ -6,10 +6,12 @@
     other shards                          `full_tensor`, in the policy's dtype
 
 Which way a parameter goes follows from shapes, layout and the number of ranks: the same on all of them. A rank on
-which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end.
+which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end. Not
+so where other libraries gather: what fails in them is a `GatherFailed`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -92,6 +94,21 @@ class Sharded(NamedTuple):
         return cls(part[: max(shape.numel() - start, 0)], shape, group)
 
 
+class GatherFailed(RuntimeError):
+    """A gather of another library broke off on this rank, and the others are still in it. This rank has to end: in any
+    further collective they would take what it brings for what they wait for.
+    """
+
+
+@contextmanager
+def gathering() -> Iterator[None]:
+    """Around gathers of other libraries."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise GatherFailed(f"gathering the policy broke off on this rank, and the others wait: {error}") from error
+
+
 class WrittenCodes(NamedTuple):
     """An FP8 weight that the engine holds already."""
 
@@ -108,6 +125,7 @@ def gathered(
 
     Raises:
         RuntimeError: There is no memory to gather in, on any rank: before anything is gathered.
+        GatherFailed: On this rank, in a gather that PyTorch makes.
         Exception: What failed on this rank: after everything was gathered.
     """
     found = {name: part for name, parameter in parameters if (part := Sharded.of(parameter))}
@@ -119,8 +137,10 @@ def gathered(
     sums_left, failure = iter(all_sums) if plans else None, None
     for name, parameter in parameters:
         if name not in plans:
-            parameter = parameter.detach().to(device)
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            with gathering():
+                parameter = parameter.detach().to(device)
+                parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name, parameter
             continue
         plan, own = plans[name], None
         wholes = [part.whole(buffer) for part, buffer in zip(plan, buffers, strict=False)]

@@ -77,6 +77,7 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_MOE}.router.router_factory.CPURouter": (f"{_CPU}/ops.py", "It knows no sigmoid without groups."),
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
+        "vllm.distributed.parallel_state._EP": ("upstream/vllm.py", "vLLM makes no group after the first engine."),
         f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
     },
     REGISTERED: {

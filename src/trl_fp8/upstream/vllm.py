@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
+
+from .patches import patch
 
 
 if TYPE_CHECKING:
@@ -40,6 +43,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
     f"{_LAYERS}.mamba.ops.cpu.gdn_attention": {"_cpu_gdn_attention_nonspec": "engine"},
     "vllm.v1.attention.selector": {"_cached_get_attn_backend": "upstream"},
+    "vllm.distributed.parallel_state": {"_EP": "upstream"},
 }
 
 
@@ -117,3 +121,20 @@ def forget_choices() -> None:
 
     rotary_embedding._ROPE_DICT.clear()
     selector._cached_get_attn_backend.cache_clear()
+
+
+def make_group_of_experts() -> None:
+    """Before an engine with experts starts in this process: make vLLM's group of ranks for experts, if an engine
+    without experts made the other groups. vLLM makes all groups once in a process, this one for experts alone. A
+    collective, as vLLM's own making of groups is.
+    """
+    from vllm.distributed import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized() or parallel_state._EP is not None:
+        return
+    world, ranks = parallel_state.get_world_group(), parallel_state.get_tensor_model_parallel_world_size()
+    # vLLM's group for experts has all ranks of an engine, and TRL's engines are tensor parallel alone
+    groups = [[*range(first, first + ranks)] for first in range(0, world.world_size, ranks)]
+    backend = torch.distributed.get_backend(world.device_group)
+    made = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
+    patch(parallel_state, "_EP", made)

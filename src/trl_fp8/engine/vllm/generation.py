@@ -8,6 +8,7 @@ generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the eng
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -28,7 +29,7 @@ from trl_fp8.sync.adapters import adapter_tensors, factors, merged, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.shards import Sharded, gathered
+from trl_fp8.sync.shards import Sharded, gathered, gathering
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
@@ -128,6 +129,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.pinned = pinned_gemm(backends, self.recipe, self.model, device, *asked)
             ours |= self.pinned
             upstream.inspect_engine_class(tuple(self.model.config.architectures or ()))
+            if outline_of(self.model).experts:
+                upstream.make_group_of_experts()
             super()._init_vllm()
         leave_image_tokens(self.llm)
         if self.share_kernels:
@@ -142,7 +145,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.engine = ColocatedEngine(self.llm, self.model, self.recipe, platform, self._wake_weights)
         self.numerics = replace(self.engine.numerics, mismatch_bound=platform.mismatch_bound)
         if self.accelerator.num_processes > 1:
-            self.replicas = Replicas(self.accelerator.process_index, self.tensor_parallel_size, all_reduce_max)
+            of_engine = partial(all_reduce_max, group=self.tp_group) if self.tensor_parallel_size > 1 else None
+            place = self.accelerator.process_index, self.tensor_parallel_size
+            self.replicas = Replicas(*place, all_reduce_max, of_engine)
         # What is gathered, or merged, lasts until the next tensor is asked for
         dealt = self._dist.is_zero3 or self._dist.is_fsdp
         options = {"at_once": dealt or (is_peft_model(self.model) and not self.base), "replicas": self.replicas}
@@ -222,9 +227,10 @@ class FP8VLLMGeneration(VLLMGeneration):
         """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
         self._reshard()
         try:
-            for name, parameter in super()._iter_named_params():
-                if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
-                    yield name, parameter
+            with gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext():
+                for name, parameter in super()._iter_named_params():
+                    if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
+                        yield name, parameter
         finally:
             if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
                 self.model.unmerge_adapter()
@@ -271,7 +277,12 @@ class FP8VLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
     ) -> tuple:
-        """As TRL's, but only from an engine that holds what was delivered."""
+        """As TRL's, but only from an engine that holds what was delivered.
+
+        Ranks that share an engine call this together, with equally many prompts (`ValueError`). No others wait.
+        """
+        if self.tensor_parallel_size > 1:
+            self._require_as_many_prompts(len(prompts))
         if self.enable_sleep_mode and self.llm.weights_kept:
             self._wake_weights()  # the weights of the last sync: TRL would sync again
         if not (self.enable_sleep_mode and self._llm_weights_sleeping):  # else TRL syncs first
@@ -279,6 +290,19 @@ class FP8VLLMGeneration(VLLMGeneration):
         output = super().generate(prompts, images, num_generations, self._verified(profiler or nullcontext()))
         require_same_prompts(prompts, output[0])
         return output
+
+    def _require_as_many_prompts(self, count: int) -> None:
+        """TRL 1.16 finds a rank's completions among its engine's by the number of that rank's own prompts."""
+        counts = torch.tensor([count, -count], device=self.accelerator.device)
+        all_reduce_max(counts, group=self.tp_group)
+        most, least = counts[0].item(), -counts[1].item()
+        if most != least:
+            raise ValueError(
+                f"vllm_generation.generate was called with {count} prompts on this rank, and with {least} to {most} "
+                f"on the ranks of its engine (vllm_tensor_parallel_size={self.tensor_parallel_size}): TRL would hand "
+                "completions of one rank to another. Let rollout_func call it equally often, with equally many "
+                "prompts, on all of them, or set vllm_tensor_parallel_size=1."
+            )
 
     def prefill(self, tokens: list[int]) -> list[int]:
         """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.

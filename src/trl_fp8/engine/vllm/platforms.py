@@ -161,7 +161,7 @@ class Cpu(Platform):
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2
         caches = caches_of(config, mamba_ssm_dtype="float32")
-        token = max(cache.elements for cache in caches) * itemsize
+        token = max(cache.elements for cache in caches) * itemsize or 1  # 1: no layer caches k and v
         state = max(cache.state_bytes for cache in caches)
         block = self.block * max(1, -(-state // (self.block * token)))  # vLLM: no state is larger than a block
         blocks = -(-(length or config.max_position_embeddings) // block) + 1
