@@ -1,7 +1,7 @@
 """Sleep mode: what is freed when, in which order the engine wakes up, and when weights have to be sent again.
 
-vLLM refuses sleep mode on CPU, where its worker frees nothing. Here engine, scheduler and executor are vLLM's own, and
-the worker plays what CuMem does with real tensors: level 2 destroys parameters, level 1 keeps a copy of them, and waking
+vLLM refuses sleep mode on CPU, where its worker frees nothing. Here engine, scheduler and executor are vLLM's own. The
+worker plays with real tensors what CuMem does: level 2 destroys parameters, level 1 keeps a copy of them, and waking
 brings back what was kept. Both destroy the KV cache, as does discarding it alone.
 """
 
