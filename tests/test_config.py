@@ -114,6 +114,10 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),
         ({"vllm_engine_kwargs": {"enable_lora": True}}, ["enable_lora=True", "fp8_base=True"]),
         ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, ["enable_expert_parallel=True", "tensor_parallel"]),
+        (
+            {"vllm_engine_kwargs": {"additional_config": {"trl_fp8": {}}}},
+            ["additional_config={'trl_fp8': {}}", "without 'trl_fp8'"],
+        ),
         ({"router_replay": "R3"}, ["router_replay='R3'", "'monitor', 'rollout', 'policy'"]),
         (
             {"router_replay": "rollout", "fp8_weights": False, "kv_cache_dtype": "auto"},

@@ -1,5 +1,6 @@
 """What the engine is told, on CPU and on each generation of GPU; no engine is started."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from testing import tiny_models
+from trl_fp8.engine.vllm import compiled
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.quantization.formats.tensor import TENSOR
@@ -137,6 +139,19 @@ def test_the_users_settings_win_one_by_one():
         compilation["pass_config"]["fuse_act_quant"] is True and compilation["pass_config"]["fuse_norm_quant"] is False
     )
     assert arguments(share_kernels=True, user={"compilation_config": 0})["compilation_config"] == 0
+
+
+def test_vllms_compile_cache_is_told_of_adapters_and_of_this_packages_source(monkeypatch, tmp_path):
+    user = {"additional_config": {"gdn_prefill_backend": "triton"}}
+    made = [arguments(adapters=ranks, user=user)["additional_config"] for ranks in ({}, {"a": 4}, {"a": 8}, {"b": 4})]
+    assert all(each.pop("gdn_prefill_backend") == "triton" for each in made)
+    assert len({json.dumps(each) for each in made}) == 4
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "linear.py").write_text("another kernel")
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+    compiled._source.cache_clear()
+    assert arguments()["additional_config"] != made[0]
+    compiled._source.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "flash"), [((10, 0), 4), ((11, 0), None), ((12, 1), 2), ((13, 0), 4)])

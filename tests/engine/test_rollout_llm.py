@@ -1,4 +1,6 @@
-"""`RolloutLLM` on CUDA, as far as it can be followed without: vLLM's own scheduler and engine core, no model."""
+"""`RolloutLLM`: sleep with a real engine that has generated; with routes, which CPU engines do not return, vLLM's own
+scheduler and engine core without a model.
+"""
 
 from types import SimpleNamespace
 
@@ -7,11 +9,14 @@ import pytest
 from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.worker.cpu_worker import CPUWorker
 
+from testing import engines
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 
 
@@ -22,8 +27,9 @@ class IdleScheduler(Scheduler):
         self.aux_output_connector = AuxOutputSchedulerConnector() if routes else None
         self.kv_cache_manager = SimpleNamespace(reset_prefix_cache=lambda: True)
         self.requests, self.running, self.connector = {}, [], None
-        self.prev_step_scheduled_req_ids = set()
-        self.has_requests = lambda: False
+        self.prev_step_scheduled_req_ids, self.finished_req_ids = set(), {"a rollout"}
+        self.waiting, self.kv_holding_waiting, self.num_waiting_for_streaming_input = [], [], 0
+        self.ec_connector = None
         self._pause_state = PauseState.UNPAUSED
 
 
@@ -60,6 +66,8 @@ def made(monkeypatch):
 
     def start(llm, seed=0, **kwargs):
         llm.core = IdleCore(routes=kwargs.get("enable_return_routed_experts", False))
+        step = llm.core.scheduler.finished_req_ids.clear  # of all that a step does, what one without requests does
+        llm.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=llm.core), step=step)
 
     def draw(llm, prompts, broken=False):
         if broken:
@@ -90,9 +98,8 @@ def test_an_engine_that_returns_routes_sleeps_and_wakes(keep_weights, level, mad
     assert scheduler.pause_state == PauseState.UNPAUSED
 
 
-@pytest.mark.parametrize("routes", [False, True])
-def test_shared_weights_never_sleep_again(routes, made):
-    llm = made(routes_from="vllm", enable_return_routed_experts=True) if routes else made()
+def test_shared_weights_never_sleep_again(made):
+    llm = made(routes_from="vllm", enable_return_routed_experts=True)
     llm.sleep(level=2)
     llm.share_weights()
     executor, scheduler = llm.core.model_executor, llm.core.scheduler
@@ -101,6 +108,7 @@ def test_shared_weights_never_sleep_again(routes, made):
         llm.wake_up(tags)
     assert scheduler.pause_state == PauseState.UNPAUSED
     for _ in range(2):
+        scheduler.finished_req_ids.add("another rollout")
         llm.sleep(level=2)
         assert executor.sleeping_tags == {"kv_cache"} and llm.weights_kept
         assert scheduler.pause_state != PauseState.UNPAUSED
@@ -110,6 +118,34 @@ def test_shared_weights_never_sleep_again(routes, made):
         assert scheduler.pause_state == PauseState.UNPAUSED
     once = [("discard", ("kv_cache",)), ("wake_up", ["kv_cache"])]
     assert executor.happened == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"]), *once, *once]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
+def test_an_engine_that_has_generated_frees_its_cache_alone(ahead, checkpoint, monkeypatch):
+    """It still has requests that finished, and a batch under way if it schedules ahead, as it does on CUDA."""
+    update = CpuPlatform.check_and_update_config
+
+    def scheduling(config):
+        update(config)
+        config.scheduler_config.async_scheduling = ahead
+
+    happened = []
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(scheduling))
+    for name in ("discard", "wake_up"):  # CuMem's part: a CPU worker frees nothing
+        monkeypatch.setattr(CPUWorker, name, lambda worker, tags, name=name: happened.append((name, *tags)))
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), share_kernels=True)
+    generation.sync_weights()
+    llm, first = generation.llm, engines.log_probs(generation.llm)
+    core = llm.llm_engine.engine_core.engine_core
+    assert core.scheduler.has_requests() and bool(core.batch_queue) is ahead
+    for _ in range(2):
+        llm.sleep(level=2)
+        assert llm.weights_kept and core.model_executor.sleeping_tags == {"kv_cache"}
+        llm.wake_up(["kv_cache"])
+        assert engines.log_probs(llm) == first
+    assert happened == 2 * [("discard", "kv_cache"), ("wake_up", "kv_cache")]
+    engines.shutdown(llm)
 
 
 def test_others_abort_what_still_runs(made):

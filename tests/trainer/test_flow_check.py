@@ -3,6 +3,9 @@
 from contextlib import nullcontext
 
 import pytest
+import torch
+from peft import LoraConfig
+from vllm import LLM
 
 from testing.runs import arguments, training
 from trl_fp8.correction.metric import mean_of
@@ -90,6 +93,29 @@ def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog)
         trainer.train()
     warnings = [record.message for record in caplog.records if "fp8_forward='full', but" in record.message]
     assert len(warnings) == 1 and "the output of model.layers.0.self_attn.o_proj" in warnings[0]
+
+
+def test_it_looks_again_when_adapters_are_no_longer_zero(checkpoint, tmp_path, monkeypatch):
+    """An engine whose code leaves adapters out, as one compiled without them would, differs from then on."""
+    generate, generating = LLM.generate, []
+
+    def alone(llm, *args, **kwargs):
+        generating.append(True)
+        try:
+            return generate(llm, *args, **kwargs)
+        finally:
+            generating.clear()
+
+    monkeypatch.setattr(LLM, "generate", alone)
+    lora = LoraConfig(r=4, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    args = arguments(tmp_path, **(FULL | {"fp8_base": True, "learning_rate": 1e-2, "max_steps": 3}))
+    with training(checkpoint("qwen3"), args, peft_config=lora) as trainer:
+        for name, module in engine_model(trainer.vllm_generation.llm).named_modules():
+            if name.endswith(".lora_b"):
+                module.register_forward_hook(lambda module, args, y: torch.zeros_like(y) if generating else None)
+        with pytest.raises(RuntimeError, match="mean difference of log-probs of the first rollouts is 0.0"):
+            trainer.train()
+        assert trainer.state.global_step == 1  # the first comparison, of adapters that add nothing, was passed
 
 
 def test_a_run_that_compares_nothing_is_told_so_once(checkpoint, tmp_path, caplog):

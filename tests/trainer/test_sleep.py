@@ -1,14 +1,15 @@
 """Sleep mode: what is freed when, in which order the engine wakes up, and when weights have to be sent again.
 
-vLLM refuses sleep mode on CPU. Here the engine is real and its sleep is played with real tensors: level 2 destroys
-parameters, level 1 keeps a copy of them, and waking brings back what was kept. Both destroy the KV cache, as does its
-release at level 0.
+vLLM refuses sleep mode on CPU, where its worker frees nothing. Here engine, scheduler and executor are vLLM's own. The
+worker plays with real tensors what CuMem does: level 2 destroys parameters, level 1 keeps a copy of them, and waking
+brings back what was kept. Both destroy the KV cache, as does discarding it alone.
 """
 
 import pytest
 import torch
 from peft import LoraConfig
 from vllm import LLM
+from vllm.v1.worker.cpu_worker import CPUWorker
 
 from testing import engines
 from testing.runs import arguments, column, dataset, reward_digits, rows
@@ -27,30 +28,27 @@ def events(monkeypatch):
     """What happened to the engine, in order."""
     happened, kept = [], {}
 
-    def parameters(llm):
-        return [parameter for parameter in engine_model(llm).parameters() if parameter.numel()]
+    def parameters(worker):
+        return [parameter for parameter in worker.model_runner.model.parameters() if parameter.numel()]
 
     def destroy(tensors):
         for tensor in tensors:
             tensor.data.view(torch.uint8).fill_(0x7F)  # NaN in e4m3, 3e38 in BF16
 
-    def free_kv_cache(llm):
-        happened.append("free kv_cache")
-        destroy(layer.kv_cache for layer in attention_layers(engine_model(llm)).values())
-        assert llm.reset_prefix_cache()
+    def discard(worker, tags):
+        happened.append(f"free {' '.join(tags)}")
+        destroy(layer.kv_cache for layer in attention_layers(worker.model_runner.model).values())
 
-    def sleep(llm, level, **kwargs):
-        happened.append(f"sleep {level}")
-        if level:
-            kept["weights"] = [p.detach().clone() for p in parameters(llm)] if level == 1 else None
-            destroy(parameters(llm))
-            free_kv_cache(llm)
-            happened.pop()
+    def sleep(worker, level):
+        kept["weights"] = [p.detach().clone() for p in parameters(worker)] if level == 1 else None
+        destroy(parameters(worker))
+        discard(worker, ["kv_cache"])
+        happened[-1] = f"sleep {level}"
 
-    def wake_up(llm, tags):
+    def wake_up(worker, tags):
         happened.append(f"wake {' '.join(tags)}")
         if tags == ["weights"] and kept["weights"] is not None:
-            for parameter, weight in zip(parameters(llm), kept["weights"], strict=True):
+            for parameter, weight in zip(parameters(worker), kept["weights"], strict=True):
                 parameter.data.copy_(weight)
 
     def noted(name, original):
@@ -61,9 +59,8 @@ def events(monkeypatch):
         return call
 
     monkeypatch.setattr(RolloutLLM, "__init__", lambda llm, enable_sleep_mode, **kw: LLM.__init__(llm, **kw))
-    monkeypatch.setattr(LLM, "sleep", sleep)
-    monkeypatch.setattr(LLM, "release_kv_cache_memory", free_kv_cache)
-    monkeypatch.setattr(LLM, "wake_up", wake_up)
+    for played in (sleep, discard, wake_up):
+        monkeypatch.setattr(CPUWorker, played.__name__, played)
     monkeypatch.setattr(LLM, "generate", noted("generate", LLM.generate))
     monkeypatch.setattr(Writer, "write", noted("write", Writer.write))
     return happened
@@ -102,7 +99,7 @@ def test_weights_that_the_trainer_computes_with_stay_awake(events, checkpoint, t
     flags = {"fp8_forward": "full", "num_iterations": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     trainer = sleepy_trainer(checkpoint("qwen3"), tmp_path, **flags)
     trainer.train()
-    used = ["wake kv_cache", "generate", "sleep 0", "free kv_cache"]
+    used = ["wake kv_cache", "generate", "free kv_cache"]
     second_step = ["write"]
     evaluation = ["write", *used, *used]
     assert events == [
@@ -127,7 +124,7 @@ def test_a_shared_base_stays_awake(events, checkpoint, tmp_path):
     assert events == started
     trainer.evaluate()
     trainer.train()
-    used = ["wake kv_cache", "generate", "sleep 0", "free kv_cache"]
+    used = ["wake kv_cache", "generate", "free kv_cache"]
     step = evaluation = ["write", *used]
     assert events == [
         *started,

@@ -2,7 +2,8 @@
 
 engine started     the policy's modules are told whom to call in the engine
 scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
-first rollouts     compared: beyond what the platform guarantees is an error that names where the two part
+first rollouts     compared: beyond what the platform guarantees is an error that names where the two part. On an FP8
+                   base also the first ones that adapters moved: before, they add zeros, and no comparison shows them
 """
 
 import math
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate.logging import get_logger
+from torch.distributed.tensor import DTensor
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import EngineNumerics
@@ -135,7 +137,9 @@ class Flow(Feature):
             self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:
-        """Look at the first rollouts that were measured; a collective if they differ."""
+        """Look at the first rollouts that were measured, with `fp8_base` until adapters took part in them. A collective
+        with `fp8_base`, and if they differ.
+        """
         if self._checked:
             return
         if self.trainer.correction is None:
@@ -148,13 +152,21 @@ class Flow(Feature):
             return
         mismatch = batch.metrics["mismatch/logp_difference_mean"].value  # of all ranks; NaN if no token was scored
         broken = batch.metrics["mismatch/fraction_broken"].value  # tokens whose log-prob is no number on one side
-        self._checked = not math.isnan(mismatch) or broken > 0
+        measured = not math.isnan(mismatch) or broken > 0
+        self._checked = measured and (not self.trainer.args.fp8_base or self._adapters_add())
         if not (mismatch > self._bound or broken > 0):
             return
         text = self._failure(mismatch, batch)
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
         logger.warning(text)
+
+    def _adapters_add(self) -> bool:
+        """Whether B of any adapter is not zero, on any rank; rollouts are of the current ones. A collective."""
+        parts = [p.detach() for name, p in self.trainer.model.named_parameters() if ".lora_B." in name]
+        found = any(bool((p.to_local() if isinstance(p, DTensor) else p).any()) for p in parts)
+        accelerator = self.trainer.accelerator
+        return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
 
     def _failure(self, mismatch: float, batch: Batch) -> str:
         return (

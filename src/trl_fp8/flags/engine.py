@@ -107,6 +107,13 @@ class EngineFlags:
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
                 "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
             )
+        additional = (self.vllm_engine_kwargs or {}).get("additional_config", {})
+        if not isinstance(additional, dict) or "trl_fp8" in additional:
+            raise ValueError(
+                f"vllm_engine_kwargs sets additional_config={additional!r}: the trainer writes under 'trl_fp8' in it "
+                "what vLLM has to know of adapters and kernels before it reuses compiled code. Pass a dictionary "
+                "without 'trl_fp8'; it is merged with the trainer's."
+            )
         if (self.vllm_engine_kwargs or {}).get("enable_lora"):
             raise ValueError(
                 "vllm_engine_kwargs sets enable_lora=True: the trainer brings adapters to the engine itself, and "

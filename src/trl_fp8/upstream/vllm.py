@@ -105,6 +105,17 @@ def sampler(llm: "LLM") -> nn.Module:
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
+def finish(llm: "LLM") -> None:
+    """Let an engine in this process take note that its requests have finished.
+
+    `generate` returns with the last token. The scheduler forgets finished requests in its next step only, and with
+    asynchronous scheduling a batch is still under way. vLLM does not free a KV cache before.
+    """
+    core = llm.llm_engine.engine_core.engine_core
+    while core.scheduler.has_requests() or core.batch_queue:
+        llm.llm_engine.step()
+
+
 def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Gate weights `[T, K]` and experts `[T, K]` that a layer's router chooses by its logits `[T, E]`. Nobody who
     records the engine's choices takes note.

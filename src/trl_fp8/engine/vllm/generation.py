@@ -35,6 +35,7 @@ from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
 from .adapters import adapters_installed
+from .compiled import TOKENS, stale, unread_adapters
 from .engine import ColocatedEngine
 from .gemms import pinned_gemm
 from .images import leave_image_tokens, require_awake, require_same_prompts
@@ -114,14 +115,16 @@ class FP8VLLMGeneration(VLLMGeneration):
         platform = platform_of(self.accelerator.device)
         sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
         wanted = {name: getattr(self, name) for name in ("return_routes", "return_survivors", "share_kernels")}
-        ours = platform.arguments(self.recipe, self.model.config, **sizes, **wanted, user=self.engine_kwargs)
+        adapters = room_for(self.model) if self.base else {}
+        options = wanted | {"adapters": adapters, "user": self.engine_kwargs}
+        ours = platform.arguments(self.recipe, self.model.config, **sizes, **options)
         if self.return_routes:
             ours["routes_from"] = platform.routes_from
         if self.return_survivors:
             ours["survivors_from"] = platform.survivors_from
         as_rollout_llm = substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(**(trls | ours)))
         invariant = platform.invariant(self.recipe) if self.share_kernels else nullcontext()
-        room = adapters_installed(self.recipe, room_for(self.model)) if self.base else nullcontext()
+        room = adapters_installed(self.recipe, adapters) if self.base else nullcontext()
         with platform.ready(self.recipe), own_configs(), invariant, room, as_rollout_llm:
             backends = platform.linear_backends(self.recipe)
             device = self.accelerator.device
@@ -160,6 +163,8 @@ class FP8VLLMGeneration(VLLMGeneration):
             self._wake_weights()
             self.delivery.send(base[0])
             self.base.share(self.engine.kernels.codes)
+        compiled = upstream.engine_config(self.llm).compilation_config.mode  # 0: nothing is
+        self._adapters_read = not (self.base and compiled)  # else found out when the engine has weights
         logger.info(f"engine: {self.numerics}")
 
     def _frozen(self, dealt: bool) -> tuple[Part, Part]:
@@ -265,6 +270,18 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None)
+        if not self._adapters_read:
+            self._require_read_adapters()
+            self._adapters_read = True
+
+    def _require_read_adapters(self) -> None:
+        """Raise `RuntimeError` on all ranks if the compiled engine of one does not compute with its adapters."""
+        with self._cache_awake():
+            unread = unread_adapters(upstream.engine_model(self.llm), lambda: self.llm.log_probs(TOKENS))
+            self.engine.reset_prefix_cache()
+        [found] = self._largest([len(unread)])
+        if found:
+            raise stale(unread)
 
     def send_weights(self, scales: KVScales | None = None) -> None:
         """Bring the engine to the policy's current weights and leave its KV scales as they are.
@@ -313,12 +330,18 @@ class FP8VLLMGeneration(VLLMGeneration):
             of_first = [tokens]
             torch.distributed.broadcast_object_list(of_first, group=self.tp_group, group_src=0)
             [tokens] = of_first
+        with self._cache_awake():
+            self.llm.prefill(tokens)
+        return tokens
+
+    @contextmanager
+    def _cache_awake(self) -> Iterator[None]:
+        """For a policy that computes with the engine's weights, which are awake."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        self.llm.prefill(tokens)
+        yield
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
-        return tokens
 
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:

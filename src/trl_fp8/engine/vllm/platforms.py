@@ -8,10 +8,11 @@ place. Those of linears are chosen by what they do on the device (gemms.py).
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
@@ -32,6 +33,7 @@ from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
 from trl_fp8.upstream.patches import patch, substituted
 from trl_fp8.upstream.vllm import forget_choices
 
+from .compiled import traced
 from .cpu.attention import reference_attention
 from .cpu.delta_net import register_cpu_delta_net
 from .cpu.experts import register_cpu_experts
@@ -72,6 +74,7 @@ class Platform(ABC):
         return_routes: bool = False,
         return_survivors: bool = False,
         share_kernels: bool = False,
+        adapters: Mapping[str, int] = MappingProxyType({}),
         user: dict | None = None,
     ) -> dict:
         """What to pass to `LLM(...)` over what TRL passes; `ValueError` if the platform cannot run such a recipe.
@@ -84,6 +87,7 @@ class Platform(ABC):
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
+        arguments["additional_config"] = traced(adapters)
         # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
         arguments["mm_device_do_normalize"] = False
         # also where nothing is FP8: the folder's config may say how its own weights are quantized

@@ -15,7 +15,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 from vllm import LLM, RequestOutput, SamplingParams
+
+from trl_fp8.upstream import vllm as upstream
 
 from .rollout_log import RolloutLog
 from .routes import RouteLog, RouterCapture, returned_routes
@@ -91,11 +94,20 @@ class RolloutLLM(LLM):
     def _logs(self) -> list[RolloutLog]:
         return [log for log in (self.routes, self.survivors) if log is not None]
 
-    def prefill(self, tokens: list[int]) -> None:
+    def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
         """Compute the layers for a sequence, all of it in one go. No rollout: neither routes nor draws are counted."""
-        parameters = SamplingParams(max_tokens=1, top_k=1, skip_reading_prefix_cache=True)  # survivors need a bound
+        # top_k: survivors need a bound
+        parameters = SamplingParams(
+            max_tokens=1, top_k=1, skip_reading_prefix_cache=True, prompt_logprobs=prompt_logprobs
+        )
         with numpy_seeded(self._seed):
-            super().generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
+            [output] = super().generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
+        return output
+
+    def log_probs(self, tokens: list[int]) -> torch.Tensor:
+        """Log-probs of a sequence's tokens but the first `[T - 1]`, as the engine computes them now."""
+        rows = self.prefill(tokens, prompt_logprobs=1).prompt_logprobs[1:]
+        return torch.tensor([row[token].logprob for row, token in zip(rows, tokens[1:], strict=True)])
 
     def share_weights(self) -> None:
         """From now on the trainer computes with the engine's weights, also while the engine sleeps."""
@@ -106,6 +118,7 @@ class RolloutLLM(LLM):
         if self._routes_from == "vllm":  # aborting, vLLM's default, it refuses to reset its prefix cache beside routes
             kwargs.setdefault("mode", "keep")
         if self._weights_shared:
+            upstream.finish(self)
             super().sleep(level=0, **kwargs)
             self.release_kv_cache_memory()
             return
