@@ -140,16 +140,18 @@ def test_an_engines_adapters_have_a_block_for_each_layer_that_it_fuses():
 
 
 class Peak(TorchDispatchMode):
-    """`most`: bytes of all tensors that operations inside the block made and that were there at once."""
+    """`most`: bytes of all tensors, but those of `given`, that were made inside the block and there at once."""
 
-    def __init__(self):
+    def __init__(self, given):
         super().__init__()
+        self.given = {tensor.untyped_storage()._cdata for tensor in given}
         self.made, self.most = {}, 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
         for storage in [each.untyped_storage() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]:
-            self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if storage._cdata not in self.given:  # a view of it
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.made = {key: held for key, held in self.made.items() if not held[0].expired()}
         self.most = max(self.most, sum(size for _, size in self.made.values()))
         return result
@@ -158,9 +160,11 @@ class Peak(TorchDispatchMode):
 def peak_of_backward(policy, *inputs, **options):
     """Bytes at once of the backward of `own_gradient`, which is the same code on every device."""
     leaves = [each.requires_grad_() for each in inputs]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)  # which the plan counts by itself; a backward adds to it
     output = own_gradient(lambda *given: policy(*(each.bfloat16() for each in given)), policy, *leaves, **options)
     gradient = torch.ones_like(output)
-    with Peak() as peak:
+    with Peak([gradient, *leaves, *(leaf.grad for leaf in leaves)]) as peak:
         output.backward(gradient)
     return peak.most
 
@@ -183,7 +187,7 @@ def test_one_forward_recomputes_an_mlp_in_fp32(name, columns, own):
     full, off = (memory(name, tokens=8192, one_forward=one).uncounted for one in (True, False))
     width = published.CONFIGS[name]["intermediate_size"]
     assert full - off == pytest.approx(measured * 8192 * width, rel=0.01)
-    assert full - off > 3e9
+    assert full - off > 2.8e9
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

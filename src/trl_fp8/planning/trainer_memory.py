@@ -18,7 +18,7 @@ the largest weight of an FP8 base in BF16, gradients of activations, the CUDA co
 share of each GPU free for it (`capacity.FREE`), and more where `uncounted` is more.
 
 With one forward (`fp8_forward="full"`) the backward computes each MLP's act(gate) * up once more, in FP32
-(policy/flow/own_gradient.py): eight tensors `[tokens, intermediate]` at once, nine where gate and up are one linear.
+(policy/flow/own_gradient.py): seven tensors `[tokens, intermediate]` at once, eight where gate and up are one linear.
 Of experts it takes the weights of a layer in BF16, and makes their gradients in BF16 before they become FP32.
 """
 
@@ -37,8 +37,8 @@ CONTEXT_BYTES = 2 * 2**30
 # Bytes a layer saves for its backward, per token and hidden element: counted in Qwen3's with an MLP of three times
 # the hidden size, 53 in BF16 and 64 under autocast from FP32
 SAVED = 64
-# Bytes that one forward's backward has of an MLP at once, per token and element of its width: 8 and 9 FP32 tensors
-RECOMPUTED = {"gate_proj": 32, "gate_up_proj": 36}
+# Bytes that one forward's backward has of an MLP at once, per token and element of its width: 7 and 8 FP32 tensors
+RECOMPUTED = {"gate_proj": 28, "gate_up_proj": 32}
 
 
 @dataclass(frozen=True)

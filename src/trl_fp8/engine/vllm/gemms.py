@@ -131,22 +131,9 @@ class Gemm:
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
-        """From a CUDA graph, so without the launches, and with nothing in the GPU's cache, as in a decode step."""
         kernel, layer = self.made(shape)  # stored as after a start: that was checked
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
-        kernel.apply_weights(layer, x)  # compiles
-        graph, times = _captured(partial(kernel.apply_weights, layer, x)), []
-        cache = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
-        flush = torch.empty(cache, dtype=torch.int8, device=self.device)
-        for _ in range(REPETITIONS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
-        return median(times)
+        return replayed_seconds(partial(kernel.apply_weights, layer, x))
 
     def made(self, shape: Shape) -> tuple[Any, "_Layer"]:
         """vLLM's kernel, which makes a `ValueError` if there is none for this, and a layer as it is loaded."""
@@ -190,11 +177,13 @@ class _Layer(nn.Module):
         scale.copy_(codes.scale.view(scale.shape))
 
 
-def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """As `torch.cuda.graph`, which gives all unused memory back to the driver before each capture; here there are
-    dozens, one after another.
+def replayed_seconds(call: Callable[[], object]) -> float:
+    """Of a call on the current GPU: without launches, from a CUDA graph, and with an empty cache, as in a decode step.
+
+    `torch.cuda.graph` would give all unused memory back to the driver before each capture; here there are dozens.
     """
-    graph = torch.cuda.CUDAGraph()
+    call()  # compiles
+    graph, times = torch.cuda.CUDAGraph(), []
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may watch collectives
@@ -202,7 +191,16 @@ def _captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
             call()
         finally:
             graph.capture_end()
-    return graph
+    flush = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
+    for _ in range(REPETITIONS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return median(times)
 
 
 def pinned_gemm(
