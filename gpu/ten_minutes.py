@@ -66,7 +66,7 @@ class Experiment:
 
 
 DEPTH = ("-m", "benchmarks.measure_depth", "--cell", "random 36 full", "--seeds", "1")
-SYNCS = "two_syncs_equal or scales_reach or adapters or shared_base"
+SYNCS = "(two_syncs_equal and cutlass) or with_any_adapters or shared_base or adapters_reach"
 # Eight layers: engines of 36 would take the time to start. Graphs of both batches and no compiler, for the same reason
 QUICK = '{"compilation_config": {"mode": 0, "cudagraph_capture_sizes": [2, 64]}}'
 DECODE = ("-m", "benchmarks.bench_rollout", "--size", "qwen3_8b", "--layers", "8", "--engine-kwargs", QUICK)
