@@ -281,7 +281,7 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     asked_for = {word for word in printed.split() if word.startswith("tests/")}
     left_out = [path for path in marked if not any(path.is_relative_to(ROOT / place) for place in asked_for)]
     assert left_out == [Path(__file__)]  # the marker is named in this line's neighbours only
-    # the first ten minutes, settings and long rollouts fit into 30, with as much as a fifth of them for everything else
+    # the first ten minutes, settings and long rollouts fit into 30, with a sixth of them for everything else
     limits = [max(map(int, re.findall(r"\(at most (\d+) s\)", done[number].stdout))) for number in (0, 3)]
     assert 300 + sum(limits) <= 0.85 * 1800
     assert re.search(

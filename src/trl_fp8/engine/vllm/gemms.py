@@ -56,7 +56,7 @@ ALIKE_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
 # DeepGEMM compiles each kernel as it is called
 WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
-    "Install the CUDA toolkit's nvcc (13.0) and set CUDA_HOME, or go on without."
+    "Set CUDA_HOME to a CUDA toolkit with nvcc 13 (pip's nvidia-cuda-nvcc is in site-packages/nvidia/cu13), or go on."
 )
 Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
 
