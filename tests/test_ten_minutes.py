@@ -98,3 +98,18 @@ def test_its_commands_are_taken_by_what_they_call(monkeypatch):
     assert {bench_rollout.precision_and_variant(part)[1] for part in decode.precisions} == {
         *(None, "cutlass", "followed", "followed_adapters", "adapters", "deep_gemm")
     }
+
+
+def test_kernels_that_fail_are_rows_and_the_rest_is_measured(monkeypatch, capsys):
+    """On CPU: the reference kernel's check, and torch's product."""
+    from benchmarks import bench_kernels
+    from trl_fp8.engine.vllm.gemms import Gemm
+
+    monkeypatch.setattr(sys, "argv", ["bench_kernels", "--size", "tiny", "--rows", "1", "3"])
+    bench_kernels.main()
+    found = [json.loads(line.removeprefix("ROW ")) for line in capsys.readouterr().out.splitlines() if "ROW" in line]
+    assert found[0] == {"check": "auto"} and [row["rows"] for row in found[1:]] == [1, 3]
+    monkeypatch.setattr(Gemm, "check", lambda self: 1 / 0)
+    with pytest.raises(SystemExit, match="1 rows have errors"):
+        bench_kernels.main()
+    assert '{"error": "ZeroDivisionError: division by zero"}' in capsys.readouterr().out
