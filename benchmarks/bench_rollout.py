@@ -1,7 +1,8 @@
 """Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too,
 as many sequences as the cache holds.
 
-"fp8_linears_kv_followed" is the last of them with kernels that a trainer can share (fp8_forward="full").
+"fp8_linears_kv_followed" is the last of them with kernels that a trainer can share (fp8_forward="full"),
+"..._adapters" computes adapters of rank 32 beside all linears (fp8_base), "..._followed_adapters" does both.
 All run the GEMM kernel that a trainer would choose on this device; "fp8_linears_kv_cutlass", "..._deep_gemm" and
 "..._triton" run the one of that name (GPU). No weights are sent to any of these engines: "auditable" says whether a
 sync could write what their kernels read.
@@ -36,7 +37,8 @@ PROMPT = {"tiny": 16}
 LENGTHS = {"tiny": [256, 128]}  # longest first: what the goals are about must fit into the budget
 SLICE = {"tiny": 8}
 SPARE_BLOCKS = 2
-FOLLOWED = "followed"
+FOLLOWED, ADAPTERS = "followed", "adapters"
+RANK = 32
 # vLLM's name of a backend for linears -> its kernel
 KERNELS = {
     "cutlass": "CutlassFp8BlockScaledMMKernel",
@@ -44,12 +46,13 @@ KERNELS = {
     "triton": "TritonFp8BlockScaledMMKernel",
 }
 ORDER = ("bf16", "fp8_linears_kv", "fp8_linears", f"fp8_linears_kv_{FOLLOWED}")
-PARTS = (*ORDER, *(f"fp8_linears_kv_{name}" for name in KERNELS))
+VARIANTS = (f"{FOLLOWED}_{ADAPTERS}", FOLLOWED, ADAPTERS, *KERNELS)
+PARTS = (*ORDER, *(f"fp8_linears_kv_{name}" for name in VARIANTS if name != FOLLOWED))
 
 
 def precision_and_variant(part: str) -> tuple[str, str | None]:
     """What is FP8, and what is different from an engine as the trainer starts it."""
-    variant = next((name for name in (FOLLOWED, *KERNELS) if part.endswith(f"_{name}")), None)
+    variant = next((name for name in VARIANTS if part.endswith(f"_{name}")), None)
     return part.removesuffix(f"_{variant}"), variant
 
 
@@ -73,9 +76,11 @@ def start(options: argparse.Namespace, folder: str):
 
     from vllm import LLM
 
+    from trl_fp8.engine.vllm.adapters import adapters_installed
     from trl_fp8.engine.vllm.gemms import pinned_gemm
     from trl_fp8.engine.vllm.platforms import platform_of
     from trl_fp8.planning.plan import plan_for_model
+    from trl_fp8.recipe.from_model import outline_of
     from trl_fp8.recipe.recipe import recipe_for_model
 
     model = shapes.on_meta(folder)
@@ -86,11 +91,13 @@ def start(options: argparse.Namespace, folder: str):
         {"linear_backend": variant} if variant in KERNELS else {}
     )
     user |= options.engine_kwargs
-    shared = variant == FOLLOWED
+    shared, with_adapters = (variant in (only, VARIANTS[0]) for only in (FOLLOWED, ADAPTERS))
     arguments = platform.arguments(recipe, model.config, **sizes, share_kernels=shared, user=user)
     PartialState()
     shapes.as_a_single_rank()
-    with platform.ready(recipe), platform.invariant(recipe) if shared else nullcontext():
+    ranks = dict.fromkeys((name for name in outline_of(model).linears if name != "lm_head"), RANK)
+    room = adapters_installed(recipe, ranks) if with_adapters else nullcontext()
+    with platform.ready(recipe), platform.invariant(recipe) if shared else nullcontext(), room:
         device, backends = torch.device(platform.name), platform.linear_backends(recipe)
         arguments |= pinned_gemm(backends, recipe, model, device, user, list, shared)
         llm = LLM(
@@ -155,7 +162,7 @@ def measure(options: argparse.Namespace) -> None:
     run = harness.Run("rollout", options)
     with tempfile.TemporaryDirectory() as folder:
         begun = run.left
-        llm, plan = start(options, shapes.write_folder(options.size, folder))
+        llm, plan = start(options, shapes.write_folder(options.size, folder, options.layers))
         model, cache = engine_model(llm), llm.llm_engine.vllm_config.cache_config
         found = kernels_of(model, options.part)
         randomize(model)
@@ -182,7 +189,8 @@ def measure(options: argparse.Namespace) -> None:
 def rollout(llm, options: argparse.Namespace, response: int) -> dict:
     """tokens/s of a slice at one response length, after a first slice that is not counted."""
     cache, tokens = llm.llm_engine.vllm_config.cache_config, min(options.slice, response // 2)
-    sizes = options.prompt, response, tokens, options.most
+    most = dict(zip(options.lengths, options.sequences, strict=True)).get(response, options.most)
+    sizes = options.prompt, response, tokens, most
     spread = positions(cache.num_gpu_blocks, cache.block_size, *sizes)
     ids = shapes.random_tokens(options.size, len(spread), max(spread), seed=response)
     prompts = [{"prompt_token_ids": row[:length].tolist()} for row, length in zip(ids, spread, strict=True)]
@@ -203,7 +211,7 @@ def rollout(llm, options: argparse.Namespace, response: int) -> dict:
     return {
         "response": response,
         "sequences": len(spread),
-        "limit": "kv_cache" if len(spread) < options.most else "sequences",
+        "limit": "kv_cache" if len(spread) < most else "sequences",
         "mean_context": sum(spread) / len(spread) + tokens / 2,
         "slice_tokens": tokens,
         "tokens_per_second": rates[1:],
@@ -254,14 +262,18 @@ def main() -> None:
     parser.add_argument(
         "--utilization", type=float, default=0.35, help="the engine's share of the GPU, beside a trainer"
     )
+    parser.add_argument("--sequences", type=int, nargs="+", help="at each of --lengths; else as many as fit")
+    parser.add_argument("--layers", type=int, help="fewer than the model has, to start faster")
     options = parser.parse_args()
     options.lengths = options.lengths or LENGTHS.get(options.size, [16384, 4096, 1024])
     options.prompt = options.prompt or PROMPT.get(options.size, 512)
     options.slice = options.slice or SLICE.get(options.size, 256)
+    options.sequences = options.sequences or [options.most] * len(options.lengths)
     if options.part:
         return measure(options)
     engines: dict[str, dict] = {}
-    run = harness.Run("rollout", options, options.repeats, utilization=options.utilization, prompt=options.prompt)
+    settings = {"utilization": options.utilization, "prompt": options.prompt, "layers": options.layers}
+    run = harness.Run("rollout", options, options.repeats, **settings)
     for index, name in enumerate(options.precisions):
         for row in run.rows(name, len(options.precisions) - index):
             if "response" in row:

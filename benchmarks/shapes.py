@@ -32,15 +32,17 @@ PRECISIONS = {
 }
 
 
-def config(size: str) -> Qwen3Config:
+def config(size: str, layers: int | None = None) -> Qwen3Config:
     made = SIZES[size]()
     made.architectures = ["Qwen3ForCausalLM"]
+    if layers:
+        made.num_hidden_layers, made.layer_types = layers, made.layer_types[:layers]
     return made
 
 
-def write_folder(size: str, folder: Path) -> str:
+def write_folder(size: str, folder: Path, layers: int | None = None) -> str:
     """Config and tokenizer of a model without weights, which an engine with `load_format="dummy"` starts from."""
-    config(size).save_pretrained(folder)
+    config(size, layers).save_pretrained(folder)
     # the models' vocabularies are larger: text is only the prompts' way in
     tokenizer(max_length=40960).save_pretrained(folder)
     return str(folder)

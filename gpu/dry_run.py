@@ -90,7 +90,8 @@ BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 
 # What a trainer that shares the engine's kernels calls, too (engine/vllm/invariance.py), and what would be others
 SHARED = "triton::_rms_norm_kernel", "triton::matmul_kernel_persistent", "_C::rotary_embedding"
 NOT_SHARED = "_C::rms_norm", "_C::fused_add_rms_norm", "_vllm_fa3_C::get_scheduler_metadata"
-FLASH = "_vllm_fa3_C::fwd"
+FLASH, UNQUANTIZED = "_vllm_fa3_C::fwd", "triton::matmul_kernel_persistent"
+TILE = "BLOCK_SIZE_M", "BLOCK_SIZE_N", "BLOCK_SIZE_K", "num_warps", "num_stages"
 SILU, FUSED_SILU, QUANTIZE = "_C::silu_and_mul", "_C::silu_and_mul_per_block_quant", "_C::per_token_group_fp8_quant"
 
 
@@ -374,6 +375,7 @@ def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
     if found.choice == FOLLOWED:
         steps["the trainer's attention"] = partial(_call_packed_attention, layer.self_attn.attn)
         steps["output head"] = partial(_call_head, engine.lm_head)
+        steps["an adapter"] = partial(_call_adapter, engine.lm_head)
     for step, call in steps.items():
         with calls_recorded() as calls, ir.enable_torch_wrap(False):
             try:
@@ -425,6 +427,17 @@ def _call_head(head: "nn.Module") -> None:
     head.quant_method.apply(head, torch.empty(64, head.weight.shape[1]))
 
 
+def _call_adapter(head: "nn.Module") -> None:
+    """A product with an A of rank 32 for q, k and v, by the function that linear layers without quantization call."""
+    import torch
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    made = torch.nn.Module()
+    made.weight = torch.nn.Parameter(torch.empty(96, head.weight.shape[1]))
+    for rows in (1, 64, 4096):
+        UnquantizedLinearMethod().apply(made, torch.empty(rows, head.weight.shape[1]))
+
+
 def _contradictions(found: Found) -> list[str]:
     """Where the operators that were called are not what the project believes that its trainer follows."""
     wrong = []
@@ -441,6 +454,11 @@ def _contradictions(found: Found) -> list[str]:
         given = ("max_seqlen_q", "max_seqlen_k", "num_splits", "scheduler_metadata")
         kernels = {tuple(call[name] for name in given) for call in found.calls.get(FLASH, [])}
         wrong += [f"FlashAttention is called in {len(kernels)} ways: {kernels}"] if len(kernels) > 1 else []
+        tiles = {}
+        for call in found.calls.get(UNQUANTIZED, []):
+            tiles.setdefault((call["N"], call["K"]), set()).add(tuple(call[name] for name in TILE))
+        several = {shape: len(seen) for shape, seen in tiles.items() if len(seen) > 1}
+        wrong += [f"unquantized weights of {shape} come in {count} tiles" for shape, count in several.items()]
         if SILU not in found.calls and FUSED_SILU not in found.calls:
             wrong.append(f"{SILU} was not called")
     return wrong

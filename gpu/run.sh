@@ -2,8 +2,9 @@
 # The evidence that needs a GPU, in stages of at most ten minutes each, most valuable first. See gpu/README.md.
 #
 #   gpu/run.sh bundle DIR     take the parts of a bundle that are in DIR; unpack once all of them have come
+#   gpu/run.sh 0 [OPTIONS]    the first ten minutes: experiments in the order of what they decide (gpu/ten_minutes.py)
 #   gpu/run.sh 1              imports, two syncs of a tiny model, rollouts with CUDA graphs, KV scales
-#   gpu/run.sh 2 [OPTIONS]    parts of a full flow, mismatch over depth   (options go to the stage's first benchmark)
+#   gpu/run.sh 2 [OPTIONS]    mismatch over depth, trained policies too   (options go to the stage's first benchmark)
 #   gpu/run.sh 3 [OPTIONS]    rollouts of 16k responses: BF16, and FP8 with the GEMM kernel that is chosen, DeepGEMM, Triton
 #   gpu/run.sh 4 [OPTIONS]    weight sync
 #   gpu/run.sh 5 [OPTIONS]    rollouts of other lengths and precisions, KV calibration
@@ -26,8 +27,8 @@ out=${OUT:-$PWD/outputs/gpu}
 python=${PYTHON:-python3}
 size=${SIZE:-qwen3_8b}
 case $stage in # what together fits into 30 minutes, with two transfers of a bundle
-  1 | 4) limit=${LIMIT:-300} ;;
-  2) limit=${LIMIT:-360} ;;
+  0) limit=${LIMIT:-600} ;;
+  1 | 2 | 4) limit=${LIMIT:-300} ;;
   *) limit=${LIMIT:-570} ;;
 esac
 log=$out/stage-$stage.log
@@ -127,7 +128,7 @@ print(torch.version.cuda, torch.cuda.is_available() and torch.cuda.get_device_pr
   mended_bench sync 120 --size tiny --rounds 1 --syncs 2
   mended_bench rollout 100 --size tiny --precisions fp8_linears_kv --most 16
   echo "==== settings for the other stages: SETTINGS='${in_force[*]}'" | tee -a "$log"
-  gpu_tests "not eager and (scales_reach or (two_syncs_equal and cutlass))" 240 tests/engine/test_gpu.py
+  gpu_tests "scales_reach or (two_syncs_equal and cutlass)" 240 tests/engine/test_gpu.py
 }
 
 keep() { # keep NAME FILE: copy a result to OUT
@@ -144,10 +145,10 @@ demo() {
 [ "$stage" = bundle ] || : > "$log"
 case $stage in
   bundle) bundle "$@" ;;
+  0) step ten_minutes 600 "$python" -m gpu.ten_minutes --results "$out" --limit $((limit - 10)) "$@" ;;
   1) first_look ;;
   2)
-    gpu_tests "test_" 160 tests/engine/test_gpu_parts.py # a part that is not equal explains what comes after it
-    step depth 350 "$python" -m benchmarks.measure_depth --layers 36 --results "$out" "$@"
+    step depth 290 "$python" -m benchmarks.measure_depth --layers 36 --results "$out" "$@"
     ;;
   3) # few sequences fit at this length: graphs for 1024 would cost every engine a minute
     engine_bench rollout 565 --size "$size" --lengths 16384 --slice 128 --most 96 \

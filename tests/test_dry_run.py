@@ -55,7 +55,8 @@ def test_the_page_shows_every_gpu_shape_and_flow():
 
 
 SCALED = {dry_run.QUANTIZE: [{"scale_ue8m0": "False"}]}
-SHARED = dict.fromkeys([*dry_run.SHARED, dry_run.SILU], [{}])
+TILE = dict.fromkeys(("M", "N", "K", *dry_run.TILE), "4")
+SHARED = dict.fromkeys([*dry_run.SHARED, dry_run.SILU], [TILE])
 FLASH = {"max_seqlen_q": "256", "max_seqlen_k": "4096", "num_splits": "1", "scheduler_metadata": "None"}
 
 
@@ -77,10 +78,16 @@ FLASH = {"max_seqlen_q": "256", "max_seqlen_k": "4096", "num_splits": "1", "sche
         (
             FOLLOWED,
             ["fp32"],
-            SCALED | {name: [{}] for name in SHARED if "rotary" not in name},
+            SCALED | {name: [TILE] for name in SHARED if "rotary" not in name},
             ["rotary_embedding was"],
         ),
-        (FOLLOWED, ["fp32"], SCALED | {name: [{}] for name in dry_run.SHARED}, ["silu_and_mul was not called"]),
+        (FOLLOWED, ["fp32"], SCALED | {name: [TILE] for name in dry_run.SHARED}, ["silu_and_mul was not called"]),
+        (
+            FOLLOWED,
+            ["fp32"],
+            SCALED | SHARED | {dry_run.UNQUANTIZED: [TILE, TILE | {"M": "1"}, TILE | {"num_warps": "8"}]},
+            ["come in 2 tiles"],
+        ),
     ],
 )
 def test_calls_that_a_trainer_does_not_follow_are_problems(choice, scales, calls, wrong):

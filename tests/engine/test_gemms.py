@@ -258,3 +258,14 @@ def test_shapes_are_those_of_one_ranks_shards():
     for ranks, shapes in qkv_o_gate_up_down.items():
         recipe = recipe_for_model(policy, tensor_parallel_size=ranks)
         assert recipe.gemms(outline_of(policy)) == Counter(2 * shapes)
+
+
+@pytest.mark.parametrize("found", [None, "/usr/local/cuda/bin/nvcc"])
+def test_a_host_without_nvcc_is_told_what_it_loses(found, monkeypatch, caplog):
+    monkeypatch.setattr(gemms.shutil, "which", lambda name, path=None: found)
+    first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
+    first.broken = RuntimeError("cannot compile")
+    assert fastest([first, second], SHAPES) is second
+    [warned] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "'deep_gemm' is not used: RuntimeError: cannot compile" in warned
+    assert ("This host has no nvcc, so it loses DeepGEMM" in warned) is (found is None)

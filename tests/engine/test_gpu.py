@@ -23,9 +23,8 @@ from trl_fp8.upstream.vllm import engine_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-WITH_AND_WITHOUT_GRAPHS = pytest.mark.parametrize("enforce_eager", [True, False], ids=["eager", "graphs"])
-
-
+LORA = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+COMPILED = {"enforce_eager": False}  # with the compiler and CUDA graphs, as in training
 KERNELS = pytest.mark.parametrize("linear_backend", ["cutlass", "deep_gemm", "triton"])
 
 
@@ -63,11 +62,9 @@ def test_the_fastest_kernel_is_pinned_and_said(checkpoint, caplog):
 
 
 @KERNELS
-@WITH_AND_WITHOUT_GRAPHS
-def test_two_syncs_equal_fresh_engines(linear_backend, enforce_eager, checkpoint, tmp_path):
+def test_two_syncs_equal_fresh_engines(linear_backend, checkpoint, tmp_path):
     require_offered(linear_backend)
-    kwargs = {"linear_backend": linear_backend, "enforce_eager": enforce_eager}
-    generation = engines.start(checkpoint("qwen3"), engine_kwargs=kwargs)
+    generation = engines.start(checkpoint("qwen3"), engine_kwargs={"linear_backend": linear_backend} | COMPILED)
     results = []
     for step in (1, 2):
         engines.perturb(generation.model, seed=step)
@@ -79,10 +76,9 @@ def test_two_syncs_equal_fresh_engines(linear_backend, enforce_eager, checkpoint
     assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 2)) == results[1]
 
 
-@WITH_AND_WITHOUT_GRAPHS
-def test_scales_reach_the_kernel_also_under_captured_graphs(enforce_eager, checkpoint):
+def test_scales_reach_the_kernel_under_captured_graphs(checkpoint):
     scales = engines.some_scales(2, 1)
-    generation = engines.start(checkpoint("qwen3"), engine_kwargs={"enforce_eager": enforce_eager})
+    generation = engines.start(checkpoint("qwen3"), engine_kwargs=COMPILED)
     generation.calibrate = lambda: scales
     generation.sync_weights()
     layer = attention_layers(engine_model(generation.llm))[0]
@@ -99,18 +95,15 @@ def test_scales_reach_the_kernel_also_under_captured_graphs(enforce_eager, check
 
 def test_skipped_kv_layers_keep_a_bf16_cache(checkpoint, tmp_path):
     scales = engines.some_scales(2, 1)
-    generation = engines.start(checkpoint("qwen3"), scales, kv_cache_skip_layers=(0,))
+    generation = engines.start(checkpoint("qwen3"), scales, engine_kwargs=COMPILED, kv_cache_skip_layers=(0,))
     generation.sync_weights()
     synced = engines.log_probs(generation.llm)
     engines.shutdown(generation.llm)
     assert engines.fresh_log_probs(tmp_path / "fresh", generation, scales) == synced
 
 
-@WITH_AND_WITHOUT_GRAPHS
-def test_an_engine_that_slept_samples_as_before(enforce_eager, checkpoint):
-    generation = engines.start(
-        checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs={"enforce_eager": enforce_eager}, sleep=True
-    )
+def test_an_engine_that_slept_samples_as_before(checkpoint):
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=COMPILED, sleep=True)
     generation.temperature = 0.0
     generation.sync_weights()
     generation.llm.keep_weights = True  # level 1: weights in host memory
@@ -129,10 +122,9 @@ def test_an_engine_that_slept_samples_as_before(enforce_eager, checkpoint):
     torch.cuda.empty_cache()
 
 
-@WITH_AND_WITHOUT_GRAPHS
-def test_adapters_reach_the_kernels_also_under_captured_graphs(enforce_eager, checkpoint):
-    lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
-    options = {"kv_scales": engines.some_scales(2, 1), "engine_kwargs": {"enforce_eager": enforce_eager}}
+def test_adapters_reach_the_kernels_under_captured_graphs(checkpoint):
+    lora = LoraConfig(r=4, **LORA)
+    options = {"kv_scales": engines.some_scales(2, 1), "engine_kwargs": COMPILED}
     generation = engines.start_on_base(checkpoint("qwen3"), lora, **options)
     adapters = {name: p.detach().clone() for name, p in generation.model.named_parameters() if p.requires_grad}
     found = []
@@ -146,10 +138,43 @@ def test_adapters_reach_the_kernels_also_under_captured_graphs(enforce_eager, ch
     assert found[0] == found[2] != found[1]
 
 
-@WITH_AND_WITHOUT_GRAPHS
+@pytest.mark.parametrize("rank", [None, 4, 8])
+def test_a_compiled_engine_computes_what_an_eager_one_does_with_any_adapters(rank, checkpoint):
+    """Bit for bit under one forward. vLLM's compile cache is one for all three, as on a user's machine."""
+    options, found = {"kv_scales": engines.some_scales(2, 1), "share_kernels": True}, []
+    for kwargs in (COMPILED, {"enforce_eager": True}):
+        if rank is None:
+            generation = engines.start(checkpoint("qwen3"), engine_kwargs=kwargs, **options)
+        else:
+            torch.manual_seed(rank)  # of B, too
+            lora = LoraConfig(r=rank, **LORA)
+            generation = engines.start_on_base(checkpoint("qwen3"), lora, engine_kwargs=kwargs, **options)
+        generation.sync_weights()
+        found.append(engines.log_probs(generation.llm))
+        engines.shutdown(generation.llm)
+    assert found[0] == found[1]
+
+
+def test_an_engine_with_a_shared_base_sleeps_and_samples_again(checkpoint):
+    """Its weights stay while it sleeps: the policy computes with them."""
+    lora = LoraConfig(r=4, **LORA)
+    options = {"kv_scales": engines.some_scales(2, 1), "engine_kwargs": COMPILED, "sleep": True}
+    generation = engines.start_on_base(checkpoint("qwen3"), lora, **options)
+    generation.temperature = 0.0
+    generation.sync_weights()
+    first = generation.generate(engines.PROMPTS, None, 1)  # and falls asleep
+    generation.sync_weights()
+    assert generation.generate(engines.PROMPTS, None, 1) == first
+    generation.llm.wake_up()
+    engines.shutdown(generation.llm)
+    del generation  # as after the last one that slept
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
-def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, enforce_eager, checkpoint, tmp_path):
-    generation = engines.start(checkpoint(architecture), engine_kwargs={"enforce_eager": enforce_eager})
+def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, checkpoint, tmp_path):
+    generation = engines.start(checkpoint(architecture), engine_kwargs=COMPILED)
     generation.calibrate = lambda: engines.some_scales(2, 1)
     assert generation.recipe.fp8_experts and generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
     synced = engines.after_two_syncs(generation)
@@ -158,14 +183,13 @@ def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, enforce_eage
     assert engines.fresh_log_probs(tmp_path / "fresh", generation, engines.some_scales(2, 1)) == synced
 
 
-@WITH_AND_WITHOUT_GRAPHS
-def test_vllm_returns_the_experts_of_every_token(enforce_eager, checkpoint):
+def test_vllm_returns_the_experts_of_every_token(checkpoint):
     """Its own routes (`enable_return_routed_experts`), from prefix cache and graphs alike;
     without FP8 they are ours.
     """
     options = {"fp8_weights": False, "kv_cache_dtype": "auto", "return_routes": True}
     folder = checkpoint("qwen3_moe", num_experts=8)
-    generation = engines.start(folder, engine_kwargs={"enforce_eager": enforce_eager}, **options)
+    generation = engines.start(folder, engine_kwargs=COMPILED, **options)
     generation.sync_weights()
     sequences = sample(generation)
     found = generation.llm.routes.of(sequences)

@@ -127,17 +127,26 @@ def test_fp8_gemm(backend, shape):
         require_rows_alike(lambda x: kernel.apply_weights(layer, x), values(4096, shape[1]))
 
 
-@pytest.mark.parametrize("shape", [(151936, 4096), (152064, 3584), (128, 2048)], ids=str)
-def test_unquantized_head_and_router(config, shape):
-    """As large as Qwen3-8B's and Qwen2.5-7B's heads, and a router; vLLM has measured tiles for the first."""
+HEADS = [(151936, 4096), (151936, 2048), (152064, 3584)]  # Qwen3-8B's, Qwen3-1.7B's and Qwen2.5-7B's
+NARROW = [(128, 2048), (96, 4096), (32, 12288)]  # a router, and the A of adapters of rank 32
+COLUMNS = [(12288, 2048), (2048, 6144), (6144, 96)]  # two for which vLLM has measured tiles, and the B of an adapter
+
+
+@pytest.mark.parametrize("shape", HEADS + NARROW + COLUMNS, ids=str)
+def test_unquantized_head_router_and_adapter(config, shape):
+    """vLLM has measured tiles by the number of rows for the second head, on Hopper."""
     from types import SimpleNamespace
 
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    layer = SimpleNamespace(weight=values(*shape))
-    method = UnquantizedLinearMethod() if shape[0] == 128 else UnquantizedEmbeddingMethod()
-    require_rows_alike(lambda x: method.apply(layer, x), values(4096, shape[1]))
+    layer, x = SimpleNamespace(weight=values(*shape)), values(4096, shape[1], seed=1)
+    method = UnquantizedEmbeddingMethod() if shape in HEADS else UnquantizedLinearMethod()
+    require_rows_alike(lambda x: method.apply(layer, x), x, rows=(1, 16, 64, 65, 4096))
+    exact = x[:64].double() @ layer.weight.double().T
+    # a rounding to BF16, and far more than FP32 sums lose: a wrong mask or a wrong step of K loses whole terms
+    bound = 2.0**-9 * exact.abs() + 2.0**-10 * (x[:64].abs().double() @ layer.weight.abs().double().T)
+    assert ((method.apply(layer, x[:64]).double() - exact).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("kind", ["SiluAndMul", "GeluAndMul"])

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -9,14 +11,16 @@ import torch
 from vllm import envs
 from vllm.config import AttentionConfig, CompilationConfig, KernelConfig
 from vllm.config.compilation import CompilationMode
+from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import engines
-from trl_fp8.engine.vllm.invariance import ROUTER_KERNELS, require_invariant_routers
+from trl_fp8.engine.vllm import platforms
+from trl_fp8.engine.vllm.invariance import ROUTER_KERNELS, SWITCH, require_invariant_routers
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
 from trl_fp8.upstream import vllm as upstream
-from trl_fp8.upstream.vllm import engine_config
+from trl_fp8.upstream.vllm import engine_config, forget_choices
 
 
 def config(points, mode=CompilationMode.VLLM_COMPILE, **changes):
@@ -108,6 +112,8 @@ def test_a_compiled_engine_computes_what_an_eager_one_does(checkpoint, tmp_path,
         )
         generation.sync_weights()
         assert bool(engine_config(generation.llm).compilation_config.mode) is not eager
+        # vLLM's compiler moves this to a folder of its own; a trainer that compiles has to keep to what it had
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "TORCHINDUCTOR_CACHE_DIR")
         found.append(engines.log_probs(generation.llm))
         engines.shutdown(generation.llm)
     assert found[0] == found[1]
@@ -124,3 +130,37 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
     monkeypatch.undo()
     # where nobody follows, it is the user's choice
     engines.shutdown(engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs).llm)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Of CUDA what a CPU build of vLLM has not is left out: FlashAttention, kernels in Triton."""
+    attention = SimpleNamespace(invariant_attention=nullcontext)
+    monkeypatch.setitem(sys.modules, "trl_fp8.engine.vllm.cuda.attention", attention)
+    monkeypatch.setattr(platforms, "pin_tiles", lambda: None)
+    monkeypatch.setattr(platforms, "register_cuda_norms", lambda: None)
+    yield Cuda((9, 0), 3).invariant(SimpleNamespace(tensor_parallel_size=1))
+    forget_choices()
+
+
+def test_settings_of_an_invariant_engine_are_vllms_and_not_the_environments(hopper, monkeypatch):
+    """They last as long as the engine, and the next one does not inherit them."""
+    monkeypatch.setenv("VLLM_USE_AOT_COMPILE", "1")
+    monkeypatch.delenv(SWITCH, raising=False)
+    envs.enable_envs_cache()  # of an engine before this one
+    with hopper:
+        assert envs.VLLM_BATCH_INVARIANT and not envs.VLLM_USE_AOT_COMPILE
+        batch_invariant.init_batch_invariance()  # of which nothing is left
+        assert "NCCL_PROTO" not in os.environ
+        envs.enable_envs_cache()  # as vLLM does at the end of a start
+    assert SWITCH not in os.environ and os.environ["VLLM_USE_AOT_COMPILE"] == "1"
+    assert envs.VLLM_BATCH_INVARIANT and not envs.VLLM_USE_AOT_COMPILE
+    forget_choices()
+    assert envs.VLLM_USE_AOT_COMPILE and not envs.VLLM_BATCH_INVARIANT
+
+
+def test_a_switch_that_the_user_turned_off_stays_off_and_is_named(hopper, monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    with hopper, pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=0 in the environment"):
+        Cuda.invariance.require(config(Cuda.invariance))
+    assert os.environ[SWITCH] == "0"

@@ -60,6 +60,19 @@ def test_adapters_cost_a_step_their_bytes_and_launches():
     assert 0 < beside["fixed"] - merged["fixed"] < 1.5e-3
 
 
+def test_one_forward_leaves_processors_idle_where_there_are_few_sequences():
+    """8 key heads: 2 sequences are 16 programs on 132 processors, 17 and more are enough for all of them."""
+    plan, gpu = plan_of("Qwen/Qwen3-8B"), BY_NAME["H100"]
+    cached = {"context": 16384, "fp8_weights": True, "fp8_kv": True}
+    for running, slower in ((2, 132 / 16), (16, 132 / 128), (17, 1), (64, 1)):
+        off, full = (step_seconds(plan, gpu, running, **cached, one_forward=one) for one in (False, True))
+        assert full["kv"] / off["kv"] == pytest.approx(slower)
+        assert full | {"kv": 0} == off | {"kv": 0}
+    few = {"running": 64, **cached, "adapters": 2.6e8}
+    off, full = (step_seconds(plan, gpu, **few, one_forward=one) for one in (False, True))
+    assert 0.5e-3 < full["fixed"] - off["fixed"] < 3e-3  # 36 layers; tiles of 128 x 128 made it 8 to 11
+
+
 def test_experts_are_read_as_far_as_tokens_choose_them():
     plan, gpu = plan_of("Qwen/Qwen3-30B-A3B"), BY_NAME["H200"]
     experts = sum(row.parameters for row in plan.rows if row.is_of_experts)

@@ -1,13 +1,21 @@
 """The trainer's bytes, against those of a real training step and figures that stand elsewhere."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from testing import published, tiny_models
 from trl_fp8.planning.trainer_memory import Training, engine_adapters, trainer_memory
+from trl_fp8.policy.flow.between import FollowedFusedMLP, FollowedMLP
+from trl_fp8.policy.flow.own_gradient import own_gradient
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.outline import outline_of_config
@@ -17,9 +25,10 @@ from trl_fp8.recipe.recipe import recipe_for
 GIB = 2**30
 
 
-def memory(name, ranks=1, **options):
+def memory(name, ranks=1, one_forward=False, **options):
     outline = outline_of_config(published.CONFIGS[name], name)
-    return trainer_memory(outline, Training(**options), recipe_for(outline, tensor_parallel_size=ranks))
+    recipe = recipe_for(outline, tensor_parallel_size=ranks)
+    return trainer_memory(outline, Training(**options), recipe, one_forward)
 
 
 def bytes_of(tensors):
@@ -128,3 +137,64 @@ def test_an_engines_adapters_have_a_block_for_each_layer_that_it_fuses():
     qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 24576)
     o, down = 4096 + 4096, 12288 + 4096
     assert engine_adapters(outline, 32) == 36 * 32 * (qkv + gate_up + o + down)
+
+
+class Peak(TorchDispatchMode):
+    """`most`: bytes of all tensors, but those of `given`, that were made inside the block and there at once."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = {tensor.untyped_storage()._cdata for tensor in given}
+        self.made, self.most = {}, 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for storage in [each.untyped_storage() for each in tree_leaves(result) if isinstance(each, torch.Tensor)]:
+            if storage._cdata not in self.given:  # a view of it
+                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.made = {key: held for key, held in self.made.items() if not held[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.made.values()))
+        return result
+
+
+def peak_of_backward(policy, *inputs, **options):
+    """Bytes at once of the backward of `own_gradient`, which is the same code on every device."""
+    leaves = [each.requires_grad_() for each in inputs]
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)  # which the plan counts by itself; a backward adds to it
+    output = own_gradient(lambda *given: policy(*(each.bfloat16() for each in given)), policy, *leaves, **options)
+    gradient = torch.ones_like(output)
+    with Peak([gradient, *leaves, *(leaf.grad for leaf in leaves)]) as peak:
+        output.backward(gradient)
+    return peak.most
+
+
+TOKENS, WIDTH = 64, 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "own"),
+    [
+        ("Qwen/Qwen3-8B", [WIDTH, WIDTH], FollowedMLP._own),
+        ("microsoft/phi-4", [2 * WIDTH], FollowedFusedMLP._own),
+    ],
+)
+def test_one_forward_recomputes_an_mlp_in_fp32(name, columns, own):
+    """The plan's bytes are those that a backward has, to 1 %; at 8k tokens gigabytes."""
+    mlp = SimpleNamespace(act_fn=F.silu, activation_fn=F.silu)
+    inputs = [torch.randn(TOKENS, each).bfloat16() for each in columns]
+    measured = peak_of_backward(lambda *given: own(mlp, *given), *inputs) / (TOKENS * WIDTH)
+    full, off = (memory(name, tokens=8192, one_forward=one).uncounted for one in (True, False))
+    width = published.CONFIGS[name]["intermediate_size"]
+    assert full - off == pytest.approx(measured * 8192 * width, rel=0.01)
+    assert full - off > 2.8e9
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_forward_recomputes_experts_with_weights_and_gradients_in_bf16(dtype):
+    """Tokens are few here, so that what is measured is that of the weights."""
+    weight, x = torch.randn(512, 1024).to(getattr(torch, dtype)), torch.randn(2, 1024).bfloat16()
+    measured = peak_of_backward(lambda x, w: x @ w.T, x, weight, dtype=torch.bfloat16) / weight.numel()
+    few = {"tokens": 1, "dtype": dtype}
+    full, off = (memory("Qwen/Qwen3-30B-A3B", one_forward=one, **few).uncounted for one in (True, False))
+    assert full - off == pytest.approx(measured * 128 * 3 * 768 * 2048, rel=0.03)

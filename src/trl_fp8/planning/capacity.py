@@ -136,7 +136,8 @@ class Capacity:
             room = self.kv_bytes(fp8_weights)
             if room > self.plan.cache.sequence_bytes(self.setup.training.tokens, fp8_kv):
                 adapters = self.adapter_bytes * fp8_weights  # a BF16 engine has them merged
-                took[name] = rollout_seconds(self.plan, gpu, rollout, fp8_weights, fp8_kv, room, adapters)
+                shared = self.setup.shares_kernels and (fp8_weights or fp8_kv)
+                took[name] = rollout_seconds(self.plan, gpu, rollout, fp8_weights, fp8_kv, room, adapters, shared)
         return took
 
     @property
@@ -214,7 +215,7 @@ class Planner:
         the engine needs.
         """
         plan, training = self.plan_at(size), setup.training
-        trainer = trainer_memory(self.outline, training, plan.recipe)
+        trainer = trainer_memory(self.outline, training, plan.recipe, setup.shares_kernels)
         adapters = 2 * engine_adapters(self.outline, training.lora_rank) if training.fp8_base else 0
         shares = SHARES if setup.utilization is None else (setup.utilization,)
         made = [Capacity(plan, trainer, setup, share, adapters) for share in shares]

@@ -7,6 +7,11 @@ token with each weight. What takes longest of the two, reading or multiplying, i
     attention   bytes of KV cache / bandwidth
     the rest    launches, a few per layer, with a few more for what is quantized on the way; sampling
 
+With one forward (`fp8_forward="full"`) no batch may change a row's bits, which costs time where a batch is small.
+Attention does not split the keys of a sequence: one program goes through all of them for each sequence and key head.
+Where these are fewer than the GPU's processors, the others wait. And an adapter's A is the work of a dozen programs,
+each of which waits for every step of K (engine/vllm/cuda/tiles.py).
+
 A rollout is followed from its first token to the last: sequences end at lengths spread evenly up to the longest, and
 no more run at a time than the KV cache holds. Prefills and the trainer are left out: a whole step gains less.
 
@@ -29,24 +34,28 @@ PEAK = {"bf16": 0.7, "fp8": 0.5}
 # of its linears and of its attention, two small GEMMs beside each linear that has adapters, and an all-reduce where
 # ranks share an engine
 STEP, LAYER, LAYER_FP8, LAYER_FP8_KV, LAYER_ADAPTERS, ALL_REDUCE = 2e-3, 30e-6, 8e-6, 5e-6, 24e-6, 10e-6
+# With one forward, of the four A of a layer of 8 B: 192 steps of 128 columns in a row, each a fourth of the 0.8
+# microseconds in which memory answers, since four loads are under way
+LAYER_ADAPTERS_ONE_FORWARD = 40e-6
 
 
 class GPU(NamedTuple):
-    """Figures of a data sheet: GiB, bytes a second, dense operations a second in BF16 and in FP8."""
+    """Figures of a data sheet: GiB, bytes a second, dense operations a second in BF16 and in FP8, multiprocessors."""
 
     name: str
     memory: float
     bandwidth: float
     bf16: float
     fp8: float
+    processors: int
 
 
 GPUS = (
-    GPU("RTX 4090", 24, 1.01e12, 165e12, 330e12),
-    GPU("L40S", 48, 0.86e12, 362e12, 733e12),
-    GPU("H100", 80, 3.35e12, 989e12, 1979e12),
-    GPU("H200", 141, 4.8e12, 989e12, 1979e12),
-    GPU("B200", 180, 8.0e12, 2250e12, 4500e12),
+    GPU("RTX 4090", 24, 1.01e12, 165e12, 330e12, 128),
+    GPU("L40S", 48, 0.86e12, 362e12, 733e12, 142),
+    GPU("H100", 80, 3.35e12, 989e12, 1979e12, 132),
+    GPU("H200", 141, 4.8e12, 989e12, 1979e12, 132),
+    GPU("B200", 180, 8.0e12, 2250e12, 4500e12, 148),
 )
 
 
@@ -65,10 +74,17 @@ class Rollout:
 
 
 def rollout_seconds(
-    plan: Plan, gpu: GPU, rollout: Rollout, fp8_weights: bool, fp8_kv: bool, kv_bytes: float, adapters: float = 0
+    plan: Plan,
+    gpu: GPU,
+    rollout: Rollout,
+    fp8_weights: bool,
+    fp8_kv: bool,
+    kv_bytes: float,
+    adapters: float = 0,
+    one_forward: bool = False,
 ) -> dict[str, float]:
     """Seconds of a rollout by what they go to; `kv_bytes` is what the KV cache has on each rank, `adapters` what
-    adapters take there.
+    adapters take there. `one_forward`: kernels are those that a trainer shares.
     """
     total = dict.fromkeys(("weights", "compute", "kv", "fixed"), 0.0)
     for point in range(POINTS):
@@ -78,13 +94,21 @@ def rollout_seconds(
         held = kv_bytes / max(plan.cache.sequence_bytes(context, fp8_kv), 1)
         running = min(alive, max(1.0, held))
         steps = rollout.completion / POINTS * alive / running
-        for part, seconds in step_seconds(plan, gpu, running, context, fp8_weights, fp8_kv, adapters).items():
+        took = step_seconds(plan, gpu, running, context, fp8_weights, fp8_kv, adapters, one_forward)
+        for part, seconds in took.items():
             total[part] += steps * seconds
     return total
 
 
 def step_seconds(
-    plan: Plan, gpu: GPU, running: float, context: int, fp8_weights: bool, fp8_kv: bool, adapters: float = 0
+    plan: Plan,
+    gpu: GPU,
+    running: float,
+    context: int,
+    fp8_weights: bool,
+    fp8_kv: bool,
+    adapters: float = 0,
+    one_forward: bool = False,
 ) -> dict[str, float]:
     """Seconds of a decoding step of that many sequences with `context` tokens each, by what limits it."""
     ranks, layers = plan.recipe.tensor_parallel_size, len(plan.cache.layers)
@@ -103,8 +127,11 @@ def step_seconds(
     took["weights"] += adapters * max(1 / (gpu.bandwidth * BANDWIDTH["bf16"]), running / (gpu.bf16 * PEAK["bf16"]))
     bandwidth = gpu.bandwidth * BANDWIDTH["kv_fp8" if fp8_kv else "kv_bf16"]
     took["kv"] = running * plan.cache.sequence_bytes(context, fp8_kv) / bandwidth
+    if one_forward and plan.cache.kv_heads:
+        programs = running * max(1, plan.cache.kv_heads // ranks)
+        took["kv"] *= max(1.0, gpu.processors / programs)
     launches = LAYER + LAYER_FP8 * fp8_weights + LAYER_FP8_KV * fp8_kv + ALL_REDUCE * (ranks > 1)
-    launches += LAYER_ADAPTERS * (adapters > 0)
+    launches += (LAYER_ADAPTERS + LAYER_ADAPTERS_ONE_FORWARD * one_forward) * (adapters > 0)
     return took | {"fixed": STEP + layers * launches}
 
 

@@ -16,6 +16,10 @@ them on each GPU.
 What passes is not in the total: what a layer saves of each token while its backward runs, weights that are gathered,
 the largest weight of an FP8 base in BF16, gradients of activations, the CUDA context, fragmentation. Plans leave a
 share of each GPU free for it (`capacity.FREE`), and more where `uncounted` is more.
+
+With one forward (`fp8_forward="full"`) the backward computes each MLP's act(gate) * up once more, in FP32
+(policy/flow/own_gradient.py): seven tensors `[tokens, intermediate]` at once, eight where gate and up are one linear.
+Of experts it takes the weights of a layer in BF16, and makes their gradients in BF16 before they become FP32.
 """
 
 from collections import Counter, defaultdict
@@ -33,6 +37,8 @@ CONTEXT_BYTES = 2 * 2**30
 # Bytes a layer saves for its backward, per token and hidden element: counted in Qwen3's with an MLP of three times
 # the hidden size, 53 in BF16 and 64 under autocast from FP32
 SAVED = 64
+# Bytes that one forward's backward has of an MLP at once, per token and element of its width: 7 and 8 FP32 tensors
+RECOMPUTED = {"gate_proj": 28, "gate_up_proj": 32}
 
 
 @dataclass(frozen=True)
@@ -76,8 +82,10 @@ class TrainerMemory:
         return self.copies + self.inputs + self.head
 
 
-def trainer_memory(outline: Outline, training: Training, recipe: FP8Recipe) -> TrainerMemory:
-    """The memory of a trainer of a model beside an engine."""
+def trainer_memory(
+    outline: Outline, training: Training, recipe: FP8Recipe, one_forward: bool = False
+) -> TrainerMemory:
+    """The memory of a trainer of a model beside an engine; with `one_forward` it calls the engine's kernels."""
     sharded, size = training.gpus > 1, BYTES[training.dtype]
     if sharded and not training.lora_rank:
         size = BYTES["float32"]
@@ -96,7 +104,9 @@ def trainer_memory(outline: Outline, training: Training, recipe: FP8Recipe) -> T
         copies=0 if sharded or adapters or size == 2 else 2 * _in_layers(outline),
         inputs=kept * (2 if sharded else size),
         head=0 if adapters else 4 * vocabulary * hidden,
-        uncounted=CONTEXT_BYTES + _layer_bytes(outline, training, shared),
+        uncounted=CONTEXT_BYTES
+        + _layer_bytes(outline, training, shared)
+        + (_recomputed_bytes(outline, training) if one_forward else 0),
     )
 
 
@@ -112,6 +122,24 @@ def _layer_bytes(outline: Outline, training: Training, shared: Mapping[str, tupl
         fused[fused_name(name.removesuffix(".weight"))] += 2 * prod(shape)
     dequantized = max(fused.values(), default=0)
     return SAVED * hidden * training.sequences * training.tokens + gathered + dequantized
+
+
+def _recomputed_bytes(outline: Outline, training: Training) -> float:
+    """What one forward's backward needs for an MLP, or the experts of a layer, where that is more."""
+    tokens = training.sequences * training.tokens
+    widths = [0]
+    for name, (rows, _) in outline.linears.items():
+        kind = name.rpartition(".")[2]
+        if kind in RECOMPUTED:  # a fused one has the rows of both
+            widths.append(RECOMPUTED[kind] * (rows // 2 if kind == "gate_up_proj" else rows))
+    layers = defaultdict(int)
+    for name, shape in outline.parameters.items():
+        if module := next((each for each in outline.experts if name.startswith(f"{each}.")), None):
+            layers[module] += prod(shape)
+    size = BYTES[training.dtype]
+    copy = 2 if size == 4 else 0
+    gradients = 0 if training.lora_rank else 2 + copy * 2  # in BF16, and as the weights are
+    return max(tokens * max(widths), (copy + gradients) * max(layers.values(), default=0))
 
 
 def engine_adapters(outline: Outline, rank: int) -> int:

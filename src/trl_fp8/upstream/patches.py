@@ -21,7 +21,7 @@ class Patch(NamedTuple):
     why: str
 
 
-_CPU = "engine/vllm/cpu"
+_CPU, _TILES = "engine/vllm/cpu", "engine/vllm/cuda/tiles.py"
 _LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.linear"
 _MOE = f"{_LAYERS}.fused_moe"
 _COHERE = "vllm.model_executor.models.commandr"
@@ -78,7 +78,9 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_COHERE}.layer_norm_func": (f"{_CPU}/ops.py", "Its mean depends on the number of rows; not an operation."),
         f"{_COHERE}.rms_norm_func": (f"{_CPU}/ops.py", "As the other norm of these models."),
         "vllm.distributed.parallel_state._EP": ("upstream/vllm.py", "vLLM makes no group after the first engine."),
-        f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": ("engine/vllm/platforms.py", "Its tiles depend on the batch."),
+        f"{_BLOCK_GEMM}.get_w8a8_block_fp8_configs": (_TILES, "Its tiles depend on the batch."),
+        f"{_INVARIANT}._get_matmul_config": (_TILES, "Its tiles depend on the batch, or leave a GPU idle."),
+        f"{_MOE}.fused_moe.get_default_config": (_TILES, "Its tiles for batch invariance are slow for FP8."),
     },
     REGISTERED: {
         "vllm.ir.ops.rms_norm": (

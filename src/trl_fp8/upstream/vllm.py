@@ -124,12 +124,17 @@ def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tens
 
 
 def forget_choices() -> None:
-    """Before another engine starts in this process: let it make its own rotary embeddings, choose its own attention.
-    vLLM keeps both by shape: an engine told otherwise than the first would get what that chose, and not show it.
+    """Before another engine starts in this process: let it read its settings from the environment, make its own rotary
+    embeddings, and choose its own attention and tiles of experts. vLLM keeps all of these: an engine told otherwise
+    than the first would get what that chose, and not show it.
     """
+    from vllm.envs import disable_envs_cache
     from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
     from vllm.v1.attention import selector
 
+    disable_envs_cache()
+    get_moe_configs.cache_clear()
     rotary_embedding._ROPE_DICT.clear()
     selector._cached_get_attn_backend.cache_clear()
 

@@ -9,6 +9,8 @@
 All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
 """
 
+import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -51,6 +53,11 @@ SECONDS = 2.0  # beyond which nothing is timed for the log
 REPETITIONS = 5  # of which the median counts
 CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
 ALIKE_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
+# DeepGEMM compiles each kernel as it is called
+WITHOUT_NVCC = (
+    ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
+    "Set CUDA_HOME to a CUDA toolkit with nvcc 13 (pip's nvidia-cuda-nvcc is in site-packages/nvidia/cu13), or go on."
+)
 Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
 
 
@@ -124,24 +131,9 @@ class Gemm:
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
-        """From a CUDA graph, so without the launches, and with nothing in the GPU's cache, as in a decode step."""
         kernel, layer = self.made(shape)  # stored as after a start: that was checked
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
-        kernel.apply_weights(layer, x)  # compiles
-        graph, times = torch.cuda.CUDAGraph(), []
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may watch collectives
-            kernel.apply_weights(layer, x)
-        cache = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
-        flush = torch.empty(cache, dtype=torch.int8, device=self.device)
-        for _ in range(REPETITIONS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            flush.zero_()
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1000)
-        return median(times)
+        return replayed_seconds(partial(kernel.apply_weights, layer, x))
 
     def made(self, shape: Shape) -> tuple[Any, "_Layer"]:
         """vLLM's kernel, which makes a `ValueError` if there is none for this, and a layer as it is loaded."""
@@ -183,6 +175,32 @@ class _Layer(nn.Module):
         self.weight.copy_(codes.qdata if self.weight_block_size else codes.qdata.t())
         scale = getattr(self, self.scale_name)
         scale.copy_(codes.scale.view(scale.shape))
+
+
+def replayed_seconds(call: Callable[[], object]) -> float:
+    """Of a call on the current GPU: without launches, from a CUDA graph, and with an empty cache, as in a decode step.
+
+    `torch.cuda.graph` would give all unused memory back to the driver before each capture; here there are dozens.
+    """
+    call()  # compiles
+    graph, times = torch.cuda.CUDAGraph(), []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):  # the default stream cannot be captured
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may watch collectives
+        try:
+            call()
+        finally:
+            graph.capture_end()
+    flush = torch.empty(2 * torch.cuda.get_device_properties().L2_cache_size, dtype=torch.int8, device="cuda")
+    for _ in range(REPETITIONS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return median(times)
 
 
 def pinned_gemm(
@@ -266,8 +284,15 @@ def _tried(candidate: Candidate, use: Callable[[], float | None]) -> tuple[float
         return None, str(reason)
     except Exception as error:  # whatever a kernel dies of
         reason = f"{type(error).__name__}: {error}"
-        logger.warning(f"linear_backend={candidate.name!r} is not used: {reason}", main_process_only=False)
+        lost = WITHOUT_NVCC if candidate.name == "deep_gemm" and not _has_nvcc() else ""
+        logger.warning(f"linear_backend={candidate.name!r} is not used: {reason}{lost}", main_process_only=False)
         return None, reason
+
+
+def _has_nvcc() -> bool:
+    """Where DeepGEMM looks for a compiler."""
+    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
+    return any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home)))
 
 
 def _table(candidates: Sequence[Candidate], gemms: Mapping[Shape, int], times: Mapping) -> str:

@@ -17,11 +17,8 @@ from typing import ClassVar, Literal
 
 import torch
 from transformers import PretrainedConfig
-from vllm import envs
 from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.fused_moe.fused_moe import get_moe_configs
-from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
 from trl_fp8.quantization.kernel_check import require_exact_kernels
@@ -30,7 +27,7 @@ from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import WITHOUT_ENGINE_WORDS
-from trl_fp8.upstream.patches import patch, substituted
+from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
 
 from .compiled import traced
@@ -42,6 +39,8 @@ from .cpu.linear import register_cpu_kernel
 from .cpu.ops import PROVIDER, register_cpu_ops
 from .cpu.packed import PackedAttention
 from .cuda.norms import register_cuda_norms
+from .cuda.tiles import pin_tiles
+from .environment import environment_kept
 from .fallback import classes_derived
 from .invariance import SWITCH, Invariance
 
@@ -156,7 +155,7 @@ class Cpu(Platform):
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops, register_cpu_delta_net:
             register()
         attentions = reference_attention(), reference_latent_attention()
-        with attentions[0], attentions[1], classes_derived(recipe), _memory_bound_quietly():
+        with environment_kept(), attentions[0], attentions[1], classes_derived(recipe), _memory_bound_quietly():
             yield
 
     def attention(self, layer: Attention) -> PackedAttention:
@@ -218,7 +217,7 @@ class Cuda(Platform):
     def ready(self, recipe: FP8Recipe) -> Iterator[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
         forget_choices()
-        with classes_derived(recipe):
+        with environment_kept(), classes_derived(recipe):
             yield
 
     def attention(self, layer: Attention) -> object:
@@ -231,17 +230,21 @@ class Cuda(Platform):
         from .cuda.attention import invariant_attention  # vLLM's CPU build has no FlashAttention
 
         register_cuda_norms()
-        # Tiles by the number of rows, measured for DeepSeek's shapes
-        patch(fp8_utils, "get_w8a8_block_fp8_configs", lambda *shape: None)
-        os.environ.setdefault(SWITCH, "1")  # for good: layers ask for it whenever they are called or compiled
-        envs.disable_envs_cache()  # an engine before this one had vLLM keep what it was, and measured tiles of experts
-        get_moe_configs.cache_clear()
+        pin_tiles()
         # The rest of vLLM's switch concerns the whole process, the trainer too: NCCL is cut to one channel and one
         # thread, softmax, mean and bmm of torch are replaced. On one rank the engine communicates with nobody, and
         # its kernels need none of the others; ranks that add up need an order that no message's size changes
         for_ranks = batch_invariant.override_envs_for_invariance
         rest = for_ranks if recipe.tensor_parallel_size > 1 else lambda: None
-        with invariant_attention(), substituted(batch_invariant, "init_batch_invariance", rest):
+        # A user's own setting of the switch stays, and `Invariance.require` names it. Ahead-of-time compilation is off
+        # where vLLM switches it off, in the part of `init_batch_invariance` that is left out
+        settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
+        with (
+            environment_kept(settings),
+            invariant_attention(),
+            substituted(batch_invariant, "init_batch_invariance", rest),
+        ):
+            forget_choices()  # vLLM may have kept what the settings were
             yield
 
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:

@@ -1,0 +1,30 @@
+"""The environment of this process around an engine's start: what vLLM sets in it does not stay.
+
+vLLM keeps its settings (`vllm.envs`) from the end of a start on. So an engine has them for as long as it lives, and
+the environment can be what it was before. The next engine reads it anew (`forget_choices`), and from then on
+an engine from before has its settings, too: only the last engine of a process may be used.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+# vLLM's compiler points them at the folder of its model; a trainer that compiles would write there, too
+CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+@contextmanager
+def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Inside the block the environment has `settings`; after it they, and `CACHES`, are what they were before."""
+    settings = settings or {}
+    before = {name: os.environ.get(name) for name in (*CACHES, *settings)}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
