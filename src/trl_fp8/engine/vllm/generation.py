@@ -77,6 +77,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     Args:
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
+        after_sync: Called once the engine holds the policy's weights, before anything is sampled from them.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         return_survivors: Let `llm.survivors` remember the tokens that top-k, top-p and min-p leave.
@@ -93,6 +94,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         *,
         recipe: FP8Recipe,
         calibrate: Callable[[], KVScales] | None = None,
+        after_sync: Callable[[], None] | None = None,
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
         return_survivors: bool = False,
@@ -101,6 +103,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         **kwargs,
     ):
         self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
+        self.after_sync = after_sync or (lambda: None)
         self.return_routes, self.return_survivors = return_routes, return_survivors
         self.share_kernels, self.base = share_kernels, base
         super().__init__(**kwargs)
@@ -241,6 +244,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None)
+        self.after_sync()
 
     def send_weights(self, scales: KVScales | None = None) -> None:
         """Bring the engine to the policy's current weights and leave its KV scales as they are.
@@ -249,6 +253,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         """
         scales = self.last_sync.kv_scales if self.last_sync else scales
         self.delivery.deliver(None if scales is None else lambda: scales)
+        self.after_sync()
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 from vllm.model_executor.layers import layernorm
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models import commandr
@@ -178,8 +179,20 @@ class VLLMKernels:
         attention = self._names[self._layers[layer]].rpartition(".")[0]
         return EngineRotary(self._model.get_submodule(attention).rotary_emb)
 
+    def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        attention = self._names[self._layers[layer]].rpartition(".")[0]
+        rotary = dict(self._model.get_submodule(attention).named_children()).get("rotary_emb")
+        table = None if rotary is None else dict(rotary.named_buffers(recurse=False)).get("cos_sin_cache")
+        return None if table is None else table[positions].chunk(2, -1)
+
     def attention(self, layer: int) -> object:
         return self._attend(layer)
+
+    def scores(self, layer: int) -> tuple[float, int | None, float | None]:
+        held = self._layers[layer]
+        if isinstance(held, MLAAttention):
+            return held.scale, None, None
+        return held.impl.scale, held.sliding_window, held.impl.logits_soft_cap or None
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self._holding(module)

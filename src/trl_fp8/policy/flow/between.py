@@ -120,6 +120,7 @@ class Turn:
 
     def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
         self._engine, self._positions, self._cos_sin = engine, positions, (cos, sin)
+        self.parts = engine, positions, cos, sin
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; `apply` is transformers' function."""

@@ -75,7 +75,15 @@ class EngineKernels(Protocol):
 
     def rotary(self, layer: int) -> Rotary: ...
 
+    def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of a layer's rotary embedding at positions `[P]`, one column for each angle; None if it has no
+        table of them. Of any engine, whether or not a trainer can share its kernels.
+        """
+
     def attention(self, layer: int) -> Attention: ...
+
+    def scores(self, layer: int) -> tuple[float, int | None, float | None]:
+        """`scaling`, `window` and `softcap` of a layer's `Attention`; of any engine, likewise."""
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         """x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]` and chosen experts `[T, k]`."""
