@@ -1,7 +1,7 @@
 """After the first sync, before anything is sampled: the engine computes the model that the policy is.
 
-The policy runs one short sequence, and its modules are compared with the engine's (policy/flow/witness.py). Where the
-policy calls the engine (`fp8_forward="full"`) a difference is an error, unless fp8_forward_check='warn': gradients would
+The policy runs one short sequence, and its modules are compared with the engine's (policy/witness). Where the policy
+calls the engine (`fp8_forward="full"`) a difference is an error, unless fp8_forward_check='warn': gradients would
 be those of one model and values those of another, and no mismatch would show it. Elsewhere it is a warning, because
 `mismatch/*` shows it, too.
 """
@@ -18,11 +18,11 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.kernels import EngineKernels
 from trl_fp8.policy.flow.one_forward import OneForward
-from trl_fp8.policy.flow.witness import Witness
+from trl_fp8.policy.witness.witness import Witness
 from trl_fp8.recipe.names import listed
 from trl_fp8.sync.audit import all_reduce_max
 
-from .engine_head import engine_head, scored_by
+from .engine_head import engine_head, engine_logits, scored_by
 from .feature import Feature
 from .flow import Flow
 from .kv_cache import KVCache
@@ -61,7 +61,7 @@ class SameModel(Feature):
                 mask = torch.ones_like(ids)
                 inputs = self.trainer, self.trainer.model, ids, mask, ids.shape[1] - 1
                 GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
-        self._tell(len(self.witness.differences), follows=flow is not None)
+        self._tell(len(self.witness.findings.differences), follows=flow is not None)
 
     @contextmanager
     def _hook(self) -> Iterator[AttentionHook]:
@@ -97,7 +97,9 @@ class SameModel(Feature):
             found = int(most)
         if not found:
             return
-        differ = listed(map(str, self.witness.differences), SHOWN, "\n  ") or "modules on another rank"
+        differ = (
+            listed(map(str, self.witness.findings.differences.values()), SHOWN, "\n  ") or "modules on another rank"
+        )
         kind = self.trainer.recipe.model_type
         if not follows:
             logger.warning(
@@ -123,7 +125,8 @@ def witnessed_head(witness: Witness, forward: OneForward) -> type:
     class WitnessedHead:
         @staticmethod
         def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
-            witness.head(hidden, weight, bias, logit_scale, softcap)
+            logits = engine_logits(forward, weight, bias)(hidden)
+            witness.values.head(hidden, weight, bias, logit_scale, softcap, logits)
             return head.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
 
     return WitnessedHead

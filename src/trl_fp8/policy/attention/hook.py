@@ -67,13 +67,13 @@ class AttentionHook:
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
-        self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
+        self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self.implementation = self.base.config.get_text_config()._attn_implementation
         if self.implementation == "eager":
             self.base.set_attn_implementation(EAGER)
         else:
             _wrap_registered(self.implementation)
-        for module in self._attention:
+        for module in self.attention:
             setattr(module, _HOOK, self)
             if hasattr(module, "expand_kv"):
                 module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
@@ -116,7 +116,7 @@ class AttentionHook:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._attention:
+        for module in self.attention:
             delattr(module, _HOOK)
             vars(module).pop("expand_kv", None)
         if self.implementation == "eager":

@@ -82,6 +82,14 @@ class EngineKernels(Protocol):
 
     def attention(self, layer: int) -> Attention: ...
 
+    def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
+        """What an activation is, of columns gate and up `[T, 2]` in FP32: `[T, 1]`, by plain torch operations; None if
+        that is not known. Of any engine, likewise.
+        """
+
+    def eps(self, module: str) -> float | None:
+        """Of a norm; None for any other module. Of any engine, likewise."""
+
     def scores(self, layer: int) -> tuple[float, int | None, float | None]:
         """`scaling`, `window` and `softcap` of a layer's `Attention`; of any engine, likewise."""
 

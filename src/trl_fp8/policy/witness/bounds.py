@@ -4,8 +4,8 @@ BF16 keeps 8 significant bits and e4m3 keeps 4, and rounding to nearest moves a 
 
     |round(v) - v|  <=  u |v|        u = 2^-8 (BF16), 2^-4 (e4m3)
 
-Below 2^-6 of its scale e4m3 has steps of 2^-9 of that scale. A scale is at most 2 amax / 448 (it may be rounded up to a
-power of two), so that half a step is less than 2^-17 amax, which is u times 2^-13 amax.
+Below 2^-6 of its scale e4m3 has steps of 2^-9 of that scale. A scale is at most 2 amax / 448 (it may be rounded up to
+a power of two), so that half a step is less than 2^-17 amax, which is u times 2^-13 amax.
 
 A module that rounds each number a few times has a bound for each of its outputs. A matrix product adds up thousands of
 roundings whose signs have nothing to do with each other, so that their squares add up: the sum of their absolute
@@ -24,7 +24,7 @@ ROWS = 1024  # of a weight that are squared at a time
 
 
 def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -> Tensor:
-    """`[T]`: the root of the summed squares of a token's errors, of `y = x @ W.T` with both operands rounded by `unit`.
+    """`[T]`: root of the summed squares of a token's errors, of `y = x @ W.T` with both operands rounded by `unit`.
 
         |x w - round(x) round(w)|  <=  2 u |x w|          of each of K products
         bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2    the second: outputs and partial sums are BF16
@@ -53,8 +53,8 @@ def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
 
 
 def norm_bound(own: Tensor) -> Tensor:
-    """Of each output of a norm whose weights are BF16 numbers: x times the inverse root, and that times the weight, are
-    rounded to BF16, in either order and at most twice each. The mean that a LayerNorm takes away is an FP32 number.
+    """Of each output of a norm whose weights are BF16 numbers: x times the inverse root, and that times the weight,
+    are rounded to BF16, in either order and at most twice each. The mean that a LayerNorm takes away is FP32.
     """
     own = own.abs()
     return 4 * U16 * own + 2.0**-16 * own.amax(-1, keepdim=True)
@@ -85,8 +85,8 @@ def turned_bound(state: Tensor, largest: float) -> Tensor:
 
 
 def attention_bound(own_of_magnitudes: Tensor, cached_in_fp8: bool) -> Tensor:
-    """Of each output, with q, k and v as the cache holds them: the weighted mean of |v|, rounded to BF16 twice. Over an
-    FP8 cache kernels round the weights to e4m3, too. Scores that are FP32 sums move a weight by less.
+    """Of each output, with q, k and v as the cache holds them: the weighted mean of |v|, rounded to BF16 twice. Over
+    an FP8 cache kernels round the weights to e4m3, too. Scores that are FP32 sums move a weight by less.
     """
     return (2 * U16 + (U8 if cached_in_fp8 else 0)) * own_of_magnitudes
 
