@@ -134,11 +134,14 @@ class Witness:
             return
         findings, name, layer = self.findings, self._names[module], module.layer_idx
         scaling, window, softcap = self._kernels.scores(layer)
-        default = states[0].shape[-1] ** -0.5
-        findings.same(name, "scaling of scores", options.get("scaling") or default, scaling)
-        # torch's attention caps nothing, whatever a config says; a policy that follows never calls it
-        caps = self._forward is not None or self._hook.implementation != "sdpa"
-        findings.same(name, "soft cap of scores", options.get("softcap") if caps else None, softcap)
+        own_scaling = options.get("scaling") or states[0].shape[-1] ** -0.5
+        if own_scaling != 1 or self._forward is not None:  # else its queries may come scaled, as OPT's do
+            findings.same(name, "scaling of scores", own_scaling, scaling)
+        cap, quantity = options.get("softcap"), "soft cap of scores"
+        if cap and self._forward is None and self._hook.implementation == "sdpa":
+            # torch's attention caps nothing, whatever a config says; a policy that follows never calls it
+            cap, quantity = None, "soft cap of scores, for which attn_implementation has to be 'eager'"
+        findings.same(name, quantity, cap, softcap)
         if mask is not None:
             compare_window(findings, name, mask.sees, window, self._longest - 1, self._hook.device)
         if self._forward is None:
@@ -156,6 +159,8 @@ class Witness:
         positions = torch.linspace(0, self._longest - 1, min(POSITIONS, self._longest), device=x.device).long()
         probe = positions.expand(*position_ids.shape[:-2], 1, len(positions))  # some models count in several ways
         made = own(x[:1, :1].float(), probe, *layer_type)
+        if isinstance(made, Tensor):  # complex numbers, which no policy that follows has (DeepSeek-V2)
+            return None
         cos_sin = tuple(part.reshape(-1, len(positions), part.shape[-1])[0] for part in made)
         types = getattr(module.config, "layer_types", None) or []
         for layer in self._hook.kv_layers:
