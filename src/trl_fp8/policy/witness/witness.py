@@ -69,7 +69,7 @@ class Witness:
         }
         if self._forward is None:
             compare_layers(self.findings, inside, self._kernels)
-        training = {module: module.training for module in self._model.modules()}
+        training = self._model.training
         self._model.eval()
         handles = [module.register_forward_pre_hook(self._enter) for module in self._hook.attention]
         swapped = []
@@ -84,8 +84,7 @@ class Witness:
                 restore(module)
             for handle in handles:
                 handle.remove()
-            for module, was_training in training.items():
-                module.training = was_training
+            self._model.train(training)
 
     def _comparisons(self, inside: dict[str, nn.Module]) -> Iterator[tuple[nn.Module, Callable]]:
         yield from ((module, self._rotary) for module in inside.values() if is_rotary(module))
@@ -142,8 +141,8 @@ class Witness:
             # torch's attention caps nothing, whatever a config says; a policy that follows never calls it
             cap, quantity = None, "soft cap of scores, for which attn_implementation has to be 'eager'"
         findings.same(name, quantity, cap, softcap)
-        if mask is not None:
-            compare_window(findings, name, mask.sees, window, self._longest - 1, self._hook.device)
+        if mask is not None and (sees := vars(mask).get("sees")) is not None:
+            compare_window(findings, name, sees, window, self._longest - 1, self._hook.device)
         if self._forward is None:
             return
         with self._alone():
