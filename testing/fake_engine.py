@@ -63,7 +63,7 @@ class FakeEngine:
     """See `policy.flow.kernels.EngineKernels`. `lacks` are norms that it does not have."""
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe, lacks: tuple[str, ...] = ()):
-        self._recipe, self._lacks, self.linears = recipe, lacks, {}
+        self._recipe, self._lacks, self.linears, self.softcap = recipe, lacks, {}, None
         held = copy.deepcopy(model)
         held = held.merge_and_unload() if hasattr(held, "merge_and_unload") else transformers_model(held)
         for parameter in held.parameters():
@@ -111,10 +111,26 @@ class FakeEngine:
 
         return turn
 
+    def angles(self, layer: int, positions: Tensor):
+        rotary = self.held.get_decoder().rotary_emb
+        cos, sin = rotary(torch.zeros(()), positions[None])
+        return cos[0].chunk(2, -1)[0], sin[0].chunk(2, -1)[0]
+
+    def definition(self, mlp: str, gate_up: Tensor):
+        gate, up = gate_up.chunk(2, -1)
+        return self.held.get_submodule(mlp).act_fn(gate) * up
+
+    def eps(self, module: str):
+        return getattr(self.held.get_submodule(module), "variance_epsilon", None)
+
+    def scores(self, layer: int):
+        attention = self.attention(layer)
+        return attention.scaling, attention.window, attention.softcap
+
     def attention(self, layer: int):
         module = self.held.get_decoder().layers[layer].self_attn
         window = getattr(module, "sliding_window", None)
-        return FakeAttention(scaling=module.scaling, window=window, softcap=None)
+        return FakeAttention(scaling=module.scaling, window=window, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.head(hidden, self.held.get_output_embeddings().weight, None)

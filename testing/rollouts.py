@@ -7,11 +7,13 @@ import trl.trainer.utils as trl_utils
 from vllm import SamplingParams
 
 from trl_fp8.features.engine_head import engine_head
+from trl_fp8.features.same_model import witnessed_head
 from trl_fp8.policy.attention.calibration import observe_sequences
 from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.flow.flow import FP8Flow
 from trl_fp8.policy.flow.one_forward import OneForward
 from trl_fp8.policy.router import RouterReplay
+from trl_fp8.policy.witness.witness import Witness
 from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import engine_model
@@ -99,18 +101,26 @@ def follow(generation, hook=None, model=None, **fields):
     return OneForward(model, generation.recipe, generation.engine.kernels, flow_of(generation, **fields), hook)
 
 
-def scored(flow, model, sequences):
+def scored(flow, model, sequences, head=None):
     """Log-probs of all tokens of each sequence but its first, from one left-padded batch, as the trainer scores them:
-    through TRL's fused output head.
+    through TRL's fused output head, or `head`.
     """
     length = max(map(len, sequences))
     ids = torch.tensor([[0] * (length - len(tokens)) + tokens for tokens in sequences])
     real = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
     if "forward" not in vars(model):
         trl_utils.add_fused_lm_head(model)
-    with torch.no_grad(), substituted(trl_utils, "_ChunkedLogProbFunction", engine_head(flow)):
+    with torch.no_grad(), substituted(trl_utils, "_ChunkedLogProbFunction", head or engine_head(flow)):
         output = model(input_ids=ids, attention_mask=real, labels=ids.where(real.bool(), -100), fused_lm_head=True)
     return [row[length - len(tokens) :] for row, tokens in zip(output.log_probs, sequences, strict=True)]
+
+
+def witnessed(flow, model, longest=64):
+    """What a comparison of the policy's modules with its engine's finds, over one sequence."""
+    witness = Witness(model, flow.kernels, flow.hook, longest, flow)
+    with witness.watching():
+        scored(flow, model, PROMPTS[:1], witnessed_head(witness, flow))
+    return witness.findings
 
 
 @contextmanager

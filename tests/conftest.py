@@ -57,7 +57,7 @@ def checkpoint(tmp_path_factory):
     made = {}
 
     def make(architecture: str = "qwen3", **options) -> str:
-        key = (architecture, *sorted(options.items()))
+        key = (architecture, repr(sorted(options.items())))  # some are lists
         if key not in made:
             made[key] = tiny_models.save_checkpoint(tmp_path_factory.mktemp(architecture), architecture, **options)
         return made[key]

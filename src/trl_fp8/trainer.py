@@ -2,7 +2,7 @@
 
 A step, and who takes part in it. Everything optional is a feature: an object with the hooks of features/feature.py.
 
-    rollouts due   -> [sync: KV scales, write, audit] -> generate (FP8)     Syncs, KVCache, Routes
+    rollouts due   -> [sync: KV scales, write, audit] -> generate (FP8)     Syncs, KVCache, Routes, SameModel
     old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes, Truncation
     batch          -> importance ratios, mismatch/*, correction/*            RunLog, Correction, Flow
     loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes, Truncation
@@ -40,6 +40,7 @@ from .features.flow import Flow
 from .features.kv_cache import KVCache
 from .features.routes import Routes
 from .features.run_log import RunLog
+from .features.same_model import SameModel
 from .features.syncs import Syncs
 from .features.truncation import Truncation
 from .planning.plan import Plan, plan_for_model
@@ -68,7 +69,7 @@ AnyDataset = Dataset | IterableDataset
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
 # The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured;
 # a truncation scores with a head of its own in place of the flow's
-ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, Truncation)
+ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, Truncation, SameModel)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -279,11 +280,14 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.survivors_returned:
             self._add(Truncation(self))
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
+        if args.any_fp8:
+            self._add(SameModel(self))
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             generation = FP8VLLMGeneration(
                 recipe=recipe,
                 calibrate=kv_cache and kv_cache.calibrate,
+                after_sync=self._after_sync,
                 engine_kwargs=args.vllm_engine_kwargs,
                 return_routes=args.routes_returned,
                 return_survivors=args.survivors_returned,
@@ -299,6 +303,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             trainer = f"{trainer}, on the engine's FP8 base; syncs send adapters" if self._base else trainer
             self.accelerator.print(f"Engine: {engine}. Trainer: {trainer}.\n")
         return generation
+
+    def _after_sync(self) -> None:
+        for feature in self.features:
+            feature.after_sync()
 
     def _generate(self, prompts: list) -> tuple:
         for feature in self.features:

@@ -97,7 +97,7 @@ def test_packed_attention_has_the_engines_bits(engine, architecture, flags):
             )
         )
     impls = [layer.impl for layer in layers.values()]
-    assert (architecture == "gemma2") == all(impl.softcap is not None for impl in impls)
+    assert (architecture == "gemma2") == all(impl.logits_soft_cap is not None for impl in impls)
     assert architecture.startswith("gemma") == any(impl.sliding_window is not None for impl in impls)
     for tokens, decoded in (prompts(), 1), ([prompts()[1]], 30):
         seen.clear()
@@ -113,7 +113,7 @@ def test_packed_attention_has_the_engines_bits(engine, architecture, flags):
                 states = states.view(len(states), impl.num_kv_heads, impl.head_size)
                 fp8 = layer.kv_cache.dtype == torch.uint8
                 as_cached.append(cache_codes(states, scale).float() * scale if fp8 else states)
-            options = {"scaling": impl.scale, "window": impl.sliding_window, "softcap": impl.softcap}
+            options = {"scaling": impl.scale, "window": impl.sliding_window, "softcap": impl.logits_soft_cap}
             found, lse = attend_packed(heads, *as_cached, starts, **options)
             assert torch.equal(found.flatten(1), output.view(len(output), -1))
             assert lse.shape == (impl.num_heads, len(heads)) and lse.dtype == torch.float64

@@ -26,8 +26,9 @@ class ForwardFlags:
     )
     fp8_forward_check: str = flag(
         "error",
-        "What comes of first rollouts with fp8_forward='full' whose mismatch is not what the platform guarantees: "
-        "'error', or 'warn' to go on. Both name the first layer whose output differs.",
+        "What comes of an engine with fp8_forward='full' that computes another model than the policy, and of first "
+        "rollouts whose mismatch is not what the platform guarantees: 'error', or 'warn' to go on. Both name the "
+        "modules that differ.",
     )
     fp8_backward: str = flag(
         "bf16",

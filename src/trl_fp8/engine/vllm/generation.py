@@ -79,6 +79,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     Args:
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
+        after_sync: Called once the engine holds the policy's weights, before anything is sampled from them.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         return_survivors: Let `llm.survivors` remember the tokens that top-k, top-p and min-p leave.
@@ -95,6 +96,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         *,
         recipe: FP8Recipe,
         calibrate: Callable[[], KVScales] | None = None,
+        after_sync: Callable[[], None] | None = None,
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
         return_survivors: bool = False,
@@ -103,6 +105,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         **kwargs,
     ):
         self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
+        self.after_sync = after_sync or (lambda: None)
         self.return_routes, self.return_survivors = return_routes, return_survivors
         self.share_kernels, self.base = share_kernels, base
         super().__init__(**kwargs)
@@ -273,6 +276,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         if not self._adapters_read:
             self._require_read_adapters()
             self._adapters_read = True
+        self.after_sync()
 
     def _require_read_adapters(self) -> None:
         """Raise `RuntimeError` on all ranks if the compiled engine of one does not compute with its adapters."""
@@ -290,6 +294,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         """
         scales = self.last_sync.kv_scales if self.last_sync else scales
         self.delivery.deliver(None if scales is None else lambda: scales)
+        self.after_sync()
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None

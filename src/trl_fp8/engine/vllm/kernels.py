@@ -12,7 +12,9 @@ from functools import cache, partial, wraps
 import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import layernorm
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.models import commandr
@@ -140,7 +142,8 @@ class VLLMKernels:
         self._head = getattr(text, HEAD, None) or text.model.embed_tokens  # families that are always tied have none
         self._layers = attention_layers(model)
         self._attend = cache(lambda number: attention(self._layers[number]))
-        self._names = {module: name for name, module in model.named_modules()}
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
         self._linears: dict[nn.Module, EngineLinear] = {}
 
     def linear(self, layer: str) -> EngineLinear:
@@ -178,8 +181,29 @@ class VLLMKernels:
         attention = self._names[self._layers[layer]].rpartition(".")[0]
         return EngineRotary(self._model.get_submodule(attention).rotary_emb)
 
+    def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        attention = self._names[self._layers[layer]].rpartition(".")[0]
+        rotary = dict(self._model.get_submodule(attention).named_children()).get("rotary_emb")
+        table = None if rotary is None else dict(rotary.named_buffers(recurse=False)).get("cos_sin_cache")
+        return None if table is None else table[positions].chunk(2, -1)
+
+    def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
+        mlp = self._modules.get(self._recipe.engine_name(mlp))
+        act = None if mlp is None else dict(mlp.named_children()).get("act_fn")
+        return act.forward_native(gate_up) if isinstance(act, CustomOp) else None
+
+    def eps(self, module: str) -> float | None:
+        piece = self._layout.pieces.get(f"{self._recipe.engine_name(module)}.weight")
+        return piece.module.variance_epsilon if piece is not None and isinstance(piece.module, NORMS) else None
+
     def attention(self, layer: int) -> object:
         return self._attend(layer)
+
+    def scores(self, layer: int) -> tuple[float, int | None, float | None]:
+        held = self._layers[layer]
+        if isinstance(held, MLAAttention):
+            return held.scale, None, None
+        return held.impl.scale, held.sliding_window, held.impl.logits_soft_cap or None
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         gate = self._holding(module)

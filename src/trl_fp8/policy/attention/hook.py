@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.policy.model import transformers_model
@@ -61,19 +61,20 @@ class AttentionHook:
         self.query_rounded = False  # the simulated cache's attention rounds q, too
         self._flow: OneForward | None = None
         self._aligned = False
+        self._note: Callable | None = None
         self.skip(skip_layers)
         self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
         self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
         decoder = self.base.get_decoder()
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
-        self._attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
-        self._implementation = self.base.config.get_text_config()._attn_implementation
-        if self._implementation == "eager":
+        self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
+        self.implementation = self.base.config.get_text_config()._attn_implementation
+        if self.implementation == "eager":
             self.base.set_attn_implementation(EAGER)
         else:
-            _wrap_registered(self._implementation)
-        for module in self._attention:
+            _wrap_registered(self.implementation)
+        for module in self.attention:
             setattr(module, _HOOK, self)
             if hasattr(module, "expand_kv"):
                 module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
@@ -95,6 +96,21 @@ class AttentionHook:
         """Compute attention as the engine that `flow` calls, while it is on; None: never."""
         self._flow = flow
 
+    @contextmanager
+    def watched(self, note: Callable[..., None]) -> Iterator[None]:
+        """Inside the block attention is eager, so that every layer gets its mask, and `note(attend, module, states,
+        mask, options, output)` follows each call: `attend` is the attention function of the model's file, `states` are
+        q, k, v `[B, H, T, D]` as the cache holds them, `mask` has `sees`, which says of any two positions whether the
+        first one sees the second.
+        """
+        self._note = note
+        self.base.set_attn_implementation(EAGER)
+        try:
+            yield
+        finally:
+            self._note = None
+            self.base.set_attn_implementation(EAGER if self.implementation == "eager" else self.implementation)
+
     def round_queries(self, rounded: bool) -> None:
         """While an FP8 cache is simulated, whether its attention rounds q, too."""
         self.query_rounded = rounded
@@ -107,10 +123,10 @@ class AttentionHook:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
-        for module in self._attention:
+        for module in self.attention:
             delattr(module, _HOOK)
             vars(module).pop("expand_kv", None)
-        if self._implementation == "eager":
+        if self.implementation == "eager":
             self.base.set_attn_implementation("eager")
 
     @property
@@ -127,7 +143,14 @@ class AttentionHook:
             self.observation = None
 
     def attend(
-        self, attend: Callable, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **kwargs
+        self,
+        attend: Callable,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
         layer = module.layer_idx
@@ -137,12 +160,16 @@ class AttentionHook:
             cached = (key, value) if latent is None else (latent, latent)
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         sequences = kwargs.pop(SEQUENCES, None)
-        if self._followed:
-            return self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
         states = query, key, value
         if not hasattr(module, "expand_kv"):
             states = self._as_cached(layer, *states)
-        return attend(module, *states, *args, **kwargs)
+        if self._followed:
+            output = self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
+        else:
+            output = attend(module, *states, attention_mask, **kwargs)
+        if self._note is not None:
+            self._note(attend, module, states, attention_mask, kwargs, output[0])
+        return output
 
     def _expand(self, layer: int, expand: Callable, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
         """k and v of a layer of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
@@ -228,5 +255,11 @@ def _through_hook(attend, module, *args, **kwargs):
     return attend(module, *args, **kwargs) if hook is None else hook.attend(attend, module, *args, **kwargs)
 
 
+def _eager_mask(*args, mask_function: Callable = causal_mask_function, **kwargs) -> Tensor:
+    mask = eager_mask(*args, mask_function=mask_function, **kwargs)
+    mask.sees = mask_function  # (sequence, head, position, other position); of any length, unlike the mask
+    return mask
+
+
 AttentionInterface.register(EAGER, _eager)
-AttentionMaskInterface.register(EAGER, eager_mask)
+AttentionMaskInterface.register(EAGER, _eager_mask)

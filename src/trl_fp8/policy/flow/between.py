@@ -119,7 +119,7 @@ class Turn:
     """Passed through transformers' layers in the place of cos and sin, to `apply_rotary_pos_emb`."""
 
     def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
-        self._engine, self._positions, self._cos_sin = engine, positions, (cos, sin)
+        self._engine, self._positions, self.cos_sin = engine, positions, (cos, sin)
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; `apply` is transformers' function."""
@@ -130,7 +130,7 @@ class Turn:
             return tuple(t.view(s.shape[0], s.shape[2], s.shape[1], s.shape[3]).transpose(1, 2) for t, s in turned)
 
         def own(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            return apply(query, key, *self._cos_sin)
+            return apply(query, key, *self.cos_sin)
 
         return own_gradient(value, own, query, key)
 

@@ -75,7 +75,23 @@ class EngineKernels(Protocol):
 
     def rotary(self, layer: int) -> Rotary: ...
 
+    def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """cos and sin of a layer's rotary embedding at positions `[P]`, one column for each angle; None if it has no
+        table of them. Of any engine, whether or not a trainer can share its kernels.
+        """
+
     def attention(self, layer: int) -> Attention: ...
+
+    def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
+        """What an activation is, of columns gate and up `[T, 2]` in FP32: `[T, 1]`, by plain torch operations; None if
+        that is not known. Of any engine, likewise.
+        """
+
+    def eps(self, module: str) -> float | None:
+        """Of a norm; None for any other module. Of any engine, likewise."""
+
+    def scores(self, layer: int) -> tuple[float, int | None, float | None]:
+        """`scaling`, `window` and `softcap` of a layer's `Attention`; of any engine, likewise."""
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         """x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]` and chosen experts `[T, k]`."""

@@ -123,7 +123,7 @@ class OneForward:
             self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
             self._swap(path, module, _embedding(module))
-        elif any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False)):
+        elif is_rotary(module):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
             self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
@@ -165,6 +165,11 @@ class OneForward:
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
         swap(module, mixin, flow=self, **attributes)
         self.modules[path] = module
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """True for what makes cos and sin of a rotary embedding."""
+    return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
 
 
 def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:

@@ -90,7 +90,7 @@ class ReferenceAttentionImpl(AttentionImpl):
             )
         self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
         self.scale, self.sliding_window, self.kv_cache_dtype = float(scale), sliding_window, kv_cache_dtype
-        self.softcap = logits_soft_cap or None  # vLLM's models without one may say 0
+        self.logits_soft_cap = logits_soft_cap or None  # vLLM's models without one may say 0
         self.sinks = sinks
 
     def do_kv_cache_update(
@@ -130,7 +130,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         tensors = q_RQHD, attn_metadata.block_table_tensor, visible_RQS, output_RQHD
         for q, table, seen, out in zip(*(tensor.split(at_a_time) for tensor in tensors), strict=True):
             k, v = gather(cache, table, length, scales_211).double().unbind(2)
-            out.copy_(attend(q, k, v, seen, self.scale, self.softcap, self.sinks)[0].float())
+            out.copy_(attend(q, k, v, seen, self.scale, self.logits_soft_cap, self.sinks)[0].float())
         output[:tokens] = output_RQHD[is_query_RQ].view(output[:tokens].shape)
         return output
 

@@ -13,7 +13,7 @@ class PackedAttention:
 
     def __init__(self, layer: Attention):
         impl, self._fp8 = layer.impl, layer.kv_cache_dtype.startswith("fp8")
-        self.scaling, self.window, self.softcap = impl.scale, impl.sliding_window, impl.softcap
+        self.scaling, self.window, self.softcap = impl.scale, impl.sliding_window, impl.logits_soft_cap
         self._sinks = impl.sinks
 
     def __call__(

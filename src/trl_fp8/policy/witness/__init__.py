@@ -1,0 +1,1 @@
+"""Proof that an engine computes the model that the policy is."""

@@ -1,0 +1,214 @@
+"""Each way to compute another model is found, and named; a policy and an engine that agree are left alone."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from testing import tiny_models
+from testing.fake_engine import followed
+from trl_fp8.policy.witness import bounds
+from trl_fp8.policy.witness.findings import Findings
+from trl_fp8.policy.witness.structure import compare_angles, compare_window
+from trl_fp8.policy.witness.witness import Witness
+from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
+
+
+LAYER = "model.layers.1"
+LONGEST = 64
+IDS = torch.tensor([[4 + 7 * p % 50 for p in range(24)]])
+
+
+def gelu_for_silu(held):
+    held.get_submodule(f"{LAYER}.mlp").act_fn = nn.GELU()
+
+
+def gate_for_up(held):
+    mlp = held.get_submodule(f"{LAYER}.mlp")
+    silu = mlp.act_fn
+    # act(up) * gate, of an activation that gets the gate and is multiplied by up
+    mlp.act_fn = lambda gate: SwappedProduct(gate, silu)
+
+
+class SwappedProduct:
+    def __init__(self, gate, act):
+        self.gate, self.act = gate, act
+
+    def __mul__(self, up):
+        return self.act(up) * self.gate
+
+
+def another_eps(held):
+    held.get_submodule(f"{LAYER}.input_layernorm").variance_epsilon = 1e-5
+
+
+def another_weight(held):
+    weight = held.get_submodule(f"{LAYER}.self_attn.v_proj").weight
+    weight.data = weight.roll(1, 0)
+
+
+def half_of_the_channels(held):
+    rotary = held.model.rotary_emb
+    rotary.inv_freq[len(rotary.inv_freq) // 2 :] = 0
+
+
+def another_base(held):
+    held.model.rotary_emb.inv_freq.pow_(1.01)
+
+
+def another_window(held):
+    held.get_submodule(f"{LAYER}.self_attn").sliding_window = 16
+
+
+def window_beyond_the_text(held):
+    held.get_submodule(f"{LAYER}.self_attn").sliding_window = 40
+
+
+def another_scaling(held):
+    held.get_submodule(f"{LAYER}.self_attn").scaling = 0.1
+
+
+def scaled_logits(held):
+    held.config.logit_scale = 1.1
+
+
+ATTENTION = f"{LAYER}.self_attn"
+BOTH = ["model.layers.0.self_attn", ATTENTION]
+BROKEN = [
+    (None, [], ""),
+    (gelu_for_silu, [f"{LAYER}.mlp"], "activation, act(gate) * up (error "),
+    (gate_for_up, [f"{LAYER}.mlp"], "activation, act(gate) * up (error "),
+    (another_eps, [f"{LAYER}.input_layernorm"], "eps ("),
+    (another_weight, [f"{LAYER}.self_attn.v_proj"], "output (error 1.4 of its size"),
+    (half_of_the_channels, BOTH, "rotary angles (from position 1 on)"),
+    (another_base, BOTH, "rotary angles (from position "),
+    (another_window, [ATTENTION], "window of attention (a query at position 16 sees 17 keys, the engine's 16)"),
+    (
+        window_beyond_the_text,
+        [ATTENTION],
+        "window of attention (a query at position 40 sees 41 keys, the engine's 40)",
+    ),
+    (another_scaling, [ATTENTION], "scaling of scores (the policy's 0.125, the engine's 0.1)"),
+    (scaled_logits, ["lm_head"], "logits, scaled and capped (error 0.1 of its size"),
+]
+VALUES = another_weight, scaled_logits  # which a policy that does not follow is not asked for
+
+
+def compared(model, engine, flow, hook):
+    """The differences that one short sequence shows, with a policy that follows (`flow`) or not."""
+    if flow is None:
+        hook._flow.remove()
+    witness = Witness(model, engine, hook, LONGEST, flow)
+    model.train()
+    with torch.no_grad(), flow.switched(on=True) if flow else nullcontext(), witness.watching():
+        hidden = model.model(IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state[0]
+        if flow:
+            head = model.lm_head.weight
+            witness.values.head(hidden, head, None, 1.0, None, engine.logits(hidden.to(torch.bfloat16)))
+    assert model.training and all(module.training for module in model.modules())
+    return witness.findings
+
+
+@pytest.mark.parametrize("follows", [True, False], ids=["follows", "off"])
+@pytest.mark.parametrize("broken, modules, quantity", BROKEN, ids=lambda v: getattr(v, "__name__", ""))
+def test_what_the_engine_computes_otherwise_is_named(broken, modules, quantity, follows):
+    model = tiny_models.build("qwen3", num_attention_heads=2)
+    flow, engine = followed(model)
+    classes = [type(module) for module in model.modules()]
+    if broken is not None:
+        broken(engine.held)
+    found = compared(model, engine, flow if follows else None, flow.hook)
+    if broken in VALUES and not follows:
+        modules = []
+    assert list(found.differences) == modules
+    assert all(one.quantity.startswith(quantity) for one in found.differences.values()), found.differences
+    assert found.compared > 10 and [type(module) for module in model.modules()] == classes
+
+
+def test_a_soft_cap_that_only_one_side_has(monkeypatch):
+    model = tiny_models.build("qwen3")
+    flow, engine = followed(model)
+    engine.softcap = 30.0
+    found = compared(model, engine, flow, flow.hook).differences
+    assert [str(one) for one in found.values()] == [
+        f"{name}: soft cap of scores (the policy's none, the engine's 30)" for name in BOTH
+    ]
+
+
+def test_windows_by_layer_types():
+    """transformers masks the layers that `layer_types` names; the engine here windows none."""
+    model = tiny_models.build(
+        "qwen3", layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True
+    )
+    flow, engine = followed(model)
+    engine.held.get_submodule(ATTENTION).sliding_window = None
+    found = compared(model, engine, flow, flow.hook).differences
+    assert list(found) == [ATTENTION] and "position 32 sees 16 keys, the engine's 33" in found[ATTENTION].quantity
+
+
+def test_beyond_the_longest_sequence_a_window_is_none():
+    found = Findings()
+    for window, last in (None, 63), (64, 63), (65, 63), (10**6, 63):
+        compare_window(found, "a", lambda b, h, q, k: k <= q, window, last, "cpu")
+    assert not found.differences
+    compare_window(found, "a", lambda b, h, q, k: k <= q, 63, 63, "cpu")
+    assert found.differences["a"].quantity.endswith("(a query at position 63 sees 64 keys, the engine's 63)")
+
+
+@pytest.mark.parametrize("form", ["halves", "turns", "once"])
+def test_angles_are_compared_in_any_order_of_channels(form):
+    positions = torch.arange(0, 4096, 64)
+    angle = positions[:, None] * 10000.0 ** (-torch.arange(16) / 16)
+    engine = angle.cos().bfloat16(), angle.sin().bfloat16()
+    whole = {
+        "halves": lambda t: torch.cat([t, t], -1),
+        "turns": lambda t: t.repeat_interleave(2, -1),
+        "once": lambda t: t,
+    }
+    found = Findings()
+    compare_angles(found, "same", positions, tuple(map(whole[form], (angle.cos(), angle.sin()))), engine)
+    scaled = tuple(map(whole[form], (1.02 * angle.cos(), 1.02 * angle.sin())))
+    compare_angles(found, "scaled", positions, scaled, engine)
+    compare_angles(found, "narrow", positions, (angle[:, :5].cos(), angle[:, :5].sin()), engine)
+    assert [str(one) for one in found.differences.values()] == [
+        "scaled: rotary angles (from position 0 on)",
+        "narrow: turned channels (the policy turns 5 of a head, the engine 32)",
+    ]
+
+
+class TestBounds:
+    """Against rounding itself, and two-sided: what a bound explains is not far below it, nor above."""
+
+    @pytest.mark.parametrize("shape", [(32, 128, 64), (7, 300, 129), (3, 1024, 2100)])
+    @pytest.mark.parametrize("outlier", [1, 1e3])
+    def test_of_linears(self, shape, outlier):
+        tokens, columns, rows = shape
+        generator = torch.Generator().manual_seed(0)
+        x, weight = torch.randn(tokens, columns, generator=generator), torch.randn(rows, columns, generator=generator)
+        x[0, 0] *= outlier
+        x, weight = x.bfloat16(), weight.bfloat16()
+        codes = [
+            dequantize_weight(q, torch.float64) for q in (quantize_activation(x, "pow2"), quantize_weight(weight))
+        ]
+        found, own = codes[0] @ codes[1].T, x.double() @ weight.double().T
+        ratio = bounds.excess_of_rows(found.bfloat16(), own, bounds.linear_bound(x, weight, own, bounds.U8))
+        assert 0.1 < ratio < 0.5
+        other = x.double() @ weight.double().roll(1, 0).T
+        assert bounds.excess_of_rows(other, own, bounds.linear_bound(x, weight, own, bounds.U8)) > 2
+
+    def test_an_output_that_is_no_number_is_beyond_any(self):
+        own = torch.ones(2, 3)
+        assert bounds.excess(own * torch.nan, own, own) == float("inf")
+        assert bounds.excess_of_rows(own * torch.nan, own, own[:, 0]) == float("inf")
+
+
+def test_findings_keep_what_differs_first_and_the_worst_agreement():
+    found, one = Findings(), torch.ones(2)
+    assert found.values("norm", "a", "output", one, one, 0.5) and found.values("norm", "b", "output", one, one, 0.25)
+    assert not found.same("a", "eps", 1e-6, 1e-5) and not found.values("norm", "a", "output", 2 * one, one, 3.0)
+    assert found.same("a", "cap", None, 0) and found.compared == 5
+    assert found.agreements["norm"].module == "a" and found.agreements["norm"].relative == 1
+    assert [str(each) for each in found.differences.values()] == ["a: eps (the policy's 1e-06, the engine's 1e-05)"]
+    assert SimpleNamespace(**vars(found)).compared == 5
