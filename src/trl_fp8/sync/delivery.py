@@ -97,7 +97,7 @@ class Delivery:
         self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
         names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
         layout = engine.layout.part(names) if frozen else engine.layout
-        self._frozen, self._trained = frozen, Part(layout, tensors, at_once)
+        self.frozen, self._trained = frozen, Part(layout, tensors, at_once)
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
@@ -117,7 +117,7 @@ class Delivery:
         if self._engine.wake():
             for part in self._parts:
                 part.seal = None
-        due = [part for part in self._frozen if part.seal is None]
+        due = [part for part in self.frozen if part.seal is None]
         writing = sum(self.send(part) for part in due)  # first: a policy that shares its base calibrates with it
         awake = time.perf_counter()
         kv_scales = self._calibrated(calibrate) if calibrate else None
@@ -160,7 +160,7 @@ class Delivery:
 
     @property
     def _parts(self) -> list[Part]:
-        return [*self._frozen, self._trained]
+        return [*self.frozen, self._trained]
 
     def require_whole(self) -> None:
         """Raise `RuntimeError` unless the latest delivery succeeded."""
