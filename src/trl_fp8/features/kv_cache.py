@@ -105,7 +105,7 @@ class KVCache(Feature):
 
     @contextmanager
     def simulated(self) -> Iterator[None]:
-        """Inside the block the policy sees the cache of the latest rollouts, if not already that of those in a loss."""
+        """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
         before = self.hook.scales_L3
         if before is None and self.trainer.args.simulate_kv_cache:
             self._simulate(self._scales_in_force)

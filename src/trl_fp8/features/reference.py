@@ -1,7 +1,7 @@
 """The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
 
     its modules    those of TRL's `ref_model`, or of the policy, whose adapters are disabled or TRL's copy of them
-    its weights    in the engine's form, written there once (sync/reference.py) and put in the policy's place for a pass
+    its weights    in the engine's form, written once and put in the policy's place for a pass (sync/reference.py)
     its KV cache   under the scales of the policy's rollouts (kv_cache.py)
 
 So an untouched policy has a KL divergence of 0, as it has in TRL. A reference that was scored in high precision would

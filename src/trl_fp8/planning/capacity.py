@@ -214,7 +214,7 @@ class Planner:
         the engine needs.
         """
         plan, training = self.plan_at(size), setup.training
-        trainer = trainer_memory(self.outline, training, plan.recipe)
+        trainer = trainer_memory(self.outline, training, plan.recipe, setup.shares_kernels)
         adapters = 2 * engine_adapters(self.outline, training.lora_rank) if training.fp8_base else 0
         shares = SHARES if setup.utilization is None else (setup.utilization,)
         made = [Capacity(plan, trainer, setup, share, adapters) for share in shares]

@@ -96,8 +96,8 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
 
 
 def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that a reference computes with, by checkpoint name, without adapters: of a copy of the policy all,
-    of the policy itself its base and, of modules that PEFT copied to train them, the one that it calls now.
+    """(checkpoint name, parameter) of what a reference computes with, adapters left out: of a copy of the policy all;
+    of the policy itself the base and, of modules that PEFT copied to train them, the one that it calls now.
     """
     called = []
     for name, module in model.named_modules():

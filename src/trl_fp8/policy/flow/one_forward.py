@@ -1,7 +1,7 @@
 """One forward: a policy whose modules compute what the engine's modules of the same names compute.
 
     made         each linear, norm, MLP and embedding of the decoder is told whom to call (linear.py, between.py)
-    on           while the policy scores or trains, and while the reference of `beta > 0` scores (features/reference.py)
+    on           while the policy scores or trains, and while the reference of `beta > 0` does (features/reference.py)
     up to date   as long as the engine holds the policy's weights: features/flow.py sees to it
 
 Modules stay the objects that they are: only their class is exchanged (swapped.py).
