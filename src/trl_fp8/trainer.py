@@ -34,6 +34,7 @@ from .correction.importance import RolloutCorrection
 from .features.correction import Correction
 from .features.feature import Batch, Feature, Rollouts
 from .features.flow import Flow
+from .features.kl_floor import KLFloor
 from .features.kv_cache import KVCache
 from .features.routes import Routes
 from .features.run_log import RunLog
@@ -65,7 +66,7 @@ AnyDataset = Dataset | IterableDataset
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
 # The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured;
 # a truncation scores with a head of its own in place of the flow's
-ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, Truncation)
+ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, KLFloor, Truncation)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -262,6 +263,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if args.survivors_returned:
             self._add(Truncation(self))
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
+        if args.beta and args.router_replay == "rollout" and flow is None:
+            self._add(KLFloor(self))
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             generation = FP8VLLMGeneration(

@@ -4,7 +4,6 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer
 
 from testing.runs import arguments, column, recorded, training
 from trl_fp8.features.flow import Flow
@@ -37,32 +36,34 @@ def batches(trainer):
     return recorded(trainer, "_generate_and_score_completions", note)
 
 
-def k3(trainer, batch, reference=None):
-    """Mean over tokens of the KL divergence, with TRL's own log-probs of the policy, which the engine's kernels make."""
+def scored(trainer, batch, model):
+    """Log-probs of the batch's completions."""
     ids, mask = (torch.cat([batch[f"{part}_{of}"] for part in ("prompt", "completion")], 1) for of in ("ids", "mask"))
-    inputs = ids, mask, batch["completion_ids"].shape[1]
-    policy = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
-    log_ratio = (batch["ref_per_token_logps"] if reference is None else reference) - policy
-    real = batch["completion_mask"]
+    return trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
+
+
+def k3(trainer, batch, reference):
+    """Mean over tokens of the KL divergence of the policy from a reference with these log-probs."""
+    log_ratio, real = reference - scored(trainer, batch, trainer.model), batch["completion_mask"]
     return ((log_ratio.exp() - log_ratio - 1) * real).sum() / real.sum()
 
 
-def scored(trainer, batch, model):
-    ids, mask = (torch.cat([batch[f"{part}_{of}"] for part in ("prompt", "completion")], 1) for of in ("ids", "mask"))
-    with torch.no_grad():
-        return trainer._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1])[0]
-
-
+@torch.no_grad()
 def in_high_precision(trainer, batch):
     """The log-probs of the reference as TRL computes them."""
-    before, flow = trainer.features, trainer.feature(Flow)
-    hooks = [feature.reference_hook for feature in before if isinstance(feature, KVCache)]
-    assert not any(hook.scales_L3 is not None for hook in hooks) and not flow.followed_reference.forward.on
+    before = trainer.features
+    assert trainer.feature(KVCache).reference_hook.scales_L3 is None
     trainer.features = ()
     try:
         return scored(trainer, batch, trainer.ref_model)
     finally:
         trainer.features = before
+
+
+def restore(trainer, parameters):
+    """Give the policy, and the engine, the weights that the policy had; the KV scales stay."""
+    trainer.model.load_state_dict(parameters, strict=False)
+    trainer.vllm_generation.send_weights()
 
 
 def gradients(trainer):
@@ -79,7 +80,7 @@ def distance(one, other):
 
 def test_a_full_models_reference_follows_what_trl_makes_of_it(checkpoint, tmp_path):
     """With sync_ref_model, which brings it to the policy after each step, and two optimizer steps on each batch."""
-    flags = {"num_iterations": 2, "max_steps": 4, "bf16": False}
+    flags = {"num_iterations": 2, "max_steps": 4, "bf16": False, "use_bias_correction_kl": False}
     flags |= {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
     with training(checkpoint("qwen3"), arguments(tmp_path, **(MOVING | FULL | flags))) as trainer:
         seen = batches(trainer)
@@ -92,19 +93,18 @@ def test_a_full_models_reference_follows_what_trl_makes_of_it(checkpoint, tmp_pa
         (_, start), (batch, then) = seen
         assert not torch.equal(start["model.norm.weight"], then["model.norm.weight"])
         now = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
-        trainer.model.load_state_dict(then, strict=False)
-        trainer.vllm_generation.send_weights()
-        reference = scored(trainer, batch, trainer.model)
+        restore(trainer, then)
+        reference = scored(trainer, batch, trainer.model).detach()
         assert torch.equal(reference, batch["ref_per_token_logps"])
         # of an untouched policy the KL term has no gradient, but for a reference in high precision
         high = in_high_precision(trainer, batch)
-        with_high = k3(trainer, batch, high)
-        k3(trainer, batch).backward()
-        assert with_high > VISIBLE and not any(gradient.any() for gradient in gradients(trainer).values())
+        k3(trainer, batch, batch["ref_per_token_logps"]).backward()
+        assert not any(gradient.any() for gradient in gradients(trainer).values())
+        (with_high := k3(trainer, batch, high)).backward()
+        assert with_high > VISIBLE and all(gradient.any() for gradient in gradients(trainer).values())
 
         # A step later the gradient of TRL's loss without advantages is that of the KL divergence, times beta
-        trainer.model.load_state_dict(now, strict=False)
-        trainer.feature(Flow).on_optimizer_step(trainer.args, trainer.state, trainer.control)
+        restore(trainer, now)
         inputs = batch | {"advantages": torch.zeros_like(batch["advantages"]), "num_items_in_batch": None}
         trainer.loss_type = "bnpo"
         trainer.compute_loss(trainer.model, inputs).backward()
@@ -114,7 +114,7 @@ def test_a_full_models_reference_follows_what_trl_makes_of_it(checkpoint, tmp_pa
         trainer._end_loss()
         expected = gradients(trainer)
         assert divergence.item() == pytest.approx(trainer.logged["kl"][-1], rel=1e-5)
-        # sums over tokens in FP32, in another order; a reference in high precision is off by a tenth
+        # sums over tokens in FP32, in another order
         assert distance(ours, expected) < 1e-5
         (BETA * k3(trainer, batch, high)).backward()
         assert distance(gradients(trainer), expected) > 0.05
@@ -133,7 +133,8 @@ def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monk
         with pytest.raises(RuntimeError, match="1 tensors of the reference have changed since they were written"):
             scored(trainer, batch, trainer.ref_model)
         trainer.vllm_generation.delivery.verify()  # and the engine has the policy again
-        assert torch.equal(scored(trainer, batch, trainer.ref_model), batch["ref_per_token_logps"])
+        # written anew it is what TRL made of it after the last step: the policy
+        assert torch.equal(*(scored(trainer, batch, model) for model in (trainer.ref_model, trainer.model)))
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["new", "given"])
@@ -143,7 +144,8 @@ def test_a_policy_with_adapters_is_its_own_reference(flags, given, checkpoint, t
     model, config = checkpoint("qwen3"), {"peft_config": lora()}
     if given:
         torch.manual_seed(0)
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora(init_lora_weights=False))
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        model = get_peft_model(whole, lora(init_lora_weights=False))
         config = {}
     with training(model, arguments(tmp_path, **(MOVING | flags)), **config) as trainer:
         assert ("ref" in trainer.model.peft_config) == given
@@ -152,14 +154,12 @@ def test_a_policy_with_adapters_is_its_own_reference(flags, given, checkpoint, t
         (_, start), (batch, _) = seen
         first, moved = column(trainer, "kl")
         assert first == 0.0 and moved > 0 and max(column(trainer, "mismatch/logp_difference_mean")) < 1e-5
-        trainer.model.load_state_dict(start, strict=False)
-        trainer.feature(Flow).forward.invalidate()
-        trainer.vllm_generation.send_weights()
+        restore(trainer, start)
         assert torch.equal(scored(trainer, batch, trainer.model), batch["ref_per_token_logps"])
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-def test_a_simulated_cache_is_the_references_too(adapted, checkpoint, tmp_path, monkeypatch):
+def test_a_simulated_cache_is_the_references_too(adapted, checkpoint, tmp_path):
     args = arguments(tmp_path, **(MOVING | {"simulate_kv_cache": True}))
     with training(checkpoint("qwen3"), args, **({"peft_config": lora()} if adapted else {})) as trainer:
         seen = batches(trainer)
@@ -167,16 +167,9 @@ def test_a_simulated_cache_is_the_references_too(adapted, checkpoint, tmp_path, 
         first, moved = column(trainer, "kl")
         assert first == 0.0 < moved
         if not adapted:
-            kv_cache, (batch, start) = trainer.feature(KVCache), seen[0]
-            trainer.model.load_state_dict(start)
-            plain = GRPOTrainer._get_per_token_logps_and_entropies
-            ids, mask = (
-                torch.cat([batch[f"{part}_{of}"] for part in ("prompt", "completion")], 1) for of in ("ids", "mask")
-            )
-            with torch.no_grad():
-                high = plain(trainer, trainer.ref_model, ids, mask, batch["completion_ids"].shape[1])[0]
-            assert kv_cache.reference_hook.scales_L3 is None
-            assert k3(trainer, batch, high) > VISIBLE
+            batch, start = seen[0]
+            restore(trainer, start)
+            assert k3(trainer, batch, in_high_precision(trainer, batch)) > VISIBLE
 
 
 def test_what_a_reference_computes_with(checkpoint):

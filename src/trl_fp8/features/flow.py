@@ -97,7 +97,8 @@ class Flow(Feature):
 
     def __str__(self) -> str:
         weights = "its tensors" if self.forward.shares else "codes of its own"
-        return f"the engine's kernels on {weights}, backward {self.forward.flow.backward}"
+        reference = ", the reference likewise" if self.followed_reference else ""
+        return f"the engine's kernels on {weights}{reference}, backward {self.forward.flow.backward}"
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.forward.invalidate()

@@ -11,8 +11,8 @@
 
 On a shared FP8 base (`fp8_base`) the engine has the FP8 weights and the trainer the rest of the model, in BF16 unless
 `dtype` says otherwise. Beside an engine that is split over ranks the trainer has codes and scales of its own, all of
-them on each GPU. With fp8_forward="full" a reference has its weights once more, as the engine holds the policy's: codes,
-scales and BF16, on each GPU.
+them on each GPU. With fp8_forward="full" a reference has its weights once more, as the engine holds the policy's: in
+codes, scales and BF16, on each GPU.
 
 What passes is not in the total: what a layer saves of each token while its backward runs, weights that are gathered,
 the largest weight of an FP8 base in BF16, gradients of activations, the CUDA context, fragmentation. Plans leave a
