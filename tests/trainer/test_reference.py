@@ -122,7 +122,7 @@ def test_a_full_models_reference_follows_what_trl_makes_of_it(checkpoint, tmp_pa
 
 def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr(FollowedReference, "outdate", lambda reference: None)
-    flags = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0}
+    flags = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "kv_cache_dtype": "auto"}
     with training(checkpoint("qwen3"), arguments(tmp_path, **(MOVING | FULL | flags))) as trainer:
         trainer.train()
         assert column(trainer, "kl")[1] > VISIBLE

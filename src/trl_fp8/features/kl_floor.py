@@ -28,8 +28,8 @@ class KLFloor(Feature):
 
     def end_loss(self) -> None:
         trainer = self.trainer
-        if self._measured or not trainer.model.training or not (kl := trainer.logged["kl"]):
-            return  # the last: a loss that was not reached
+        if self._measured or not trainer.model.training or not (kl := trainer.logged.get("kl")):
+            return  # the last: the loss failed
         self._measured = True
         if trainer.state.global_step == 0:
             trainer.logged["kl_floor"].append(kl[0])

@@ -15,7 +15,7 @@ from functools import cached_property
 from trl import GRPOTrainer
 
 from trl_fp8.policy.attention.hook import AttentionHook
-from trl_fp8.policy.flow.one_forward import OneForward, release
+from trl_fp8.policy.flow.one_forward import OneForward
 from trl_fp8.sync.reference import ReferenceWeights
 
 from .engine_head import engine_head, scored_by
@@ -28,7 +28,6 @@ class FollowedReference:
     def __init__(self, trainer: GRPOTrainer, policy: OneForward):
         self._trainer, self.forward = trainer, policy
         if trainer.ref_model is not None:
-            release(trainer.ref_model)
             kv_cache = trainer.feature(KVCache)
             hook = kv_cache.reference_hook if kv_cache else AttentionHook(trainer.ref_model)
             self.forward = OneForward(trainer.ref_model, policy.recipe, policy.kernels, policy.flow, hook)
