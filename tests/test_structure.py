@@ -86,6 +86,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/router.py", "router.*"): "routers become replayed ones in place",
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.seal"): "the same",
+    ("sync/reference.py", "self._part.seal"): "the same",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes

@@ -37,6 +37,7 @@ from .correction.metric import Metric
 from .features.correction import Correction
 from .features.feature import Batch, Feature, Rollouts
 from .features.flow import Flow
+from .features.kl_floor import KLFloor
 from .features.kv_cache import KVCache
 from .features.routes import Routes
 from .features.run_log import RunLog
@@ -69,7 +70,7 @@ AnyDataset = Dataset | IterableDataset
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
 # The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured;
 # a truncation scores with a head of its own in place of the flow's
-ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, Truncation, SameModel)
+ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, KLFloor, Truncation, SameModel)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -282,6 +283,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         flow = self._add(Flow(self)) if args.fp8_flow_on else None
         if args.any_fp8:
             self._add(SameModel(self))
+        if args.beta and args.router_replay == "rollout" and flow is None:
+            self._add(KLFloor(self))
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             generation = FP8VLLMGeneration(

@@ -15,7 +15,7 @@ SHARDED = {"FSDP": ACCELERATE / "fsdp2.yaml", "DEEPSPEED": ACCELERATE / "zero3.y
 # Shards of q, k, v, gate and up are whole blocks, of others not; DeepSpeed keeps what has less than 1e5 numbers on all
 # ranks besides
 SHAPE = {"head_dim": 128, "intermediate_size": 1024}
-FLAGS = dict(use_cpu=False, bf16=False, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4)
+FLAGS = dict(use_cpu=False, bf16=False, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, beta=0.04)
 
 
 @pytest.fixture(scope="module", params=SHARDED)
@@ -45,6 +45,7 @@ def test_a_sharded_policy_computes_what_the_engine_computes(reports):
     rows = reports[0]["log"]
     assert len(rows) == 3 and len({row["grad_norm"] for row in rows}) == 3
     assert all(row["mismatch/logp_difference_mean"] < 1e-5 for row in rows)
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"]  # the reference is dealt over the ranks, too
     # evaluation is a forward without a backward: FSDP2 leaves parameters unsharded there, and the next sync reads them
     assert reports[0]["evaluated"]
 
@@ -86,9 +87,11 @@ def test_lora_on_a_sharded_policy(reports):
     assert first["distributed_type"] == reports[0]["distributed_type"]
     assert first["engine"] == second["engine"] != reports[0]["engine"] and first["log_probs"] == second["log_probs"]
     if first["distributed_type"] == "FSDP":  # the one that is quantized and the one that is being gathered
-        assert first["full_tensors"] > 50 and first["most_gathered"] <= 2 and first["gathered_bytes"] == []
+        assert first["full_tensors"] > 50 and first["most_gathered"] <= 2
+        assert len(first["gathered_bytes"]) == 2 * 16 + 2  # the reference's, once: all but the embedding
     rows = first["log"]
     assert len(rows) == 3 and all(row["mismatch/logp_difference_mean"] < 1e-5 for row in rows)
+    assert rows[0]["kl"] == 0.0 < rows[1]["kl"]
 
 
 def test_adapters_on_a_shared_base_under_fsdp2(reports):
@@ -99,6 +102,7 @@ def test_adapters_on_a_shared_base_under_fsdp2(reports):
     assert first["distributed_type"] == second["distributed_type"] == "FSDP"
     assert first["engine"] == second["engine"] and first["log_probs"] == second["log_probs"]
     assert len(first["log"]) == 2 and all(row["mismatch/logp_difference_mean"] < 1e-5 for row in first["log"])
+    assert first["log"][0]["kl"] == 0.0 < first["log"][1]["kl"]
     for report in (first, second):
         assert report["trained"] and report["wrong"] == [] and report["audit_failures"] == 0
         assert report["codes_in_engine"] == report["codes"] == 14  # the seven linears of two layers

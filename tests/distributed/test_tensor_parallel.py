@@ -30,6 +30,7 @@ def test_a_synced_engine_equals_one_that_loaded_the_checkpoint(reports):
     # with another rank's survivors, or with all tokens, at 0.1
     for row in reports[0]["log"]:
         assert row["mismatch/logp_difference_mean"] < 1e-5 and row["sampling/survivors_mean"] > 1
+    assert reports[0]["log"][0]["kl"] == 0.0 < reports[0]["log"][1]["kl"]
 
 
 def test_ranks_of_an_engine_have_equally_many_prompts_or_are_refused(reports):

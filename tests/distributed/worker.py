@@ -316,7 +316,7 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     options = {"fp8_forward": "full", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
     base = shared_base(folder / "base", base_checkpoint, lora, **options)
     experts = _with_experts(folder / "experts", experts_checkpoint)
-    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full", top_p=0.9)
+    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full", top_p=0.9, beta=0.04)
     trainer.train()
     generation = trainer.vllm_generation
     generation.sync_weights()

@@ -132,6 +132,22 @@ def test_an_fp8_base_is_the_engines_unless_the_engine_is_split():
     assert experts.weights < 2.0 * GIB and experts.uncounted > 2 * 128 * 1536 * 2048
 
 
+def test_under_one_forward_a_reference_has_its_weights_as_the_engine_has_them_too():
+    """Qwen3-8B by hand: codes, scales of 128x128 blocks, output head and norms; the embedding is the model's own."""
+
+    def reference(**options):
+        return memory("Qwen/Qwen3-8B", has_reference=True, one_forward=True, **options).reference
+
+    linears, norms = 36 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288), 36 * (2 * 4096 + 2 * 128) + 4096
+    held = linears * (1 + 4 / 128**2) + 2 * (151936 * 4096 + norms)
+    assert reference() == memory("Qwen/Qwen3-8B").weights + held
+    assert reference(gpus=8) == memory("Qwen/Qwen3-8B", gpus=8).weights + held
+    assert reference(lora_rank=32) == held
+    assert reference(lora_rank=32, fp8_base=True) == 36 * 32 * 2 * (3 * 10240 + 2 * 28672 + 8192 + 16384)
+    assert reference(gpus=2, ranks=2) == memory("Qwen/Qwen3-8B", gpus=2).weights
+    assert memory("Qwen/Qwen3-8B", one_forward=True).reference == 0
+
+
 def test_an_engines_adapters_have_a_block_for_each_layer_that_it_fuses():
     outline = outline_of_config(published.CONFIGS["Qwen/Qwen3-8B"], "Qwen/Qwen3-8B")
     qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 24576)

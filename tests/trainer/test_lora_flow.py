@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
-from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.features.flow import Flow
 from trl_fp8.features.syncs import merged_into_bf16
 from trl_fp8.policy.flow.adapter import require_sums
@@ -75,30 +74,6 @@ def test_adapters_get_the_gradients_that_peft_computes(checkpoint, tmp_path):
             ours, theirs = found[True][1][0], found[False][1][0]
             # base and adapters are two FP32 GEMMs on both sides
             assert (ours - theirs).norm() < 1e-6 * theirs.norm(), name
-
-
-@pytest.mark.engine
-def test_the_base_without_adapters_computes_as_it_did(checkpoint, tmp_path):
-    """The reference of a policy with adapters: neither quantized nor under the scales of a KV cache."""
-    args = arguments(tmp_path, max_steps=1, beta=0.1, bf16=False, **FULL)
-    with training(checkpoint("qwen3"), args, peft_config=lora(init_lora_weights=False)) as trainer:
-        seen, score = [], FP8GRPOTrainer._get_per_token_logps_and_entropies
-
-        def scored(model, ids, mask, *rest, **options):
-            result = score(trainer, model, ids, mask, *rest, **options)
-            seen.append((ids, mask, trainer.feature(Flow).forward.on, result[0].detach()))
-            return result
-
-        trainer._get_per_token_logps_and_entropies = scored
-        trainer.train()
-    (ids, mask, _, policy), (_, _, on, reference), *_ = seen
-    assert not on and not torch.equal(policy, reference)
-    plain = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32)
-    with torch.no_grad():
-        logits = plain(input_ids=ids, attention_mask=mask).logits[:, -reference.shape[1] - 1 : -1]
-    expected = logits.log_softmax(-1).gather(-1, ids[:, -reference.shape[1] :, None])[..., 0]
-    scored_BT = mask[:, -reference.shape[1] :].bool()
-    assert (reference - expected)[scored_BT].abs().max() < 1e-4
 
 
 @pytest.mark.engine

@@ -8,7 +8,7 @@ from peft import LoraConfig
 
 from testing.chats import Keypad, chat_tokenizer, chats, turns
 from testing.reference_experts import offered_fp8_experts
-from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, rows, training
+from testing.runs import SMALL_K3, arguments, column, dataset, generate_calls, recorded, rows, training
 from trl_fp8.features.routes import Routes
 from trl_fp8.recipe.names import NOWHERE
 
@@ -128,6 +128,9 @@ def test_rollout_replay_goes_with_what_trl_does_around_it(flags, lora, moe, tmp_
     assert all(math.isfinite(row["loss"]) for row in rows(trainer))
     updates = 3 * args.gradient_accumulation_steps
     assert begun.count((True, True)) >= updates
+    # the reference routes itself: an untouched policy is not its copy
+    assert column(trainer, "kl_floor") == ([column(trainer, "kl")[0]] if args.beta else [])
+    assert all(0 < floor < SMALL_K3 for floor in column(trainer, "kl_floor"))
     scored = [row for row in rows(trainer) if "router/disagreement" in row]
     assert bool(scored) == args.vllm_importance_sampling_correction
     assert all(row["router/disagreement"] == 0 and row["router/own_disagreement"] < ALIGNED for row in scored)

@@ -27,6 +27,7 @@ from trl_fp8.quantization.kv_scales import KVScales
 from .engine_head import engine_head, scored_by
 from .feature import Batch, Feature, Rollouts
 from .kv_cache import KVCache
+from .reference import FollowedReference
 
 
 logger = get_logger(__name__)
@@ -38,6 +39,7 @@ class Flow(Feature):
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
         self.forward: OneForward | None = None  # until the engine is there to be called
+        self.followed_reference: FollowedReference | None = None  # likewise; None without beta
         self._outdated, self._checked = True, False
         # what can be refused before an engine is started
         release(trainer.model)
@@ -67,6 +69,8 @@ class Flow(Feature):
         flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
         self.forward.switch(on=False)
+        if trainer.args.beta:
+            self.followed_reference = FollowedReference(trainer, self.forward)
 
     def _flow(self, **options) -> FP8Flow:
         trainer = self.trainer
@@ -95,11 +99,18 @@ class Flow(Feature):
 
     def __str__(self) -> str:
         weights = "its tensors" if self.forward.shares else "codes of its own"
-        return f"the engine's kernels on {weights}, backward {self.forward.flow.backward}"
+        reference = ", the reference likewise" if self.followed_reference else ""
+        return f"the engine's kernels on {weights}{reference}, backward {self.forward.flow.backward}"
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.forward.invalidate()
         self._outdated = True
+        if self.followed_reference:
+            self.followed_reference.policy_changed()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if args.sync_ref_model and state.global_step % args.ref_model_sync_steps == 0:
+            self.followed_reference.outdate()
 
     def after_generation(self, rollouts: Rollouts) -> None:
         self.forward.invalidate()  # the sync merged and unmerged adapters
@@ -118,7 +129,7 @@ class Flow(Feature):
             yield
 
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
-        return self.forward.switched(on=False)
+        return self.followed_reference.scored()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date(inputs.get("kv_scales"))

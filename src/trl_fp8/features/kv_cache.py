@@ -3,7 +3,7 @@
 prompts -> coming tokens of a calibration that has no rollouts yet
 rollouts -> the scales that they were sampled under; those of the next ones, from the pass that scores these
 batch -> a copy of the scales in force for each sequence, because TRL shuffles and splits batches by sequence
-loss -> k and v (and q) as the cache held them, under the scales of these rollouts
+loss -> k and v (and q) as the cache held them, under the scales of these rollouts; so does the reference of `beta`
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,6 +47,8 @@ class KVCache(Feature):
             recipe = args.recipe_for(trainer.model, tuple(errors))
             self.hook.skip(recipe.kv_cache_skip_layers)
         self.recipe = recipe
+        reference = trainer.ref_model if args.simulate_kv_cache else None
+        self.reference_hook = reference and AttentionHook(reference, recipe.kv_cache_skip_layers)
         self.calibrator = KVCalibrator(
             self.hook,
             mode=args.kv_calibration,
@@ -66,7 +68,8 @@ class KVCache(Feature):
         return scales
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        self.hook.round_queries(numerics.query_rounded)
+        for hook in filter(None, (self.hook, self.reference_hook)):
+            hook.round_queries(numerics.query_rounded)
 
     def before_generation(self, prompts: list) -> None:
         if self._of_evaluation and self.trainer.model.training:
@@ -100,18 +103,19 @@ class KVCache(Feature):
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        before = self.hook.scales_L3
-        self.hook.simulate(None)
-        try:
-            yield
-        finally:
-            self.hook.simulate(before)
+        """Under the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
+        hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
+        with self.simulated():
+            before, scales_L3 = hook.scales_L3, self.hook.scales_L3
+            hook.simulate(scales_L3)
+            try:
+                yield
+            finally:
+                hook.simulate(before)
 
     @contextmanager
     def simulated(self) -> Iterator[None]:
-        """Inside the block the policy sees the cache of the latest rollouts, if not already that of those in a loss.
-        A reference of the same modules, adapters disabled, is scored outside of it.
-        """
+        """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
         before = self.hook.scales_L3
         if before is None and self.trainer.args.simulate_kv_cache:
             self._simulate(self._scales_in_force)

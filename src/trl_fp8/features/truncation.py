@@ -66,7 +66,8 @@ class Truncation(Feature):
         return self._truncated(mask, logits_to_keep, flow and flow.forward)
 
     def reference(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
-        return self._truncated(mask, logits_to_keep, None)
+        flow = self.trainer.feature(Flow)
+        return self._truncated(mask, logits_to_keep, flow and flow.followed_reference.forward)
 
     def extend_batch(self, batch: Batch) -> None:
         tensors, counts_BT = batch.tensors, self._now.counts_BT

@@ -11,7 +11,8 @@
 
 On a shared FP8 base (`fp8_base`) the engine has the FP8 weights and the trainer the rest of the model, in BF16 unless
 `dtype` says otherwise. Beside an engine that is split over ranks the trainer has codes and scales of its own, all of
-them on each GPU.
+them on each GPU. With fp8_forward="full" a reference has its weights once more, as the engine holds the policy's: in
+codes, scales and BF16, on each GPU.
 
 What passes is not in the total: what a layer saves of each token while its backward runs, weights that are gathered,
 the largest weight of an FP8 base in BF16, gradients of activations, the CUDA context, fragmentation. Plans leave a
@@ -50,7 +51,7 @@ class Training:
     dtype: str = "float32"  # of the policy's weights
     sequences: int = 1  # per_device_train_batch_size
     tokens: int = 4096  # of a sequence, prompt and completion
-    has_reference: bool = False  # beta > 0: a frozen copy of the policy, which LoRA does without
+    has_reference: bool = False  # beta > 0; a frozen copy of the policy, which LoRA does without
     fp8_base: bool = False  # adapters on FP8 weights that are the engine's, too
 
 
@@ -96,11 +97,15 @@ def trainer_memory(
     trained = 4 * adapters if training.lora_rank else size * parameters
     vocabulary, hidden = head_shape(outline)
     kept = training.sequences * training.tokens * hidden * outline.layers
+    reference = 0.0
+    if training.has_reference:
+        reference += 0 if adapters else size * parameters / training.gpus
+        reference += _in_engine(outline, training, recipe) if one_forward else 0
     return TrainerMemory(
         weights=(size * parameters + 4 * adapters) / training.gpus + own_codes,
         gradients=trained / training.gpus,
         optimizer=2 * trained / training.gpus,
-        reference=size * parameters / training.gpus if training.has_reference and not adapters else 0,
+        reference=reference,
         copies=0 if sharded or adapters or size == 2 else 2 * _in_layers(outline),
         inputs=kept * (2 if sharded else size),
         head=0 if adapters else 4 * vocabulary * hidden,
@@ -108,6 +113,20 @@ def trainer_memory(
         + _layer_bytes(outline, training, shared)
         + (_recomputed_bytes(outline, training) if one_forward else 0),
     )
+
+
+def _in_engine(outline: Outline, training: Training, recipe: FP8Recipe) -> int:
+    """What of a reference is kept as an engine holds it: what its kernels read, and the policy trains."""
+    if recipe.tensor_parallel_size > 1:
+        return 0  # layers quantize for each pass what is gathered for it
+    if training.fp8_base:
+        return 2 * engine_adapters(outline, training.lora_rank)
+    read = dict(outline.parameters)
+    if "lm_head.weight" in read:  # else the head reads the embedding
+        del read[next(name for name in read if name.endswith("embed_tokens.weight"))]
+    codes = {name: shape for name, shape in read.items() if name in recipe.fp8_tensors}
+    kept = (shape for name, shape in read.items() if name not in codes)
+    return sum(map(recipe.format.weight_bytes, codes.values())) + 2 * sum(map(prod, kept))
 
 
 def _layer_bytes(outline: Outline, training: Training, shared: Mapping[str, tuple[int, ...]]) -> float:

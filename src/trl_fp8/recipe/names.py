@@ -10,6 +10,7 @@ E experts, I intermediate size of one expert, K hidden size; `down_proj` is [E, 
 one name everywhere, and vLLM fuses some of them.
 """
 
+import re
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -98,6 +99,7 @@ _TOGETHER = ("gpt_oss", *_GRANITE)
 # The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
 WRAPPED = "model.language_model"
 WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3; of Qwen2-VL and Qwen2.5-VL
+_COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")  # of a module, by PEFT
 _HELD_PARTS = (
     (f"{WRAPPED}.", "language_model.model."),
     ("lm_head", "language_model.lm_head"),
@@ -109,6 +111,11 @@ def checkpoint_name(name: str) -> str:
     """The name that a module or parameter has in the base model's checkpoint, inside PEFT's and FSDP's wrappings."""
     name = name.removeprefix("base_model.model.").replace("_checkpoint_wrapped_module.", "")
     return name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+
+
+def without_copies(name: str) -> str:
+    """The name of the module that PEFT's `modules_to_save` copied, for its original and for each of its copies."""
+    return _COPY.sub("", name)
 
 
 def stored_name(name: str, model_type: str) -> str:

@@ -103,7 +103,7 @@ class Delivery:
         self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
         names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
         layout = engine.layout.part(names) if frozen else engine.layout
-        self._frozen, self._trained = frozen, Part(layout, tensors, at_once)
+        self.frozen, self._trained = frozen, Part(layout, tensors, at_once)
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
@@ -167,13 +167,13 @@ class Delivery:
 
     @property
     def _parts(self) -> list[Part]:
-        return [*self._frozen, self._trained]
+        return [*self.frozen, self._trained]
 
     def _due(self) -> list[Part]:
         """Frozen parts that some rank's engine lacks: one rank may have found its own changed, but all send."""
-        missing = [int(part.seal is None) for part in self._frozen]
+        missing = [int(part.seal is None) for part in self.frozen]
         missing = self._worst(missing, self._of_all) if missing else []
-        return [part for part, is_missing in zip(self._frozen, missing, strict=True) if is_missing]
+        return [part for part, is_missing in zip(self.frozen, missing, strict=True) if is_missing]
 
     def require_whole(self) -> None:
         """Raise `RuntimeError` unless the latest delivery succeeded."""

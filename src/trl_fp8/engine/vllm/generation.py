@@ -5,16 +5,18 @@ sync:     Delivery.deliver
 generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the engine is awake
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchao.quantization import Float8Tensor
 from transformers import CONFIG_MAPPING
@@ -25,10 +27,11 @@ from trl_fp8.recipe.from_model import of_adapter, outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import require_same_positions
-from trl_fp8.sync.adapters import adapter_tensors, factors, merged, room_for
+from trl_fp8.sync.adapters import adapter_tensors, factors, merged, merges, reference_parameters, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
+from trl_fp8.sync.reference import ReferenceWeights
 from trl_fp8.sync.shards import Sharded, gathered, gathering
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
@@ -253,11 +256,54 @@ class FP8VLLMGeneration(VLLMGeneration):
             return closing(adapter_tensors(self.model, self.engine.slots, sent))
         self._reshard()
         parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
-        dealt = [Sharded.of(parameter) for _, parameter in parameters]
-        of_zero3 = self._dist.is_zero3 and None not in dealt and len({part.group for part in dealt}) == 1
-        if is_peft_model(self.model) or not (self._dist.is_fsdp or of_zero3):
+        if is_peft_model(self.model) or not self._dealt_alike(parameters):
             return self.policy_tensors()
         return closing(gathered(parameters, self.recipe, self.engine.layout, self.accelerator.device))
+
+    def _dealt_alike(self, parameters: list[Named]) -> bool:
+        """FSDP2 or ZeRO-3 deals these over the same ranks, so that they are gathered as the engine holds them."""
+        dealt = [Sharded.of(parameter) for _, parameter in parameters] if self._dist.is_zero3 else []
+        return self._dist.is_fsdp or bool(dealt) and None not in dealt and len({part.group for part in dealt}) == 1
+
+    def reference_weights(self, model: nn.Module) -> ReferenceWeights:
+        """Of the reference `model`: a copy of the policy, or the policy itself, which has its adapters disabled, or
+        those of the reference active, whenever these weights are held.
+        """
+        frozen = {name for part in self.delivery.frozen for name in part.layout.names}
+        pieces = self.engine.layout.pieces.values()
+        read = {p.name for p in pieces if isinstance(p.parameter, nn.Parameter) and self.engine.kernels.reads(p)}
+        dealt = self._dist.is_zero3 or self._dist.is_fsdp
+        layout = self.engine.layout.part(read - frozen)
+        tensors = partial(self._reference_tensors, model, frozenset(layout.names))
+        summed = is_peft_model(model) and not self.base
+        return ReferenceWeights(self.delivery, Part(layout, tensors, at_once=dealt or summed))
+
+    def _reference_tensors(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[Sent]]:
+        """What the engine calls `names` of a reference."""
+        sent = self._reference(model, names)
+        if self.base:
+            adapters = (each for each in model.named_parameters() if ".lora_" in each[0])
+            sent = adapter_tensors(model, self.engine.slots, chain(self._whole(lambda: adapters), sent))
+        return closing((name, tensor) for name, tensor in sent if self.recipe.engine_name(name) in names)
+
+    def _reference(self, model: nn.Module, names: Set[str]) -> Iterator[Sent]:
+        self._reshard(model)
+        own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
+        adapted = is_peft_model(model)
+        summed = adapted and not self.base and merges(model)
+        with self._dist.gather_params(list(model.parameters()) if adapted else []):
+            if summed:
+                model.merge_adapter()
+            try:
+                if self._dist.is_fsdp or (not adapted and self._dealt_alike(own)):
+                    yield from gathered(own, self.recipe, self.engine.layout, self.accelerator.device)
+                    return
+                for name, parameter in own:
+                    with self._dist.gather_params([] if adapted else [parameter]):
+                        yield name, parameter.data
+            finally:
+                if summed:
+                    model.unmerge_adapter()
 
     def _whole(self, parameters: Callable[[], Iterator[Named]]) -> Iterator[Named]:
         """Parameters, those that FSDP2 deals over ranks gathered, a collective, until the next one is asked for."""
@@ -265,9 +311,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         dealt = (self.recipe, self.engine.layout, self.accelerator.device)
         yield from gathered(list(parameters()), *dealt) if self._dist.is_fsdp else parameters()
 
-    def _reshard(self) -> None:
-        """After a forward without backward FSDP2 leaves some parameters unsharded."""
-        for module in self.model.modules() if self._dist.is_fsdp else ():
+    def _reshard(self, model: nn.Module | None = None) -> None:
+        """After a forward without backward FSDP2 leaves some parameters unsharded. `model`: None for the policy."""
+        for module in (model or self.model).modules() if self._dist.is_fsdp else ():
             if isinstance(module, FSDPModule):
                 module.reshard()
 

@@ -17,13 +17,15 @@ from vllm.model_executor.layers import layernorm
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import commandr
 from vllm.model_executor.models.interfaces import supports_multimodal
 
 from trl_fp8.quantization.formats.spec import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.adapters import A
-from trl_fp8.sync.pieces import Layout
+from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.upstream.vllm import choose_experts
 
 from .kv_scales import attention_layers
@@ -160,6 +162,14 @@ class VLLMKernels:
         """Of an FP8 weight of the policy, by its name there; views of what the engine holds."""
         recipe = self._recipe
         return held_codes(self._layout, recipe.engine_name(weight), recipe.format)
+
+    def reads(self, piece: Piece) -> bool:
+        """Whether a trainer that calls these kernels computes with this part of the engine. Embeddings it looks up by
+        itself, and beside an engine that is split over ranks it has linear layers of its own.
+        """
+        if isinstance(piece.module, VocabParallelEmbedding):
+            return self._recipe.tensor_parallel_size == 1 and piece.parameter is self._head.weight
+        return self._recipe.tensor_parallel_size == 1 or not isinstance(piece.module, LinearBase)
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
         held = self._holding(module)

@@ -32,7 +32,7 @@ class FollowedAdapter:
 
     def _active(self) -> Adapter | None:
         """The adapter in force, if this layer has it."""
-        for name in self.active_adapters:
+        for name in () if self.disable_adapters else self.active_adapters:
             if name in self.lora_A:
                 a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
                 return self.base_layer.name, a, b * self.scaling[name]

@@ -1,7 +1,7 @@
 """One forward: a policy whose modules compute what the engine's modules of the same names compute.
 
     made         each linear, norm, MLP and embedding of the decoder is told whom to call (linear.py, between.py)
-    on           while the policy scores or trains; a reference model, or the base without adapters, computes as it did
+    on           while the policy scores or trains, and while the reference of `beta > 0` does (features/reference.py)
     up to date   as long as the engine holds the policy's weights: features/flow.py sees to it
 
 Modules stay the objects that they are: only their class is exchanged (swapped.py).
@@ -21,7 +21,7 @@ from trl_fp8.policy.attention.hook import AttentionHook
 from trl_fp8.policy.base.shared import SharedLinear
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.recipe.from_model import linear_layers, of_adapter
-from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed
+from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 
@@ -64,6 +64,7 @@ class OneForward:
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
+        self.copies: dict[str, nn.Module] = {}  # likewise: of what PEFT copied to train it those of a reference
         require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])
@@ -73,8 +74,8 @@ class OneForward:
         self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
         self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
         try:
-            for name, module in model.named_modules():
-                if module in ours and not of_adapter(name, model):
+            for name, module in list(model.named_modules()):
+                if module in ours and not of_adapter(without_copies(name), model):
                     self._follow(name, module)
         except ValueError:
             self.remove()
@@ -94,15 +95,16 @@ class OneForward:
 
     def invalidate(self) -> None:
         """Drop kept weights. To be called after each optimizer step, checkpoint load, merge and unmerge."""
-        for module in self.modules.values():
+        for module in (*self.modules.values(), *self.copies.values()):
             if isinstance(module, FollowedLinear):
                 module.kept = None
 
     def remove(self) -> None:
         """Turn the modules back into what they were."""
-        for module in self.modules.values():
+        for module in (*self.modules.values(), *self.copies.values()):
             restore(module)
         self.modules.clear()
+        self.copies.clear()
         self.hook.follow(None)
 
     def __reduce__(self) -> tuple:
@@ -110,7 +112,7 @@ class OneForward:
 
     def _follow(self, path: str, module: nn.Module) -> None:
         """Let `module` call the engine, if it computes anything by itself."""
-        name, kernels = checkpoint_name(path), self.kernels
+        name, kernels = checkpoint_name(without_copies(path)), self.kernels
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
         elif isinstance(module, ParamWrapper):
@@ -164,7 +166,9 @@ class OneForward:
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
         swap(module, mixin, flow=self, **attributes)
-        self.modules[path] = module
+        name = checkpoint_name(path)
+        among = self.modules if name == without_copies(name) else self.copies
+        among[path] = module
 
 
 def is_rotary(module: nn.Module) -> bool:

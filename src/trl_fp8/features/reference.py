@@ -1,0 +1,59 @@
+"""The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
+
+    its modules    those of TRL's `ref_model`, or of the policy, whose adapters are disabled or TRL's copy of them
+    its weights    in the engine's form, written once and put in the policy's place for a pass (sync/reference.py)
+    its KV cache   under the scales of the policy's rollouts (kv_cache.py)
+
+So an untouched policy has a KL divergence of 0, as it has in TRL. A reference that was scored in high precision would
+have that of its quantization, about the mismatch that one forward takes away, and the gradient would pull at it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from trl import GRPOTrainer
+
+from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.sync.reference import ReferenceWeights
+
+from .engine_head import engine_head, scored_by
+from .kv_cache import KVCache
+
+
+class FollowedReference:
+    """Made when the engine is there to be called; `policy` follows it already."""
+
+    def __init__(self, trainer: GRPOTrainer, policy: OneForward):
+        self._trainer, self.forward = trainer, policy
+        if trainer.ref_model is not None:
+            kv_cache = trainer.feature(KVCache)
+            hook = kv_cache.reference_hook if kv_cache else AttentionHook(trainer.ref_model)
+            self.forward = OneForward(trainer.ref_model, policy.recipe, policy.kernels, policy.flow, hook)
+        self.forward.switch(on=False)
+        # With PEFT's `bias` the base's own biases are trained, and TRL's reference computes with them
+        adapters = trainer.model.peft_config.values() if trainer.ref_model is None else ()
+        self._moves = any(adapter.bias != "none" for adapter in adapters)
+
+    @cached_property
+    def _weights(self) -> ReferenceWeights:
+        trainer = self._trainer
+        model = trainer.model if trainer.ref_model is None else trainer.ref_model
+        return trainer.vllm_generation.reference_weights(model)
+
+    @contextmanager
+    def scored(self) -> Iterator[None]:
+        """Around a pass of the reference."""
+        with self._weights.held(), self.forward.switched(on=True), scored_by(engine_head(self.forward)):
+            yield
+
+    def outdate(self) -> None:
+        """The weights of the reference have changed."""
+        self._weights.outdate()
+        self.forward.invalidate()
+
+    def policy_changed(self) -> None:
+        """An optimizer step came."""
+        if self._moves:
+            self.outdate()
