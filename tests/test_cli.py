@@ -142,7 +142,7 @@ def test_errors_are_one_message_and_status_two(tmp_path, capsys):
     assert found["flags"]["fp8_weights"] is False
     assert any("no weights can be FP8" in risk and "not a multiple of 128 x 128" in risk for risk in found["risks"])
     assert main(["plan", str(tmp_path / "missing")]) == 2
-    assert "is no folder here" in capsys.readouterr().err
+    assert "there is no such folder" in capsys.readouterr().err
 
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
@@ -231,6 +231,24 @@ def test_the_usage_is_that_of_the_command(capsys):
     assert ended.value.code == 0 and capsys.readouterr().out == f"trl-fp8 {__version__}\n"
     assert main(["plan"]) == 2
     assert "no model" in capsys.readouterr().err
+
+
+def test_adapters_are_named_with_what_to_do(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
+    for words in (["plan", str(tmp_path)], ["export", str(tmp_path), str(tmp_path / "fp8")]):
+        assert main(words) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1 and "holds adapters of 'Qwen/Qwen3-8B', and no model" in err and "merge" in err
+
+
+def test_a_misspelt_folder_is_told_without_the_hub(tmp_path, capsys, monkeypatch):
+    (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "outputs/quickstrat"]) == 2
+    assert capsys.readouterr().err == (
+        f"trl-fp8: MODEL='outputs/quickstrat': there is no such folder, seen from {tmp_path}: did you mean "
+        "outputs/quickstart?\n"
+    )
 
 
 def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, capsys):

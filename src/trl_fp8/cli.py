@@ -14,6 +14,7 @@ import os
 import sys
 
 from .commands import checkpoints, plan, report, train
+from .console.interrupt import ended_by_ctrl_c
 from .console.quiet import quiet
 
 
@@ -43,6 +44,11 @@ def main(words: list[str] | None = None) -> int:
     """Entry point of the console script; returns the exit status."""
     quiet()
     words = sys.argv[1:] if words is None else words
+    with ended_by_ctrl_c(lambda: "stopped"):
+        return _run(words)
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["train"]:  # its flags are TRL's, and its --help too
         return train.launch(words[1:])
     parser, commands = _parsers()

@@ -34,7 +34,7 @@ def test_verify_and_refusals_of_export_import_neither_torch_nor_transformers(tmp
     *said, result = done.stdout.splitlines()
     assert json.loads(result) == [[0, 2, 2, 2, 2, 2], []], done.stderr
     assert said == [f"{exported}: 1 files are what was exported"]
-    told = ("has no checksums.json", "is not empty", "is no folder here", "is empty", "is no JSON")
+    told = ("has no checksums.json", "is not empty", "there is no such folder", "is empty", "is no JSON")
     for line, part in zip(done.stderr.splitlines(), told, strict=True):
         assert part in line
     assert not (tmp_path / "new").exists()

@@ -1,14 +1,17 @@
 """Inputs that no one means to give: each either works or is one error that says what to do."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 from datasets import Dataset
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.features.syncs import Syncs
 
 
 # Every flag of ours and those of TRL's that it looks at, with right and wrong values
@@ -116,11 +119,36 @@ def test_odd_prompts_train_together(checkpoint, tmp_path):
 def test_prompts_that_cannot_be_generated_from_are_an_error_that_says_so(case, checkpoint, tmp_path):
     text = "" if case == "empty" else "1" * 100
     rows = Dataset.from_list([{"prompt": text}] * 8)
-    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=1), train=rows) as trainer:
-        with pytest.raises(
-            ValueError, match="8 of 8 prompts are empty" if case == "empty" else "Raise vllm_max_model_length"
-        ):
+    said = "8 of 8 prompts are empty" if case == "empty" else "a prompt has 100 tokens.*Raise vllm_max_model_length"
+    with pytest.raises(ValueError, match=said):  # too long: before the engine starts
+        with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=1), train=rows) as trainer:
+            assert case == "empty"
             trainer.train()
+
+
+@pytest.mark.parametrize(
+    "prompt", ["1" * 60, [{"role": "user", "content": "1" * 50}, {"role": "user", "content": "1" * 10}]]
+)
+def test_the_longest_prompt_that_cuts_completions_is_warned_of_before_the_engine_starts(prompt, caplog):
+    short = prompt[:10] if isinstance(prompt, str) else prompt[:1]
+    rows = Dataset.from_list([{"prompt": short}, {"prompt": prompt}, {"prompt": short}])
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(vllm_max_model_length=64, max_completion_length=8),
+        environment_factories=None,
+        rollout_func=None,
+        train_dataset=rows,
+        _tokenize_prompts=lambda prompts: ([[0] * (60 if prompts == [prompt] else 10)], None, {}),
+    )
+    PartialState()
+    Syncs._require_longest_prompt(SimpleNamespace(trainer=trainer))
+    assert "the longest prompt has 60 tokens, and its completions end after 4 of max_comp" in caplog.text
+    assert "raise vllm_max_model_length to 68" in caplog.text
+    caplog.clear()
+    trainer.train_dataset = rows.add_column("image", [None] * 3)  # of how many tokens TRL will know
+    Syncs._require_longest_prompt(SimpleNamespace(trainer=trainer))
+    trainer.train_dataset = iter(rows)
+    Syncs._require_longest_prompt(SimpleNamespace(trainer=trainer))
+    assert caplog.text == ""
 
 
 def rewards_of(value):

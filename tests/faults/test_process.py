@@ -6,12 +6,14 @@ import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.processes import alone
 from testing.runs import arguments, column, training
+from trl_fp8.export import export
 from trl_fp8.export.checksums import verify_export
 from trl_fp8.export.export import export_fp8
 from trl_fp8.run.checkpoints import marker
@@ -49,6 +51,13 @@ def full_disk():
 
 def test_an_export_onto_a_full_disk_is_an_oserror_and_leaves_nothing(small, tmp_path):
     with full_disk(), pytest.raises(OSError, match="fp8"):
+        export_fp8(*small, tmp_path / "fp8")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_is_interrupted_leaves_nothing(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "write_checksums", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
         export_fp8(*small, tmp_path / "fp8")
     assert list(tmp_path.iterdir()) == []
 
@@ -123,6 +132,6 @@ def test_a_killed_run_resumes_from_its_last_whole_checkpoint(place, dead, expect
 
 def test_output_that_cannot_be_written_is_named(checkpoint, tmp_path):
     Path(tmp_path, "file").write_text("")
-    with pytest.raises(OSError, match="file"):
-        with training(checkpoint("qwen3"), arguments(tmp_path / "file" / "run")) as trainer:
-            trainer.train()
+    with pytest.raises(ValueError, match="output_dir=.*file cannot be written"):
+        with training(checkpoint("qwen3"), arguments(tmp_path / "file" / "run")):
+            pass

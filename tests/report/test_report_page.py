@@ -217,6 +217,19 @@ def test_runs_that_cannot_be_reported_are_named(tmp_path, capsys):
         assert reason in told and told.count("\n") == 1
 
 
+def test_earlier_runs_of_a_folder_are_named_and_can_be_compared(tmp_path, capsys):
+    for reward in (0.1, 0.2):
+        begin(tmp_path, 0, FACTS)
+        append(tmp_path, "log", {"step": 1, "reward": reward})
+    assert main(["report", str(tmp_path)]) == 0
+    earlier = str(tmp_path / "fp8_run.1.jsonl")
+    assert capsys.readouterr().out.endswith(
+        f"earlier runs in the same folder, which `trl-fp8 report` takes, too: {earlier}\n"
+    )
+    assert main(["report", str(tmp_path), earlier]) == 0
+    assert "earlier runs" not in capsys.readouterr().out
+
+
 def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
     folders = [tmp_path / place / "run" for place in ("a", "b/x", "c/x")]
     for folder in folders:

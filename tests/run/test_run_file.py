@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fp8.run.file import FILE, append, begin, read_run, read_runs
+from trl_fp8.run.file import FILE, append, begin, earlier_logs, read_run, read_runs
 
 
 def step(folder, number, reward):
@@ -36,11 +36,34 @@ def test_what_was_done_beyond_the_checkpoint_of_a_resume_does_not_count(tmp_path
     assert [row["step"] for row in run.rollouts] == [0, 1, 2]
 
 
-def test_a_new_run_in_an_old_folder_starts_over(tmp_path):
+def test_a_new_run_in_an_old_folder_takes_its_place_with_its_first_step(tmp_path):
     begin(tmp_path, 0, {"run": 1})
     step(tmp_path, 1, 0.0)
-    begin(tmp_path, 0, {"run": 2})
-    assert read_run(tmp_path).facts == {"run": 2} and read_run(tmp_path).logs == []
+    for run in (2, 3):  # the second dies before its first step
+        begin(tmp_path, 0, {"run": run})
+        append(tmp_path, "rollouts", {"step": 0, "log_probs": []})
+        found = read_run(tmp_path)
+        assert found.facts == {"run": 1} and len(found.logs) == 1
+    append(tmp_path, "log", {"step": 1, "reward": 0.3})
+    found = read_run(tmp_path)
+    assert found.facts == {"run": 3} and [row["reward"] for row in found.logs] == [0.3] and len(found.rollouts) == 1
+    begin(tmp_path, 0, {"run": 4})
+    step(tmp_path, 1, 0.4)
+    logs = earlier_logs(tmp_path)
+    assert [read_run(log).facts["run"] for log in logs] == [1, 3] and read_run(tmp_path).facts == {"run": 4}
+    assert [run.name for run in read_runs([tmp_path, *logs])] == [tmp_path.name, "fp8_run.1", "fp8_run.2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("fp8_run.1.jsonl", "fp8_run.2.jsonl", "fp8_run.jsonl"),
+    ]
+
+
+def test_a_resumed_run_goes_on_in_the_file_of_its_checkpoint(tmp_path):
+    begin(tmp_path, 0, {"run": 1})
+    step(tmp_path, 1, 0.0)
+    begin(tmp_path, 0, {"run": 2})  # by mistake, and stopped
+    begin(tmp_path, 1, {"run": 1})
+    step(tmp_path, 2, 0.1)
+    assert [row["step"] for row in read_run(tmp_path).logs] == [1, 2] and earlier_logs(tmp_path) == []
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):

@@ -2,11 +2,16 @@
 
 import dataclasses
 import json
+import os
 import re
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import accelerate.commands.launch
 import datasets
 import pytest
 import yaml
@@ -14,9 +19,11 @@ from accelerate.commands.launch import launch_command_parser
 from datasets.exceptions import DatasetNotFoundError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from transformers import PreTrainedConfig
 
 from testing.launches import launched, without_hub
-from testing.processes import NOT_INHERITED
+from testing.processes import NOT_INHERITED, free_port
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.cli import main
 from trl_fp8.commands import rewards, train
@@ -29,8 +36,19 @@ from trl_fp8.run.file import read_run
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs"
 GSM8K = RECIPES / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
+SLURM = Path(__file__).parents[2] / "docs" / "slurm.md"
 REWARD = """
+import os, signal
+from pathlib import Path
+
+calls = 0
+
 def digits(completions, **kwargs):
+    global calls
+    calls += 1
+    if calls == 2 and Path("interrupt").exists():
+        Path("interrupt").unlink()
+        os.kill(os.getpid(), signal.SIGINT)
     return [sum(character.isdigit() for character in text[0]["content"]) / 8 for text in completions]
 """
 
@@ -48,8 +66,16 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_recipe_trains_on_what_is_given_instead_of_its_model(checkpoint, here, monkeypatch, capfd):
-    """Two steps on the CPU, through accelerate; metrics in a local backend, and a report of them."""
+def test_a_job_that_is_submitted_twice_trains_a_recipe_on_what_is_given_instead_of_its_model(
+    checkpoint, here, monkeypatch, capfd
+):
+    """The command of docs/slurm.md on the CPU, through accelerate: Ctrl-C in its second step, then the same again.
+
+    Metrics go to a local backend, and a report is made of them.
+    """
+    command = shlex.split(re.search(r"(?ms)^trl-fp8 (train .*?[^\\\\])$", SLURM.read_text())[1].replace("\\\n", " "))
+    assert command[1] == "--config" and command[5] == "--accelerate_config"  # of 8 GPUs: here there is one process
+    command[2] = str(GSM8K)
     small = {
         "model_name_or_path": checkpoint("qwen3"),
         "output_dir": "run",
@@ -66,13 +92,26 @@ def test_a_recipe_trains_on_what_is_given_instead_of_its_model(checkpoint, here,
         "kv_scale_margin": 1.25,
         "warmup_steps": 0,
         "max_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
         "report_to": "tensorboard",
     }
     words = [word for flag, value in small.items() for word in (f"--{flag}", *str(value).split())]
     for name in NOT_INHERITED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_DATASETS_CACHE", str(here / "cache"))
-    assert main(["train", "--config", str(GSM8K), *words]) == 0
+    became = []
+    monkeypatch.setattr(os, "execvpe", lambda file, words, environment: became.append((words, environment)))
+    assert main([*command[:5], *words]) == 0
+    ((process, environment),) = became
+    environment["MASTER_PORT"] = str(free_port())
+    (here / "interrupt").touch()
+    first = subprocess.run(process, env=environment, capture_output=True, text=True)
+    assert first.returncode == 130, first.stderr[-6000:]
+    assert "no checkpoint in run yet: starting from the beginning" in first.stdout
+    stopped = "stopped at step 1 of 2; go on with the same command, from run/checkpoint-1"
+    assert first.stderr.splitlines()[-1] == stopped and "Traceback" not in first.stderr
+    assert subprocess.run(process, env=environment).returncode == 0
     printed = capfd.readouterr()
     assert "FP8 plan" in printed.out and "Engine: " in printed.out and "Model saved to run" in printed.out
     assert "not passed to `accelerate launch`" not in printed.err
@@ -88,10 +127,10 @@ def test_a_recipe_trains_on_what_is_given_instead_of_its_model(checkpoint, here,
     rows = [row for row in run.logs if "reward" in row]
     assert all(row["rewards/think_format_reward/mean"] == 0.0 and row["fp8/audited_tensors"] > 0 for row in rows)
     assert all(-1.0 <= row["rewards/soft_overlong_punishment_reward/mean"] < 0.0 for row in rows)
-    (events,) = (here / "run" / "runs").glob("**/events*")
-    metrics = EventAccumulator(str(events)).Reload()
+    events = sorted((here / "run" / "runs").glob("**/events*"), key=lambda path: path.stat().st_mtime)
+    metrics = [EventAccumulator(str(file)).Reload() for file in events]
     for name in ("mismatch/k3_kl", "fp8/sync_seconds", "correction/effective_sample_size", "rewards/digits/mean"):
-        shown = [event.value for event in metrics.Scalars(f"train/{name}")]
+        shown = [event.value for each in metrics for event in each.Scalars(f"train/{name}")]
         assert shown == pytest.approx([row[name] for row in rows], rel=1e-5) and len(shown) == 2, name
     assert main(["report", str(here / "run")]) == 0
     assert "report.html" in capfd.readouterr().out
@@ -149,7 +188,7 @@ def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models
 )
 def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_models, monkeypatch):
     mixture = [{"path": "json", "data_files": "data/train.jsonl"}]
-    path = settings(dataset_name=None, datasets=mixture, **flags)
+    path = settings(dataset_name=None, datasets=mixture, use_peft=True, **flags)
     run = train.prepare(train.read(["--config", path]))
     assert run.args.model_init_kwargs.get("dtype") == dtype
 
@@ -191,6 +230,25 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
         {"dataset_name": None, "datasets": [{"pth": "data"}]},
         "",
     ),
+    "resume_from_checkpoint='run/checkpoint-3': there is no such folder, seen from": (
+        {},
+        "--resume_from_checkpoint run/checkpoint-3",
+    ),
+    "resume_from_checkpoint='data': the folder is no checkpoint of a run, for it has no trainer_state.json. Leave": (
+        {"resume_from_checkpoint": "data"},
+        "",
+    ),
+    "output_dir='data/train.jsonl/run': ": ({"output_dir": "data/train.jsonl/run"}, ""),
+    "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft": (
+        {},
+        "--fp8_base true",
+    ),
+    "vllm_gpu_memory_utilization=30: it is the share of a GPU's memory": ({"vllm_gpu_memory_utilization": 30}, ""),
+    "vllm_max_model_length=256 with max_completion_length=512: the engine's context": (
+        {"vllm_max_model_length": 256},
+        "",
+    ),
+    "reward_funcs: my_rewards has no 'digit': did you mean digits?": ({}, "--reward_funcs my_rewards.digit"),
     "kv_cache_dtype='int8' is not supported": ({}, "--kv_cache_dtype int8"),
     "dataset_name='dta': ": ({"dataset_name": "dta"}, ""),
     "dataset_name='/no/data': Couldn't find any data file": ({"dataset_name": "/no/data"}, ""),
@@ -241,7 +299,12 @@ def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, monkeypatc
     monkeypatch.setitem(servable._MODEL_TYPES, "phi3", "nobody knows how")
     path = settings(model_name_or_path="./model")
     assert main(["train", "--config", path]) == 2
-    assert_only("model_name_or_path='./model': ", capsys.readouterr().err)
+    assert_only("model_name_or_path='./model': there is no such folder, seen from", capsys.readouterr().err)
+    Path("models/tiny").mkdir(parents=True)
+    assert main(["train", "--config", settings(model_name_or_path="models/tyny")]) == 2
+    assert_only("model_name_or_path='models/tyny': there is no such folder", said := capsys.readouterr().err)
+    assert said.endswith("did you mean models/tiny?\n")
+    settings(model_name_or_path="./model")
     Path("model").mkdir()
     Path("model/config.json").write_text('{"model_type": "phi3"}')
     assert main(["train", "--config", path]) == 2
@@ -277,14 +340,15 @@ def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):
 
 
 def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monkeypatch, capsys):
-    """The function of a reward's module, which the command does not import; the first rank says it for all."""
-    words = ["train", "--config", settings(), "--reward_funcs", "my_rewards.digit"]
+    """A function that a reward's module does not show in its source; the first rank says it for all."""
+    Path("other_rewards.py").write_text("from my_rewards import *")
+    words = ["train", "--config", settings(), "--reward_funcs", "other_rewards.digit"]
     monkeypatch.setattr(sys, "argv", words)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit, match="2"):
             train.main()
-        said = "trl-fp8: reward_funcs: my_rewards has no 'digit': did you mean digits?\n"
+        said = "trl-fp8: reward_funcs: other_rewards has no 'digit': did you mean digits?\n"
         assert capsys.readouterr().err.endswith(said) == (rank == "0")
 
 
@@ -297,6 +361,49 @@ def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_models, mo
         with pytest.raises(SystemExit, match="2"):
             train.main()
         assert capsys.readouterr().err.endswith(f"trl-fp8: {refusal}\n") == (rank == "0")
+
+
+def test_the_command_ends_with_the_status_of_a_process(here, no_models, monkeypatch):
+    """One process takes its place. Of several a 2 is a mistake that one of them has told; others keep their report."""
+    became = []
+    monkeypatch.setattr(os, "execvpe", lambda file, words, environment: became.append([file, *words[1:]]))
+    assert main(["train", "--config", settings()]) == 0
+    assert became == [[sys.executable, "-m", train.__name__, "--config", "x.yaml"]]
+    for status in (2, 1):
+        failed = ChildFailedError("train", {1: ProcessFailure(1, 9, status, "no file")})
+        monkeypatch.setattr(accelerate.commands.launch, "launch_command", Mock(side_effect=failed))
+        if status == 2:
+            assert main(["train", "--config", settings()]) == 2
+        else:
+            with pytest.raises(ChildFailedError):
+                main(["train", "--config", settings()])
+
+
+def test_a_checkpoint_that_would_not_fit_on_the_disk_is_told_before_models_load(here, no_models, monkeypatch, capsys):
+    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 1}
+    config |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda name, revision: (config, {}))
+    usage = shutil.disk_usage(here)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**20))
+    assert main(["train", "--config", settings()]) == 2
+    assert_only(
+        "output_dir='trainer_output': its disk has 0.0 GiB left, and a checkpoint takes", capsys.readouterr().err
+    )
+    launched(monkeypatch, "--config", settings(use_peft=True))
+
+
+def test_names_that_a_rewards_source_binds_are_found(here):
+    source = (
+        "if 1:\n    import a.b as one\n    two, three = 1, 2\nclass four:\n    x = 1\nasync def five():\n    y = 1"
+    )
+    Path("bound_rewards.py").write_text(source)
+    rewards.check_rewards([f"bound_rewards.{name}" for name in ("one", "two", "three", "four", "five")], [])
+    for name in ("x", "y", "a", "six"):
+        with pytest.raises(ValueError, match=f"bound_rewards has no '{name}'"):
+            rewards.check_rewards([f"bound_rewards.{name}"], [])
+    for source in ("from a import *", "def __getattr__(name): ...", "def (", "\xff"):
+        Path("bound_rewards.py").write_text(source, encoding="latin-1")
+        rewards.check_rewards(["bound_rewards.six"], [])
 
 
 def test_what_a_rewards_module_raises_is_seen(here):

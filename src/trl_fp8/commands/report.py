@@ -4,7 +4,9 @@ from argparse import ArgumentParser, Namespace
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="output_dir of a run; several are compared")
+    parser.add_argument(
+        "runs", nargs="+", metavar="RUN", help="output_dir of a run, or the log in it; several are compared"
+    )
     parser.add_argument(
         "--output",
         metavar="FOLDER",
@@ -18,9 +20,13 @@ def run(given: Namespace) -> str:
     except ModuleNotFoundError as error:  # matplotlib, an extra
         raise ValueError(error) from error
     from trl_fp8.report.page import write_report
-    from trl_fp8.run.file import read_runs, run_folder
+    from trl_fp8.run.file import earlier_logs, read_runs, run_folder
 
     first = run_folder(given.runs[0])
     beside = first / "report" if len(given.runs) == 1 else first.resolve().parent / "report"
     page = write_report(read_runs(given.runs), given.output or beside)
-    return f"written: {page} (open it in a browser), and its pictures beside it as PNG"
+    written = f"written: {page} (open it in a browser), and its pictures beside it as PNG"
+    folders = dict.fromkeys(run_folder(run) for run in given.runs)
+    if others := [str(log) for folder in folders for log in earlier_logs(folder) if str(log) not in given.runs]:
+        written += f"\nearlier runs in the same folder, which `trl-fp8 report` takes, too: {', '.join(others)}"
+    return written

@@ -1,7 +1,8 @@
 """The rewards of `trl-fp8 train`: TRL's by their names, anybody's by a dotted path."""
 
+import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,9 @@ NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
 
 
 def check_rewards(asked: list[str], reward_models: list[str]) -> None:
-    """Raise `ValueError` for rewards that cannot be found or computed here; no module of a reward is imported."""
+    """Raise `ValueError` for rewards that cannot be found or computed here; no module of a reward is imported, but
+    its source is looked at.
+    """
     if not asked and not reward_models:
         raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
     for name in map(str, asked):
@@ -26,6 +29,8 @@ def check_rewards(asked: list[str], reward_models: list[str]) -> None:
             raise ValueError(f"reward_funcs: there is no {name!r}{did_you_mean(name, NAMES, known)}")
         if module and not _found(module):
             raise ValueError(f"reward_funcs: {name!r}: no module {module!r} is installed, or in {Path.cwd()}.")
+        if module and (bound := _bound_in(module)) is not None:
+            _require_function(module, name.rpartition(".")[2], bound)
     if (verified := set(VERIFIED) & set(asked)) and find_spec("math_verify") is None:
         raise ValueError(
             f"reward_funcs: {min(verified)} compares answers with math-verify, which is not installed: "
@@ -51,9 +56,36 @@ def _imported(path: str) -> Callable:
         functions = import_module(module or "trl.rewards")
     except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
         raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
-    if not hasattr(functions, name):
-        raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
+    _require_function(module, name, dir(functions))
     return getattr(functions, name)
+
+
+def _require_function(module: str, name: str, known: Iterable[str]) -> None:
+    if name not in known:
+        raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, known)}")
+
+
+def _bound_in(module: str) -> set[str] | None:
+    """Names that the source of a module binds outside of functions and classes; None if it shows only a part."""
+    source = find_spec(module).origin
+    if source is None or not source.endswith(".py"):
+        return None
+    try:
+        nodes = list(_outside_of_functions(ast.parse(Path(source).read_text())))
+    except (SyntaxError, UnicodeDecodeError):  # the import shows where
+        return None
+    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+    bound |= {alias.asname or alias.name.partition(".")[0] for alias in imported}
+    return None if bound & {"*", "__getattr__"} else bound
+
+
+def _outside_of_functions(node: ast.AST) -> Iterator[ast.AST]:
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            yield from _outside_of_functions(child)
 
 
 def _found(module: str) -> bool:

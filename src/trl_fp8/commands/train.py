@@ -9,15 +9,26 @@ import sys
 from argparse import Namespace
 from importlib.resources import files
 from json import JSONDecodeError
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trl_fp8.console.interrupt import ended_by_ctrl_c
 from trl_fp8.console.quiet import quiet
-from trl_fp8.recipe.outline import outline_of_config
+from trl_fp8.planning.trainer_memory import BYTES, adapter_width
+from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.servable import require_servable
+from trl_fp8.upstream.patches import substituted
 
+from .model_config import missing_model, require_model
 from .rewards import check_rewards, reward_functions
 from .settings import Settings, check, read
+
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from trl_fp8.trainer import FP8GRPOTrainer
 
 
 # What `accelerate launch` takes, and warns that it does, where nothing says how to launch
@@ -34,7 +45,11 @@ class Run(NamedTuple):
 
 
 def launch(words: list[str]) -> int:
-    """Check everything, and start `accelerate launch` on this module. Returns 2, after one line, if that cannot be."""
+    """Check everything, and start `accelerate launch` on this module.
+
+    Returns the exit status: 2, after one line, for a mistake of the user's, here or in one of the processes, and 130
+    after Ctrl-C. A single process takes the place of this one, so that status and signals are its own.
+    """
     if asked := {"-h", "--help", "--help-all"}.intersection(words):
         from .arguments import common_help, make_parser
 
@@ -47,15 +62,42 @@ def launch(words: list[str]) -> int:
             launched = _launched(_checked(words))
     except (ValueError, OSError) as error:
         return _refuse(error)
-    from accelerate.commands.launch import launch_command
+    from accelerate.commands import launch as accelerate_launch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    launch_command(launched)
+    try:
+        with substituted(accelerate_launch, "simple_launcher", _become):
+            accelerate_launch.launch_command(launched)
+    except ChildFailedError as error:
+        if 2 not in [failure.exitcode for failure in error.failures.values()]:
+            raise
+        return 2  # the process has said why
+    except SignalException as error:
+        os._exit(128 + error.sigval)  # the processes have ended; taking torch apart would take seconds
     return 0
+
+
+def _become(args: Namespace) -> None:
+    """In place of accelerate's launcher of one process, which waits for a child and makes 1 of its exit status."""
+    from accelerate.utils import prepare_simple_launcher_cmd_env
+
+    words, environment = prepare_simple_launcher_cmd_env(args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(words[0], words, environment)
 
 
 def main() -> None:
     """What each process runs."""
     quiet()
+    started = []
+    with ended_by_ctrl_c(lambda: _stopped(started) if os.environ.get("RANK", "0") == "0" else ""):
+        _train(started)
+
+
+def _train(started: "list[FP8GRPOTrainer]") -> None:
+    """A run from its arguments to its model; the trainer goes into `started` once there is one."""
     try:
         run = prepare(_checked(sys.argv[1:]))
         script, args = run.script, run.args
@@ -72,11 +114,27 @@ def main() -> None:
         trainer = FP8GRPOTrainer(reward_funcs=rewards, args=args, callbacks=callbacks, **run.trained)
     except (ValueError, OSError) as error:  # what the model, or the two together, do not allow
         sys.exit(_refused(error))
+    started.append(trainer)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.accelerator.print(f"Model saved to {args.output_dir}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=script.dataset_name)
+
+
+def _stopped(started: "list[FP8GRPOTrainer]") -> str:
+    """Where Ctrl-C stopped a run, and how to go on."""
+    if not started:
+        return "stopped before the first step"
+    from trl_fp8.run.checkpoints import LAST, checkpoint_to_resume
+
+    (trainer,) = started
+    args, at = trainer.args, f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
+    checkpoint = checkpoint_to_resume(args.output_dir, "auto")
+    if checkpoint is None:
+        return f"{at}; there is no checkpoint yet, so the same command starts from the beginning"
+    again = "" if str(args.resume_from_checkpoint).lower() in LAST else " and --resume_from_checkpoint auto"
+    return f"{at}; go on with the same command{again}, from {checkpoint}"
 
 
 def _refused(error: Exception) -> int:
@@ -99,6 +157,9 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
     from transformers import PreTrainedConfig
     from trl import get_peft_config, get_quantization_config
 
+    from trl_fp8.run.checkpoints import checkpoint_to_resume, require_ranks
+    from trl_fp8.run.output import require_output
+
     from .arguments import make_parser
     from .problems import load_problems
 
@@ -108,14 +169,24 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
         )
     except JSONDecodeError as error:
         raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
-    name = model.model_name_or_path
+    if args.fp8_base and not model.use_peft:
+        raise ValueError(
+            "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft for "
+            "adapters, or set fp8_base=False."
+        )
+    if checkpoint := checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint):
+        require_ranks(checkpoint, args.world_size)
+    name, outline = model.model_name_or_path, None
+    require_model(name)
     try:
         config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
         if args.own_engine and (outline := outline_of_config(config, name)) is not None:
             require_servable(outline)
     except (OSError, ValueError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"model_name_or_path={name!r}: {error}") from error
+        raise kind(missing_model(name, "model_name_or_path", error)) from error
+    weights = _weight_bytes(outline, model) if outline else 0
+    require_output(args, weights, weights)
     training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
     if args.fp8_base and not given.values("dtype"):
@@ -130,6 +201,13 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
         "peft_config": get_peft_config(model),
     }
     return Run(script, args, trained, tuple(launch_words))
+
+
+def _weight_bytes(outline: Outline, model: "ModelConfig") -> int:
+    """Of a checkpoint's weights, which are all trained: the policy's, or adapters in FP32 on all linear layers."""
+    if model.use_peft:
+        return 4 * model.lora_r * adapter_width(outline)
+    return BYTES.get(model.dtype, min(BYTES.values())) * sum(map(prod, outline.parameters.values()))
 
 
 def _checked(words: list[str]) -> Settings:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate.logging import get_logger
+from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
@@ -28,10 +29,30 @@ class Syncs(Feature):
         super().__init__(trainer)
         self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()
+        self._require_longest_prompt()
         if not trainer.args.fp8_base and (worn := merged_into_bf16(trainer.model)):
             logger.warning(
                 f"{len(worn)} layers with adapters have a base in BF16: {listed(worn, 1)}. Each sync merges adapters "
                 "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."
+            )
+
+    def _require_longest_prompt(self) -> None:
+        """What `before_turn` would say of it in the middle of a run. What TRL makes of images, and of rows whose tools
+        differ, is only known then.
+        """
+        trainer = self.trainer
+        most, budget = trainer.args.vllm_max_model_length, trainer.args.max_completion_length
+        if most is None or trainer.environment_factories is not None or trainer.rollout_func is not None:
+            return
+        if not (prompt := longest_prompt(trainer.train_dataset)):
+            return
+        (prompt_ids,) = trainer._tokenize_prompts([prompt])[0]
+        require_prompts([prompt_ids], most)
+        if len(prompt_ids) + budget > most:
+            logger.warning(
+                f"vllm_max_model_length={most}: the longest prompt has {len(prompt_ids)} tokens, and its completions "
+                f"end after {most - len(prompt_ids)} of max_completion_length={budget}. For whole ones raise "
+                f"vllm_max_model_length to {len(prompt_ids) + budget}."
             )
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
@@ -98,6 +119,20 @@ def merged_into_bf16(model: nn.Module) -> list[str]:
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer))
     weights = ((name, getattr(layer.get_base_layer(), "weight", None)) for name, layer in layers)
     return [checkpoint_name(name) for name, weight in weights if weight is not None and weight.itemsize < 4]
+
+
+def longest_prompt(dataset: object) -> str | list[dict] | None:
+    """The prompt with most characters of a dataset whose rows are at hand; None if they are not, or have images."""
+    columns = set(dataset.column_names) if isinstance(dataset, Dataset) else set()
+    if "prompt" not in columns or columns & {"image", "images"}:
+        return None
+    return max(dataset["prompt"][:], key=_characters, default=None)  # row by row it takes 40 times as long
+
+
+def _characters(prompt: str | list[dict] | None) -> int:
+    return (
+        len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt or ())
+    )
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:

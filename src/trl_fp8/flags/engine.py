@@ -68,6 +68,7 @@ class EngineFlags:
         if fp8:
             self._check_rollouts(fp8)
         if own_engine:
+            self._check_sizes()
             self._check_engine_kwargs()
             check_generation_kwargs(self.generation_kwargs or {}, self.temperature)
 
@@ -87,6 +88,20 @@ class EngineFlags:
             )
         if self.fsdp and int(self.fsdp_plugin_args.get("fsdp_version", 2)) == 1:
             raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
+
+    def _check_sizes(self) -> None:
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"vllm_gpu_memory_utilization={self.vllm_gpu_memory_utilization}: it is the share of a GPU's memory "
+                "that the engine takes, above 0 and up to 1. Set it to 0.3, for example."
+            )
+        if self.vllm_max_model_length is not None and self.vllm_max_model_length <= self.max_completion_length:
+            raise ValueError(
+                f"vllm_max_model_length={self.vllm_max_model_length} with max_completion_length="
+                f"{self.max_completion_length}: the engine's context holds a prompt and its completion, and leaves no "
+                "room for a prompt. Raise vllm_max_model_length to the longest prompt's tokens plus "
+                "max_completion_length, or leave it out."
+            )
 
     def _check_engine_kwargs(self) -> None:
         names = ("use_transformers_continuous_batching", "transformers_continuous_batching_config")

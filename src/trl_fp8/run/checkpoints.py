@@ -14,12 +14,13 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
 
-logger = get_logger(__name__)
+LAST = ("true", "auto")  # what a command line or a file has for the last whole checkpoint
 
 
 def marker(checkpoint: str | Path) -> Path:
@@ -28,23 +29,48 @@ def marker(checkpoint: str | Path) -> Path:
     return checkpoint.with_name(f"_{checkpoint.name}.unfinished")
 
 
-def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> str | bool | None:
-    """What `resume_from_checkpoint=asked` means: True becomes the last checkpoint that was written to its end."""
-    if not asked:
-        return asked
-    found = sorted(Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=_step)
-    whole = [checkpoint for checkpoint in found if not marker(checkpoint).exists()]
-    instead = f"resume_from_checkpoint={str(whole[-1])!r}" if whole else "start anew: there is no whole one"
-    if asked is not True:
-        if marker(asked).exists():
-            raise ValueError(
-                f"resume_from_checkpoint={str(asked)!r} was not written to its end: the run was killed while it was "
-                f"saved. Use {instead}."
-            )
-        return asked
-    if skipped := [checkpoint.name for checkpoint in found if checkpoint not in whole]:
-        logger.warning(f"{', '.join(skipped)} in {output_dir} were not written to their end and are passed over.")
-    return str(whole[-1]) if whole else True  # transformers says that there is none
+def checkpoints(output_dir: str | Path) -> tuple[list[Path], list[Path]]:
+    """The checkpoints in a folder, by step: those that were written to their end, and the others."""
+    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+    found = sorted((path for path in found if path.name.rpartition("-")[2].isdigit()), key=_step)
+    unfinished = [path for path in found if marker(path).exists() or not (path / TRAINER_STATE_NAME).exists()]
+    return [path for path in found if path not in unfinished], unfinished
+
+
+def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> str | None:
+    """The folder that `resume_from_checkpoint=asked` means; None to start from the beginning.
+
+    True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one: a job that is
+    submitted again says the same words as the first time. "false" is what a command line has for False.
+
+    Raises:
+        ValueError: A checkpoint that is named is none, or was not written to its end.
+    """
+    word = str(asked or False).lower()
+    if word == "false":
+        return None
+    whole, _ = checkpoints(output_dir)
+    if word in LAST:
+        return str(whole[-1]) if whole else None
+    instead = f"Use resume_from_checkpoint={str(whole[-1])!r}" if whole else "Leave it out to start from the beginning"
+    folder, reason = Path(asked), None
+    if marker(folder).exists():
+        reason = "was not written to its end: the run was killed while it was saved"
+    elif not folder.is_dir():
+        reason = f"there is no such folder, seen from {Path.cwd()}"
+    elif not (folder / TRAINER_STATE_NAME).exists():
+        reason = f"the folder is no checkpoint of a run, for it has no {TRAINER_STATE_NAME}"
+        if (folder / CONFIG_NAME).exists():
+            instead += ", or give the folder as the model to train it further"
+    if reason:
+        raise ValueError(f"resume_from_checkpoint={str(asked)!r}: {reason}. {instead}.")
+    return str(folder)
+
+
+def require_ranks(checkpoint: str | Path, processes: int) -> None:
+    """Raise `ValueError` if rollouts in the checkpoint are of another number of processes."""
+    if (held := len(_rollout_files(checkpoint))) not in (0, processes):
+        raise ValueError(_indivisible(checkpoint, held, processes))
 
 
 def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batches: list[dict]) -> None:
@@ -55,18 +81,26 @@ def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batch
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, list[dict]] | None:
     """What `save_rollouts` wrote, on the rank's device; None if the checkpoint does not fall into a generation."""
-    files = sorted(Path(folder).glob("rollouts_*.pt"))
+    files = _rollout_files(folder)
     if not files:
         return None
     own = Path(folder) / f"rollouts_{accelerator.process_index}.pt"
     state = torch.load(own if own in files else files[0], map_location="cpu", weights_only=True)
     if state["ranks"] != accelerator.num_processes:
-        raise ValueError(
-            f"resume_from_checkpoint={str(folder)!r} falls into a generation of {state['ranks']} processes, whose "
-            f"rollouts cannot be divided among {accelerator.num_processes}. Launch {state['ranks']} processes, or "
-            "resume from a checkpoint without rollouts_*.pt (after which a generation was due)."
-        )
+        raise ValueError(_indivisible(folder, state["ranks"], accelerator.num_processes))
     return state["step"], send_to_device(state["batches"], accelerator.device)
+
+
+def _rollout_files(checkpoint: str | Path) -> list[Path]:
+    return sorted(Path(checkpoint).glob("rollouts_*.pt"))
+
+
+def _indivisible(checkpoint: str | Path, held: int, processes: int) -> str:
+    return (
+        f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {held} processes, whose rollouts "
+        f"cannot be divided among {processes}. Launch {held} processes, or resume from a checkpoint without "
+        "rollouts_*.pt (after which a generation was due)."
+    )
 
 
 def _step(checkpoint: Path) -> int:

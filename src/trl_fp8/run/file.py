@@ -2,9 +2,14 @@
 
 It is written as the run goes, so that a report can be made of a run that is not finished or was killed. A resumed run
 continues the file: what an earlier attempt had done beyond the step from which it was resumed does not count.
+
+A run that begins at step 0 in the folder of another one writes to `fp8_run.new.jsonl` until its first step is done.
+Then the other run's file becomes `fp8_run.1.jsonl` (or the next free number), and the new one takes its name. So a run
+that dies before its first step costs the folder nothing, and no log of a step is ever deleted.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +17,8 @@ from typing import Any
 
 
 FILE = "fp8_run.jsonl"
+NEW = "fp8_run.new.jsonl"  # of a run whose first step is not done, where there is a file of an earlier run
+_EARLIER = re.compile(r"fp8_run\.(\d+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -34,35 +41,50 @@ class Run:
 
 def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
     """Add a line of a kind ("run", "log" or "rollouts") at once."""
-    with Path(folder, FILE).open("a") as file:
-        file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
+    folder = Path(folder)
+    new = folder / NEW
+    if new.exists() and row["step"] > 0:
+        numbers = [int(_EARLIER.fullmatch(path.name)[1]) for path in earlier_logs(folder)]
+        (folder / FILE).rename(folder / f"fp8_run.{max(numbers, default=0) + 1}.jsonl")
+        new.rename(folder / FILE)
+    _add(new if new.exists() else folder / FILE, kind, row)
 
 
 def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Start a file at step 0, or continue one that a run is resumed from."""
-    path = Path(folder, FILE)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if step == 0:
+    """Start a file at step 0, or continue the one of the run that is resumed."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, new = folder / FILE, folder / NEW
+    new.unlink(missing_ok=True)  # of a run that died before its first step
+    if step == 0 and _has_steps(path):
+        path = new
+    elif step == 0:
         path.unlink(missing_ok=True)
     elif path.exists() and not path.read_bytes().endswith(b"\n"):  # killed in the middle of a line
         with path.open("a") as file:
             file.write("\n")
-    append(folder, "run", {"step": step, "facts": facts})
+    _add(path, "run", {"step": step, "facts": facts})
+
+
+def earlier_logs(folder: str | Path) -> list[Path]:
+    """Files of the runs that were in the folder before, the oldest first."""
+    found = (path for path in Path(folder).glob("fp8_run.*.jsonl") if _EARLIER.fullmatch(path.name))
+    return sorted(found, key=lambda path: int(_EARLIER.fullmatch(path.name)[1]))
 
 
 def run_folder(path: str | Path) -> Path:
-    """The folder of a run that is named by it, or by the file in it."""
-    return Path(path).parent if Path(path).name == FILE else Path(path)
+    """The folder of a run that is named by it, or by a run's file in it."""
+    return _file_of(path).parent
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read a run's file, which may be named instead of its folder.
+    """Read a run's file, which may be named instead of its folder; one of `earlier_logs` has to be.
 
     Raises:
         ValueError: There is none, or it does not begin with a run's facts.
     """
-    folder = run_folder(folder)
-    path = folder / FILE
+    path = _file_of(folder)
+    folder = path.parent
     if not path.exists():
         raise ValueError(
             f"RUN={str(folder)!r} has no {FILE}: pass the output_dir of a run of FP8GRPOTrainer with fp8_run_log=True."
@@ -78,7 +100,7 @@ def read_run(folder: str | Path) -> Run:
             rows[kind].append(row)
     if facts is None:
         raise ValueError(f"{path} does not begin with a run's facts: it was cut or is another file.")
-    return Run(folder.resolve().name, facts, rows["log"], rows["rollouts"])
+    return Run(_run_path(path).name, facts, rows["log"], rows["rollouts"])
 
 
 def read_runs(folders: Sequence[str | Path]) -> list[Run]:
@@ -87,13 +109,36 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     Raises:
         ValueError: As `read_run`, or a folder is named twice.
     """
-    paths = [run_folder(folder).resolve() for folder in folders]
+    paths = [_run_path(_file_of(folder)) for folder in folders]
     if twice := [str(folder) for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"RUN={twice[0]!r} is named twice. Name each run once.")
     depths = range(1, max(len(path.parts) for path in paths) + 1)
     tails = ([str(Path(*path.parts[-depth:])) for path in paths] for depth in depths)
     names = next(names for names in tails if len(set(names)) == len(names))
     return [replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)]
+
+
+def _file_of(path: str | Path) -> Path:
+    """The file of a run that is named by its folder or by the file."""
+    path = Path(path)
+    return path if path.name in (FILE, NEW) or _EARLIER.fullmatch(path.name) else path / FILE
+
+
+def _run_path(file: Path) -> Path:
+    """What a run is called by: its folder, which has one current run, or else its file."""
+    file = file.resolve()
+    return file.parent if file.name == FILE else file.with_suffix("")
+
+
+def _has_steps(file: Path) -> bool:
+    """Whether a run got as far as its first step."""
+    rows = map(_parsed, file.read_bytes().splitlines()) if file.exists() else ()
+    return any(isinstance(row.get("step"), int | float) and row["step"] > 0 for row in rows)
+
+
+def _add(path: Path, kind: str, row: Mapping[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps({"kind": kind, **row}, default=str) + "\n")
 
 
 def _parsed(line: bytes) -> dict:

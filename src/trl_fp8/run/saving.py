@@ -18,7 +18,7 @@ from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.sync.policy_checks import require_finite
 
-from .checkpoints import checkpoint_to_resume, load_rollouts, marker, save_rollouts
+from .checkpoints import LAST, checkpoint_to_resume, checkpoints, load_rollouts, marker, save_rollouts
 from .facts import run_facts
 
 
@@ -138,9 +138,15 @@ class Saving:
         card.write_text(f"{card.read_text().rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-        """TRL's; `resume_from_checkpoint=True` means the last checkpoint that was written to its end."""
-        whole = checkpoint_to_resume(self.args.output_dir, resume_from_checkpoint)
-        return super().train(whole, *args, **kwargs)
+        """TRL's; True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one."""
+        folder = self.args.output_dir
+        checkpoint = checkpoint_to_resume(folder, resume_from_checkpoint)
+        if str(resume_from_checkpoint).lower() in LAST:
+            if skipped := [path.name for path in checkpoints(folder)[1]]:
+                logger.warning(f"{', '.join(skipped)} in {folder} were not written to their end and are passed over.")
+            if checkpoint is None:
+                self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
+        return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

@@ -9,7 +9,13 @@ from types import ModuleType
 from typing import NamedTuple
 
 
-READ_IN = {"torch": "2.13", "transformers": "5.17", "trl": "1.16", "vllm": "0.31"}  # library -> its version
+READ_IN = {
+    "accelerate": "1.15",
+    "torch": "2.13",
+    "transformers": "5.17",
+    "trl": "1.16",
+    "vllm": "0.31",
+}  # library -> its version
 FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good", "registered", "on instances"
 
 
@@ -37,6 +43,10 @@ _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
         "trl.trainer.grpo_trainer.create_model_from_path": ("trainer.py", "TRL loads a whole model by this name."),
+        "accelerate.commands.launch.simple_launcher": (
+            "commands/train.py",
+            "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
+        ),
         "trl.trainer.utils._ChunkedLogProbFunction": (
             "features/engine_head.py",
             "TRL's output head calls it by this name.",

@@ -1,0 +1,50 @@
+"""Ctrl-C: one line and exit status 130, in place of the tracebacks of whatever was running."""
+
+import atexit
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+STATUS = 128 + signal.SIGINT  # as a shell has it for a process that SIGINT ended
+# A terminal sends SIGINT to all processes in front, and a launcher passes its own on: a second one as soon as this is
+# the same Ctrl-C. A later one comes from a user who does not want to wait
+SECONDS = 1.0
+
+
+@contextmanager
+def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
+    """Let Ctrl-C inside the block end the process with `STATUS`, after what `line` returns.
+
+    The block is left by `KeyboardInterrupt`, so that what it has begun is cleaned up. Errors that follow from it, such
+    as those of a collective whose other rank is gone, are not shown. Enter it before torch is imported.
+    """
+    first = 0.0
+
+    def interrupt(*_: object) -> None:
+        nonlocal first
+        if not first:
+            first = time.monotonic()
+            raise KeyboardInterrupt
+        if time.monotonic() - first > SECONDS:
+            os._exit(STATUS)
+
+    # What is registered first runs last: after it Python would take its modules apart, with torch and vLLM for 7 s
+    atexit.register(lambda: first and os._exit(STATUS))
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    except BaseException:
+        if not first:
+            raise
+        sys.stdout.flush()
+        sys.stderr.write(f"\n{said}\n" if (said := line()) else "")
+        sys.stderr.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for what libraries print as they end
+        sys.exit(STATUS)
+    finally:
+        if not first:
+            signal.signal(signal.SIGINT, before)

@@ -1,0 +1,69 @@
+"""Whether a disk can take what a run will write: asked of it beforehand, and nothing is left there."""
+
+import shutil
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import TrainingArguments
+
+from trl_fp8.run.output import checkpoint_bytes, require_output
+
+
+GIB = 2**30
+
+
+@pytest.fixture
+def free(monkeypatch, tmp_path):
+    """`free(gib)`: the disk has that much left."""
+    usage = shutil.disk_usage(tmp_path)
+
+    def free(gib, total=1):
+        changed = usage._replace(free=int(gib * GIB), total=total)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: changed)
+
+    return free
+
+
+def arguments(folder, **flags):
+    return TrainingArguments(str(folder), use_cpu=True, report_to="none", **flags)
+
+
+def test_a_folder_that_can_be_made_is_not_made(tmp_path):
+    require_output(arguments(tmp_path / "a" / "b"), 1, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for folder, below in ((tmp_path / "file" / "run", tmp_path / "file"), ("/proc/run", "/proc")):  # not even by root
+        with pytest.raises(ValueError, match=f"output_dir='{folder}': {below} cannot be written .*Set output_dir"):
+            require_output(arguments(folder), 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ({}, "a checkpoint takes 3.0 GiB \\(weights 1.0 GiB, optimizer 2.0 GiB\\).* or leave the optimizer out"),
+        ({"save_only_model": True}, "a checkpoint takes 1.0 GiB \\(weights 1.0 GiB\\). Make room, set"),
+        ({"optim": "adafactor"}, "a checkpoint takes 1.0 GiB"),
+        ({"save_strategy": "no"}, "the model takes 1.0 GiB"),
+    ],
+)
+def test_a_disk_without_room_for_one_checkpoint_is_named(flags, needed, tmp_path, free):
+    args = arguments(tmp_path, **flags)
+    free(0.9)
+    with pytest.raises(ValueError, match=f"output_dir='{tmp_path}': its disk has 0.9 GiB left, and {needed}"):
+        require_output(args, GIB, GIB)
+    free(3.0 if not flags else 1.0)
+    require_output(args, GIB, GIB)
+    free(0, total=0)
+    require_output(args, GIB, GIB)
+
+
+def test_adapters_alone_are_in_a_checkpoint_of_a_model_with_adapters():
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    model[0].requires_grad_(False)
+    assert checkpoint_bytes(model) == (2 * 4 * 64, 4 * 64)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["1"]))
+    assert checkpoint_bytes(adapted) == (2 * 4 * 16, 2 * 4 * 16)
