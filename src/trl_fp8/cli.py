@@ -15,6 +15,7 @@ import sys
 
 from .commands import checkpoints, plan, report, train
 from .console.quiet import quiet
+from .upstream.versions import require_versions
 
 
 # word -> (help, arguments, what it does)
@@ -44,6 +45,11 @@ def main(words: list[str] | None = None) -> int:
     quiet()
     words = sys.argv[1:] if words is None else words
     if words[:1] == ["train"]:  # its flags are TRL's, and its --help too
+        try:
+            require_versions()
+        except ImportError as error:
+            print(f"trl-fp8: {error}", file=sys.stderr)
+            return 2
         return train.launch(words[1:])
     parser, commands = _parsers()
     if not words:
