@@ -46,8 +46,8 @@ ALLOWED = {
         *("config", "console", "export", "flags", "planning", "policy", "quantization", "recipe", "report", "run"),
         *("trainer", "upstream"),
     },
-    "cli": {"commands", "console"},
-    "__init__": {"config", "console", "correction", "recipe", "trainer"},
+    "cli": {"commands", "console", "upstream"},
+    "__init__": {"config", "console", "correction", "recipe", "trainer", "upstream"},
 }
 PUBLISHED = {  # import paths that do not change with the layout
     "trl_fp8": ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "RolloutCorrection"),

@@ -28,7 +28,12 @@ def __getattr__(name: str) -> object:
     """Import on first use: TRL takes ten seconds, which a question about a plan need not wait for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name], __name__), name)
+    from .console.quiet import without_noise
+    from .upstream.versions import require_versions
+
+    require_versions()
+    with without_noise():
+        return getattr(import_module(_HOME[name], __name__), name)
 
 
 def __dir__() -> list[str]:

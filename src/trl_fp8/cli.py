@@ -16,6 +16,7 @@ import sys
 from .commands import checkpoints, plan, report, train
 from .console.interrupt import ended_by_ctrl_c
 from .console.quiet import quiet
+from .upstream.versions import require_versions
 
 
 # word -> (help, arguments, what it does)
@@ -50,6 +51,11 @@ def main(words: list[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words[:1] == ["train"]:  # its flags are TRL's, and its --help too
+        try:
+            require_versions()
+        except ImportError as error:
+            print(f"trl-fp8: {error}", file=sys.stderr)
+            return 2
         return train.launch(words[1:])
     parser, commands = _parsers()
     if not words:

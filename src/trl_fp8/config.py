@@ -97,3 +97,20 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
 
 def _default(item: Field) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def _described(item: Field) -> str:
+    kind = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+    return (
+        f"    {item.name} (`{kind}`, *optional*, defaults to `{_default(item)!r}`):\n        {item.metadata['help']}"
+    )
+
+
+# As TRL documents its configs, from the one place where each flag is described: for help() and notebooks
+_OURS = [item for item in fields(FP8GRPOConfig) if item.name not in {of.name for of in fields(GRPOConfig)}]
+FP8GRPOConfig.__doc__ = "\n".join(
+    [
+        *(FP8GRPOConfig.__doc__.rstrip(), "\nParameters:", *map(_described, _OURS)),
+        f"\nThe parameters of `trl.GRPOConfig`:\n\n{GRPOConfig.__doc__.strip()}\n",
+    ]
+)

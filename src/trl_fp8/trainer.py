@@ -30,8 +30,9 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .config import FP8GRPOConfig
-from .console.lines import on_terminal, slow_step
+from .console.lines import slow_step
 from .console.progress import FP8ProgressCallback
+from .console.quiet import without_noise
 from .correction.importance import RolloutCorrection
 from .correction.metric import Metric
 from .features.correction import Correction
@@ -160,7 +161,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             trusted = loading.get("trust_remote_code", args.trust_remote_code)
             quantization_config = dequantizing_config(model, loading.get("revision"), trusted)
         engine = substituted(trl_grpo, "VLLMGeneration", self._make_generation)
-        with engine, substituted(trl_grpo, "create_model_from_path", loader), self._restored_on_failure():
+        loading = substituted(trl_grpo, "create_model_from_path", loader)
+        with without_noise(), engine, loading, self._restored_on_failure():
             super().__init__(
                 model=model,
                 reward_funcs=reward_funcs,
@@ -202,11 +204,11 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         return feature
 
     def _choose_progress(self, given: list[type[TrainerCallback]]) -> None:
-        """Put `FP8ProgressCallback` in the place of the bar that transformers added, on a terminal and wherever it was
-        asked for. Where a bar of another kind was given, or is transformers' default, nothing changes.
+        """Put `FP8ProgressCallback` in the place of the bar that transformers added, which prints a dictionary of all
+        metrics at each log. Where a bar was given among `callbacks`, or `disable_tqdm` is set, nothing changes.
         """
         asked = any(issubclass(one, FP8ProgressCallback) for one in given)
-        if not asked and (not on_terminal() or any(issubclass(one, ProgressCallback) for one in given)):
+        if not asked and any(issubclass(one, ProgressCallback) for one in given):
             return
         for default in [one for one in self.callback_handler.callbacks if type(one) is ProgressCallback]:
             self.remove_callback(default)

@@ -124,20 +124,15 @@ class OfCaller(ProgressCallback):
 
 
 @pytest.mark.parametrize(
-    "terminal, given, silent, expected",
+    "given, silent, expected",
     [
-        (True, None, False, [FP8ProgressCallback]),
-        (False, None, False, [ProgressCallback]),
-        (True, None, True, []),
-        (False, [FP8ProgressCallback()], False, [FP8ProgressCallback]),
-        (True, [FP8ProgressCallback], False, [FP8ProgressCallback]),
-        (True, [OfCaller()], False, [OfCaller, ProgressCallback]),
+        (None, False, [FP8ProgressCallback]),
+        (None, True, []),
+        ([FP8ProgressCallback], False, [FP8ProgressCallback]),
+        ([OfCaller()], False, [OfCaller, ProgressCallback]),
     ],
 )
-def test_the_bar_is_ours_on_a_terminal_unless_the_user_chose(
-    terminal, given, silent, expected, checkpoint, tmp_path, monkeypatch
-):
-    monkeypatch.setattr("trl_fp8.trainer.on_terminal", lambda: terminal)
+def test_progress_is_a_line_unless_the_user_chose(given, silent, expected, checkpoint, tmp_path):
     args = arguments(tmp_path, **BF16, disable_tqdm=silent)
     with training(checkpoint("qwen3"), args, callbacks=given) as trainer:
         found = [type(one) for one in trainer.callback_handler.callbacks]

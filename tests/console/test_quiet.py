@@ -1,8 +1,10 @@
-"""What is left out of the console is what is named, and nothing of it by an import alone."""
+"""What is left out of the console is what is named, and for as long as our own code runs, unless all was asked for."""
 
 import re
 import subprocess
 import sys
+
+import pytest
 
 from testing.processes import alone
 from trl_fp8.cli import main
@@ -58,6 +60,32 @@ def test_what_is_named_is_left_out_and_all_else_comes_through():
     for (_, text), line in zip(SEEN, lines, strict=False):
         assert line.endswith(f"other {text}")
     assert lines[len(SEEN) :] == [SEEN[2][1]]  # of another logger
+
+
+OWN_SCRIPT = """
+import logging, warnings
+
+before = list(warnings.filters)
+from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+assert list(warnings.filters)[-len(before):] == before
+import vllm  # what the engine's start brings
+for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):
+    assert not logging.getLogger(name).filters
+logging.getLogger("torchao").warning("Failed to load /x.so: said after the import")
+"""
+
+
+@pytest.mark.parametrize("verbose", ["", "1"])
+def test_a_users_own_script_prints_no_foreign_noise_unless_it_is_asked_for(verbose):
+    environment = alone() | {"TRL_FP8_VERBOSE": verbose}
+    done = subprocess.run([sys.executable, "-c", OWN_SCRIPT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    said = [
+        line for line in done.stderr.splitlines() if "Triton is installed" not in line
+    ]  # of the bare import of vLLM
+    assert said[-1].endswith("said after the import")
+    assert (len(said) > 1) == bool(verbose), done.stderr
+    assert ("register_constant" in done.stderr) == bool(verbose)
 
 
 def test_every_entry_is_for_a_message_that_was_seen():

@@ -468,7 +468,13 @@ def test_names_are_read_from_the_sources_that_declare_them():
 def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys):
     assert main(["train", "--help"]) == 0
     short = capsys.readouterr().out
-    assert all(f"--{name} " in short for names in COMMON.values() for name in names.split())
-    assert len(short.splitlines()) <= 50 and max(map(len, short.splitlines())) <= 120
+    assert all(f"--{name}" in short.split() for names in COMMON.values() for name in names.split())
+    assert len(short.splitlines()) <= 120 and max(map(len, short.splitlines())) <= 120
+    assert "--beta (a number; default 0.0)" in short and "..." not in short.partition("usage: ")[2].split("\n", 3)[3]
+    assert main(["train", "--help", "kv-scale-margin", "--loss_type"]) == 0
+    asked = capsys.readouterr().out
+    assert "--kv_scale_margin (a number; default 1.05)" in asked and "[VESPO" in asked and "--beta" not in asked
+    assert main(["train", "--help", "kv_scale_margins"]) == 2
+    assert "no flag has this name; close are kv_scale_margin" in capsys.readouterr().err
     assert main(["train", "--help-all"]) == 0
     assert {"--dataloader_num_workers", "--kv_scale_margin"} <= {*capsys.readouterr().out.split()}

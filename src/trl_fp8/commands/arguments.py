@@ -4,6 +4,7 @@ import re
 import textwrap
 from argparse import Action, ArgumentTypeError
 from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
 from shutil import get_terminal_size
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from .rewards import NAMES
 
 HEAD = """\
 usage: trl-fp8 train --config FILE [--accelerate_config FILE] [--FLAG VALUE ...]
+       trl-fp8 train --help FLAG [FLAG ...]      all that is said of these
 
 GRPO with FP8 rollouts. FILE is YAML with a line for each flag, as those in examples/configs; flags after it win.
 """
@@ -108,15 +110,40 @@ def make_parser(processes: int | None = None) -> Parser:
 
 
 def common_help() -> str:
-    """The flags that most runs set, with the beginning of what is said of each."""
+    """The flags that most runs set: defaults, choices, and the first sentence of what is said of each."""
     known, lines = make_parser().by_name, [HEAD]
-    room = get_terminal_size((120, 50)).columns - 33
     for group, names in COMMON.items():
-        lines.append(f"{group}:")
-        lines += [
-            f"  --{name:28} {textwrap.shorten(known[name].help, room, placeholder=' ...')}" for name in names.split()
-        ]
+        lines += [f"{group}:", *(_entry(known[name], first_sentence=True) for name in names.split())]
     return "\n".join([*lines, TAIL])
+
+
+def help_of(words: list[str]) -> str:
+    """Everything that is said of some flags, spelled as on the command line or as in YAML. `ValueError` if there is
+    no such flag.
+    """
+    known = make_parser().by_name
+    names = [word.removeprefix("--").replace("-", "_") for word in words]
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, n=3)
+            raise ValueError(
+                f"--help {name}: no flag has this name{'; close are ' + ', '.join(near) if near else ''}."
+            )
+    return "\n".join(_entry(known[name]) for name in names)
+
+
+def _entry(action: Action, first_sentence: bool = False) -> str:
+    """A flag's line and, indented below it, its text."""
+    kind = f"one of {', '.join(map(str, action.choices))}" if action.choices else KINDS.get(action.type.__name__, "")
+    stated = [kind] if kind else []
+    stated += [] if action.default is None else [f"default {action.default}"]
+    text = " ".join((action.help or "").replace("%%", "%").split())
+    if first_sentence:
+        text = re.split(r"(?<=\w\w[.])\s", text, maxsplit=1)[0]
+    about = f" ({'; '.join(stated)})" if stated else ""
+    width = min(get_terminal_size((120, 50)).columns, 120)
+    said = textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join([f"  --{action.dest}{about}", *said])
 
 
 def _fitting(value: Any, action: Action) -> Any:

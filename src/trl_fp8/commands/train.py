@@ -51,9 +51,14 @@ def launch(words: list[str]) -> int:
     after Ctrl-C. A single process takes the place of this one, so that status and signals are its own.
     """
     if asked := {"-h", "--help", "--help-all"}.intersection(words):
-        from .arguments import common_help, make_parser
+        from .arguments import common_help, help_of, make_parser
 
-        sys.stdout.write(make_parser().format_help() if "--help-all" in asked else common_help())
+        try:
+            flags = [word for word in words if word not in asked]
+            everything = make_parser().format_help() if "--help-all" in asked else common_help()
+            sys.stdout.write(help_of(flags) if flags else everything)
+        except ValueError as error:
+            return _refuse(error)
         return 0
     from trl_fp8.console.lines import slow_step
 

@@ -27,9 +27,8 @@ LINES, SECONDS = 10, 60.0  # without a terminal: lines per run at least, seconds
 class FP8ProgressCallback(ProgressCallback):
     """Progress with the latest reward, completion length in tokens and mismatch, and a line for each evaluation.
 
-    `FP8GRPOTrainer` has it in place of transformers' `ProgressCallback` where stderr is a terminal and `disable_tqdm`
-    is off; given as one of `callbacks`, everywhere. `report_to`, the run's log and `trainer.state.log_history` get all
-    metrics as ever.
+    `FP8GRPOTrainer` has it in place of transformers' `ProgressCallback`, unless `disable_tqdm` is set or one of
+    `callbacks` is a progress bar. `report_to`, the run's log and `trainer.state.log_history` get all metrics.
     """
 
     def __init__(self):

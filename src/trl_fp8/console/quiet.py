@@ -1,13 +1,16 @@
-"""Other libraries' noise, named message by message, and left out of what our commands and examples print.
+"""Other libraries' noise, named message by message, and left out of what this package lets them print.
 
-`quiet` is for the start of a program, before torch is imported. Importing this package changes nothing, and no logger,
-category or stream is silenced as a whole: what is not in these lists comes through.
+`without_noise` is around what this package imports and starts: the first use of one of its names, and the start of an
+engine. `quiet` is for a whole program of ours, before torch is imported. No logger, category or stream is silenced as
+a whole: what is not in these lists comes through. TRL_FP8_VERBOSE=1 shows everything.
 """
 
 import logging
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 
@@ -34,17 +37,48 @@ WARNED = (
 SETTINGS = {"TQDM_DELAY": "1"}
 
 
+VERBOSE = "TRL_FP8_VERBOSE"  # environment variable
+
+
+@contextmanager
+def without_noise() -> Iterator[None]:
+    """Inside the block leave out what `LOGGED` and `WARNED` name; after it filters are as they were before."""
+    if _shows_all():
+        yield
+        return
+    loggers = [
+        one for name in {noise.where for noise in LOGGED} if is_news not in (one := logging.getLogger(name)).filters
+    ]
+    with warnings.catch_warnings():
+        _filter(loggers)
+        try:
+            yield
+        finally:
+            for logger in loggers:
+                logger.removeFilter(is_news)
+
+
 def quiet() -> None:
     """Leave out what `LOGGED` and `WARNED` name, in this process."""
+    if _shows_all():
+        return
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    for name in {noise.where for noise in LOGGED}:
-        logging.getLogger(name).addFilter(is_news)
-    for noise in WARNED:
-        warnings.filterwarnings("ignore", noise.text, noise.where)
+    _filter([logging.getLogger(name) for name in {noise.where for noise in LOGGED}])
 
 
 def is_news(record: logging.LogRecord) -> bool:
     """A logger's filter: False for what `LOGGED` names."""
     text = record.getMessage()
     return not any(noise.where == record.name and re.match(noise.text, text) for noise in LOGGED)
+
+
+def _filter(loggers: list[logging.Logger]) -> None:
+    for logger in loggers:
+        logger.addFilter(is_news)
+    for noise in WARNED:
+        warnings.filterwarnings("ignore", noise.text, noise.where)
+
+
+def _shows_all() -> bool:
+    return os.environ.get(VERBOSE, "0") not in ("", "0")
