@@ -135,7 +135,7 @@ def test_evaluation_has_its_own_group_size_and_syncs_once_a_step(checkpoint, tmp
     # 4 prompts in groups of 2 are two batches of 4. The training step after an evaluation needs no sync of its own.
     groups = [(len(prompts), len(set(map(tuple, prompts)))) for prompts, _ in generations]
     assert groups == [(8, 2), (4, 2), (4, 2)] * 2 and syncs == [0, 1, 2]
-    assert ["fp8/sync_seconds" in row for row in rows(trainer)] == [True, False]
+    assert all("fp8/sync_seconds" in row for row in rows(trainer))  # also of a sync that an evaluation needed first
     evaluations = [row for row in trainer.state.log_history if "eval_loss" in row]
     assert len(evaluations) == 2
     for row in evaluations:

@@ -23,7 +23,9 @@ PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the
 
 
 class Syncs(Feature):
-    """Metrics of each sync, once; everything in them is on the host already. Warns of weights that went dead."""
+    """Metrics of each sync, once for training and once for evaluation, whichever of them needed it; everything in them
+    is on the host already. Warns of weights that went dead.
+    """
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
