@@ -3,7 +3,7 @@
     engine_started(numerics, kernels) the engine can say how it computes, and be called
     before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
     before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
-    after_sync()                     the engine holds the policy's weights, and nothing was sampled from them yet
+    after_sync()                     the engine holds the policy's weights, nothing was sampled from them yet
     after_generation(rollouts)       all turns are through
     scoring(mask, logits_to_keep)    around each pass of the policy that scores rollouts (TRL's old log-probs, loss)
     reference(mask, logits_to_keep)  around each pass of a reference, which may be the policy without its adapters

@@ -1,4 +1,4 @@
-"""After the first sync, before anything is sampled: the engine computes the model that the policy is.
+"""After the first sync, before anything is sampled: does the engine compute the model that the policy is?
 
 The policy runs one short sequence, and its modules are compared with the engine's (policy/witness). Where the policy
 calls the engine (`fp8_forward="full"`) a difference is an error, unless fp8_forward_check='warn': gradients would

@@ -82,7 +82,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     Args:
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
-        after_sync: Called once the engine holds the policy's weights, before anything is sampled from them.
+        after_sync: Called after each sync for a generation, before anything is sampled.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
         return_survivors: Let `llm.survivors` remember the tokens that top-k, top-p and min-p leave.
@@ -340,7 +340,6 @@ class FP8VLLMGeneration(VLLMGeneration):
         """
         scales = self.last_sync.kv_scales if self.last_sync else scales
         self.delivery.deliver(None if scales is None else lambda: scales)
-        self.after_sync()
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
