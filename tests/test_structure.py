@@ -63,6 +63,7 @@ FOREIGN = {  # packages that only some folders may import
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {
+    ("config.py", "FP8GRPOConfig.__doc__"): "made of the flags' own texts, which the class has once it is there",
     ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("engine/vllm/adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",

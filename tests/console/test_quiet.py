@@ -65,9 +65,8 @@ def test_what_is_named_is_left_out_and_all_else_comes_through():
 OWN_SCRIPT = """
 import logging, warnings
 
-before = list(warnings.filters)
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-assert list(warnings.filters)[-len(before):] == before
+assert not [each for each in warnings.filters if each[1] is not None and "reduce_op" in each[1].pattern]
 import vllm  # what the engine's start brings
 for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):
     assert not logging.getLogger(name).filters

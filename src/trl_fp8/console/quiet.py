@@ -42,20 +42,23 @@ VERBOSE = "TRL_FP8_VERBOSE"  # environment variable
 
 @contextmanager
 def without_noise() -> Iterator[None]:
-    """Inside the block leave out what `LOGGED` and `WARNED` name; after it filters are as they were before."""
+    """Inside the block leave out what `LOGGED` and `WARNED` name. After it our filters are gone; those that libraries
+    made for themselves while they were imported stay.
+    """
     if _shows_all():
         yield
         return
-    loggers = [
-        one for name in {noise.where for noise in LOGGED} if is_news not in (one := logging.getLogger(name)).filters
-    ]
-    with warnings.catch_warnings():
-        _filter(loggers)
-        try:
-            yield
-        finally:
-            for logger in loggers:
-                logger.removeFilter(is_news)
+    loggers = [logging.getLogger(name) for name in {noise.where for noise in LOGGED}]
+    loggers = [logger for logger in loggers if is_news not in logger.filters]
+    before = list(warnings.filters)
+    _filter(loggers)
+    ours = [each for each in warnings.filters if each not in before]
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_news)
+        warnings.filters[:] = [each for each in warnings.filters if each not in ours]
 
 
 def quiet() -> None:

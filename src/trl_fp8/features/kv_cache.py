@@ -26,6 +26,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.audit import all_reduce_max
 
 from .feature import Batch, Feature, Rollouts
+from .syncs import Syncs
 
 
 FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
@@ -73,9 +74,7 @@ class KVCache(Feature):
 
     def before_generation(self, prompts: list) -> None:
         if self._of_evaluation and self.trainer.model.training:
-            self.trainer._last_loaded_step = (
-                -1
-            )  # sync again: TRL did so for the evaluation, with scales for its prompts
+            self.trainer.feature(Syncs).forget()  # TRL synced for the evaluation, with scales for its prompts
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
             self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
 

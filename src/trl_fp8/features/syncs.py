@@ -58,12 +58,12 @@ class Syncs(Feature):
             )
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:
-        self._forget()  # of another `train`, whose steps were counted from 0, too
+        self.forget()  # of another `train`, whose steps were counted from 0, too
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
-        self._forget()  # load_best_model_at_end has brought other weights
+        self.forget()  # load_best_model_at_end has brought other weights
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Let the next generation sync: TRL takes weights of the same step for the same."""
         self.trainer._last_loaded_step = -1
 

@@ -55,7 +55,7 @@ class KVState:
     margin_factor: float = 1.0  # saturation widens the margin by it: 1, 2, 4, ... 16
 
 
-@dataclass
+@dataclass(frozen=True)
 class Watched:
     """New rollouts, until the trainer's forwards over them are accounted for."""
 
@@ -158,7 +158,8 @@ class KVCalibrator:
             return
         with self.hook.observing(watched.observation):
             yield
-        watched.seen = True
+        if self._watched is watched:
+            self._watched = replace(watched, seen=True)
 
     def saturation(self) -> Tensor | None:
         """Share `[L, 2]` of k and v beyond their scales, of the worst rank: of an evaluation's rollouts right after
