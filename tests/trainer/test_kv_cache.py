@@ -156,11 +156,10 @@ def test_a_run_with_evaluations_trains_as_one_without_and_as_one_resumed(flags, 
         args = arguments(tmp_path, eval_strategy="steps" if evaluates else "no", **now)
         options = {"trainer": EvaluationApart, "train": train, "eval_dataset": dataset(4)}
         with training(planted, args, **options) as trainer:
-            given = recorded(trainer.model.model.rotary_emb, "forward", lambda _, x, position_ids: len(position_ids))
+            rotary = trainer.model.model.rotary_emb
+            counted_by_row = recorded(rotary, "forward", lambda _, x, position_ids: len(position_ids) == len(x))
             trainer.train(resume_from_checkpoint=resume)
-            assert (
-                min(given) > 1
-            )  # positions of each row, not transformers' for all: observed or not, k is the engine's
+            assert all(counted_by_row)  # from the first real token, in passes that are observed and those that are not
             weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
             runs.append((trajectory(trainer), read_run(tmp_path).rollouts, weights))
             assert any("eval_loss" in row for row in trainer.state.log_history) == evaluates
