@@ -282,7 +282,7 @@ def step_of(trainer: FP8GRPOTrainer, *args, **kwargs) -> int:
 
 def in_turns(prompts: list, trainer: FP8GRPOTrainer) -> dict:
     """A rollout function that goes on with what it has, as often as this rank is due."""
-    prompt_ids = trainer.processing_class([prompt[0]["content"] for prompt in prompts])["input_ids"]
+    prompt_ids = trainer._tokenize_prompts(prompts)[0]
     completions, log_probs = ([[] for _ in prompts] for _ in range(2))
     for _ in range(turns_due(trainer)):
         so_far = [prompt + done for prompt, done in zip(prompt_ids, completions, strict=True)]
