@@ -112,6 +112,7 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),
+        ({"fp8_forward": "full", "torch_compile_mode": "default"}, ["torch_compile=True with fp8_forward='full'"]),
         ({"vllm_engine_kwargs": {"enable_lora": True}}, ["enable_lora=True", "fp8_base=True"]),
         ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, ["enable_expert_parallel=True", "tensor_parallel"]),
         (

@@ -33,7 +33,7 @@ def folder(checkpoint, tmp_path_factory):
         load = torch.compiler.load_compiled_function
 
         def loaded(*args, **kwargs):
-            """vLLM can load what its backend for GPUs compiled. On CPU it is Inductor, whose code has no such hook."""
+            """vLLM loads what its backend for GPUs compiled. On CPU it takes Inductor, whose code has no such hook."""
             function = load(*args, **kwargs)
             function._artifacts.compiled_fn.finalize_loading = lambda config: None
             return function
@@ -56,7 +56,7 @@ def started(folder, rank):
 
 
 def compared(folder, rank) -> int:
-    """How many models an engine loaded from the cache; its log-probs are those of its modules, uncompiled."""
+    """How many models an engine loaded from the cache, whose log-probs are those of its modules, uncompiled."""
     before = compilation_counter.num_aot_artifacts_loaded
     generation = started(folder, rank)
     generation.sync_weights()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
+from torch._dynamo import OptimizedModule
 from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceClassification
 
 from testing import engines, tiny_models
@@ -50,6 +51,20 @@ def test_syncs_are_those_of_the_step_schedule(accumulation, every, iterations, s
     if beta:
         kl = [row["kl"] for row in rows(trainer)]
         assert kl[0] == 0 and all(value > 0 for value in kl[1:])  # the reference is the policy of the first step
+
+
+def test_a_compiled_policy_is_observed_and_scored_as_another_one(checkpoint, tmp_path, monkeypatch):
+    """Dynamo traces the policy with its hooks; `backend="eager"` runs what it traced without building it anew."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # transformers writes there, for good
+    found = []
+    for flags in ({}, {"torch_compile_backend": "eager"}):
+        args = arguments(tmp_path, max_steps=1, simulate_kv_cache=True, **flags)
+        with training(checkpoint("qwen3", num_hidden_layers=1), args) as trainer:
+            trainer.train()
+            assert isinstance(trainer.model_wrapped, OptimizedModule) is bool(flags)
+            scales = trainer.vllm_generation.last_sync.kv_scales
+            found.append((rows(trainer)[0]["mismatch/logp_difference_mean"], scales.values.tolist()))
+    assert found[0][1] == found[1][1] and found[1][0] == pytest.approx(found[0][0], rel=1e-3)
 
 
 LOUD = {"target_modules": ["q_proj", "k_proj", "v_proj"], "lora_alpha": 64, "init_lora_weights": False}

@@ -148,8 +148,9 @@ class Flow(Feature):
             self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:
-        """Look at the first rollouts that were measured, with `fp8_base` until adapters took part in them. It is a
-        collective with `fp8_base`, and if they differ.
+        """Look at the first rollouts that were measured, with `fp8_base` until adapters took part in them.
+
+        A collective with `fp8_base`, and if they differ.
         """
         if self._checked:
             return
