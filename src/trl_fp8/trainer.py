@@ -48,7 +48,7 @@ from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
-from .run.launch import check_launch, require_no_images, require_rows
+from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows
 from .run.saving import Saving
 from .sync.policy_checks import require_servable
 from .upstream.patches import substituted
@@ -248,6 +248,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         if (config := self.model.config).get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
+        if self.ref_model is not None:
+            load_on_all_ranks(self.ref_model, self.accelerator.device)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:
             require_adaptable(self.model, recipe)
