@@ -6,7 +6,7 @@ from collections.abc import Sized
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers.integrations.fsdp import is_fsdp_enabled
+from transformers.modeling_utils import is_fsdp_enabled
 from trl.distributed import DistributedBackend
 
 from trl_fp8.flags.engine import fsdp1_message
