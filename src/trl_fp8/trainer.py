@@ -53,7 +53,7 @@ from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
-from .run.launch import check_launch, require_no_images, require_rows, require_same_turns
+from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows, require_same_turns
 from .run.output import checkpoint_bytes, require_output
 from .run.saving import Saving
 from .sync.policy_checks import require_servable
@@ -270,6 +270,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         require_same_turns(self.tools, args.vllm_tensor_parallel_size)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         require_output(args, *checkpoint_bytes(self.model))
+        if self.ref_model is not None:
+            load_on_all_ranks(self.ref_model, self.accelerator.device)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:
             require_adaptable(self.model, recipe)

@@ -39,7 +39,7 @@ class FollowedReference:
     @cached_property
     def _weights(self) -> ReferenceWeights:
         trainer = self._trainer
-        model = trainer.model if trainer.ref_model is None else trainer.ref_model
+        model = trainer.model if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
         return trainer.vllm_generation.reference_weights(model)
 
     @contextmanager

@@ -3,7 +3,10 @@
 import os
 from collections.abc import Sized
 
+import torch
 from accelerate import Accelerator
+from torch import nn
+from transformers.modeling_utils import is_fsdp_enabled
 from trl.distributed import DistributedBackend
 
 from trl_fp8.flags.engine import fsdp1_message
@@ -59,3 +62,18 @@ def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> Non
         )
     if DistributedBackend(accelerator).fsdp_version == 1:
         raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))
+
+
+@torch.no_grad()
+def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
+    """Give every rank the weights of TRL's reference model that the first one loaded. A collective.
+
+    With FSDP's cpu_ram_efficient_loading, accelerate's default, transformers loads a model on the first rank of a node
+    alone. accelerate sends the policy's weights to the others; TRL 1.16 shards its reference without them.
+    """
+    if not is_fsdp_enabled():
+        return
+    for tensor in (*reference.parameters(), *reference.buffers()):
+        loaded = tensor.to(device)
+        torch.distributed.broadcast(loaded, 0)
+        tensor.copy_(loaded)

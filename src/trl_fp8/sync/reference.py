@@ -33,9 +33,8 @@ class ReferenceWeights:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside the block the engine holds the reference. A collective when it is written."""
-        engine = self._part.layout.held
         if not self._away:
-            self._away = {name: torch.empty_like(tensor) for name, tensor in engine.items()}
+            self._away = {name: torch.empty_like(tensor) for name, tensor in self._places().items()}
         self._change_places()
         try:
             if self._part.seal is None:
@@ -47,11 +46,17 @@ class ReferenceWeights:
             self._change_places()
 
     def _change_places(self) -> None:
-        for name, tensor in self._part.layout.held.items():
+        for name, tensor in self._places().items():
             other = self._away[name]
             spare = tensor.clone()  # of one tensor at a time
             tensor.copy_(other)
             other.copy_(spare)
+
+    def _places(self) -> dict[str, torch.Tensor]:
+        """What the engine holds, each place once: layers that it fused can share a scale, by several names."""
+        held = self._part.layout.held
+        at = {(tensor.data_ptr(), tensor.shape): name for name, tensor in held.items()}
+        return {name: held[name] for name in at.values()}
 
     def _require_unbroken(self) -> None:
         now, sealed = self._part.layout.sums().tolist(), self._part.seal
