@@ -69,9 +69,7 @@ class KVCache(Feature):
 
     def before_generation(self, prompts: list) -> None:
         if self._of_evaluation and self.trainer.model.training:
-            self.trainer._last_loaded_step = (
-                -1
-            )  # sync again: TRL did so for the evaluation, with scales for its prompts
+            self.trainer._last_loaded_step = -1  # TRL takes the evaluation's sync for this one's
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
             self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
 
