@@ -15,7 +15,7 @@ in force did not hold; in training too many of them widen the margin.
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -64,6 +64,13 @@ class Watched:
     joins: bool  # the rollouts before them, as of the same step
     cause: str  # a sentence: why the scales that they were sampled under may be too small
     seen: bool = False  # by a forward
+
+    @contextmanager
+    def by(self, hook: AttentionHook) -> Iterator[None]:
+        """Observe the forwards inside the block."""
+        with hook.observing(self.observation):
+            yield
+        self.seen = True
 
 
 @dataclass(eq=False, repr=False)
@@ -147,8 +154,7 @@ class KVCalibrator:
         observation = QKVObservation(self.hook.layers, self.hook.device, scales_L3=scales_L3)
         self._watched = Watched(observation, step is not None, joins, self._cause)
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Around each forward of the trainer. New rollouts are observed until `saturation` or scales are asked for: in
         TRL's old-log-prob pass, which is over all of them, or without one in each forward of their loss.
         """
