@@ -91,13 +91,7 @@ class FakeEngine:
         return lambda x: self.held.get_submodule(module)(x.float()).to(torch.bfloat16)
 
     def activation(self, mlp: str):
-        act = self.held.get_submodule(mlp).act_fn
-
-        def activation(gate_up: Tensor) -> Tensor:
-            gate, up = gate_up.float().chunk(2, -1)
-            return (act(gate) * up).to(torch.bfloat16)
-
-        return activation
+        return lambda gate_up: self.definition(mlp, gate_up.float()).to(torch.bfloat16)
 
     def rotary(self, layer: int):
         rotary = self.held.get_decoder().rotary_emb
