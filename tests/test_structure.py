@@ -73,7 +73,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("features/*", "rollouts.metrics"): "the same",
     ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
-    ("features/*", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
+    ("features/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
     ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
     ("policy/attention/hook.py", "mask.sees"): "masks of layers that window differ, and layers hand on the mask alone",
     ("policy/attention/hook.py", "module.expand_kv"): "what MLA caches passes there, and nowhere else without a cache",

@@ -55,7 +55,7 @@ class KVState:
     margin_factor: float = 1.0  # saturation widens the margin by it: 1, 2, 4, ... 16
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watched:
     """New rollouts, until the trainer's forwards over them are accounted for."""
 
@@ -158,14 +158,7 @@ class KVCalibrator:
         """Around each forward of the trainer. New rollouts are observed until `saturation` or scales are asked for: in
         TRL's old-log-prob pass, which is over all of them, or without one in each forward of their loss.
         """
-        watched = self._watched
-        if watched is None:
-            yield
-            return
-        with self.hook.observing(watched.observation):
-            yield
-        if self._watched is watched:
-            self._watched = replace(watched, seen=True)
+        return self._watched.by(self.hook) if self._watched else nullcontext()
 
     def saturation(self) -> Tensor | None:
         """Share `[L, 2]` of k and v beyond their scales, of the worst rank: of an evaluation's rollouts right after
