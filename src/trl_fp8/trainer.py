@@ -270,7 +270,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         require_same_turns(self.tools, args.vllm_tensor_parallel_size)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         require_output(args, *checkpoint_bytes(self.model))
-        if self.ref_model is not None:
+        if args.own_engine and self.ref_model is not None:  # with everything off this is TRL, its defects included
             load_on_all_ranks(self.ref_model, self.accelerator.device)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:
