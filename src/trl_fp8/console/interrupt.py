@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 
 STATUS = 128 + signal.SIGINT  # as a shell has it for a process that SIGINT ended
-# A terminal sends SIGINT to all processes in front, and a launcher passes its own on: a second one as soon as this is
-# the same Ctrl-C. A later one comes from a user who does not want to wait
+# A terminal sends SIGINT to all processes in front, and a launcher passes its own on: a second one within this time
+# is the same Ctrl-C. A later one comes from a user who does not want to wait
 SECONDS = 1.0
 
 

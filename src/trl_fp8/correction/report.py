@@ -36,7 +36,7 @@ def correction_tally(
         **{f"rejected_tokens.{name}": (mask_BT & ~kept_BT).sum() for name, kept_BT in keep_by.items()},
     }
     minima = {"weight_min": lowest_of(used_BT, counted_BT)}
-    maxima = {"weight_max": highest_of(used_BT, counted_BT), **constants}  # equal values: their maximum is no other
+    maxima = {"weight_max": highest_of(used_BT, counted_BT), **constants}  # constants are equal on all ranks
     named = ({f"correction.{name}": value for name, value in group.items()} for group in (sums, minima, maxima))
     return Tally.of(*named)
 

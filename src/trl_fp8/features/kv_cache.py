@@ -129,7 +129,7 @@ class KVCache(Feature):
         batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
         if (saturated_L2 := self.calibrator.saturation()) is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
-            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of ranks already
+            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of the worst rank already
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:

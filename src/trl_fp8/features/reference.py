@@ -1,11 +1,11 @@
 """The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
 
-    its modules    those of TRL's `ref_model`, or of the policy, whose adapters are disabled or TRL's copy of them
+    its modules    those of TRL's `ref_model`, or of the policy with its adapters disabled, or replaced by TRL's copy
     its weights    in the engine's form, written once and put in the policy's place for a pass (sync/reference.py)
     its KV cache   under the scales of the policy's rollouts (kv_cache.py)
 
-So an untouched policy has a KL divergence of 0, as it has in TRL. A reference that was scored in high precision would
-have that of its quantization, about the mismatch that one forward takes away, and the gradient would pull at it.
+So an untouched policy has a KL divergence of 0, as it has in TRL. If the reference were scored in high precision, the
+policy's quantization would show in it, about as large as the mismatch that one forward removes, and in the gradient.
 """
 
 from collections.abc import Iterator

@@ -29,8 +29,8 @@ class CorrectionFlags:
         None,
         "How the mismatch between rollout and trainer log-probs is corrected: 'token_truncate', "
         "'token_mask', 'sequence_truncate' or 'sequence_mask' (TRL's four modes). Not set: 'token_truncate' if "
-        "anything is FP8, else 'sequence_mask', as in TRL. Not to be set beside `rollout_correction`, nor are its "
-        "bounds.",
+        "anything is FP8, else 'sequence_mask', as in TRL. Refused beside `rollout_correction`, and so are "
+        "TRL's bounds.",
     )
     vllm_importance_sampling_clip_max: float | str | None = flag(
         "auto",

@@ -26,9 +26,9 @@ class ForwardFlags:
     )
     fp8_forward_check: str = flag(
         "error",
-        "What comes of an engine with fp8_forward='full' that computes another model than the policy, and of first "
-        "rollouts whose mismatch is not what the platform guarantees: 'error', or 'warn' to go on. Both name the "
-        "modules that differ.",
+        "What happens with fp8_forward='full' if the engine computes another model than the policy, or if the "
+        "mismatch of the first rollouts is not what the platform guarantees: 'error', or 'warn' to go on. Both name "
+        "the modules that differ.",
     )
     fp8_backward: str = flag(
         "bf16",

@@ -44,7 +44,7 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> st
     submitted again says the same words as the first time. "false" is what a command line has for False.
 
     Raises:
-        ValueError: A checkpoint that is named is none, or was not written to its end.
+        ValueError: A folder that is named is no checkpoint, or was not written to its end.
     """
     word = str(asked or False).lower()
     if word == "false":

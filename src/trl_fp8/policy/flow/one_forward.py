@@ -64,7 +64,7 @@ class OneForward:
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
-        self.copies: dict[str, nn.Module] = {}  # likewise: of what PEFT copied to train it those of a reference
+        self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
         require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])

@@ -35,7 +35,7 @@ BLOCK_BYTES = 2 * 2**20  # of FP64 weights; larger ones leave the second cache o
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """`x @ weight.T + bias` with x `[..., K]`, weight `[N, K]` and bias `[N]`, rounded once, to `dtype` or x's."""
     rows = _rows_per_block(weight)
-    # slices, for a compiler traces no `split` of vLLM's parameters
+    # slices, because a compiler cannot trace `split` of vLLM's parameters
     blocks = [weight[start : start + rows] for start in range(0, len(weight), rows)]
     return _added_wide(x, blocks, bias, dtype or x.dtype)
 
