@@ -44,7 +44,8 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
         given = {item.name for item in fields(self) if getattr(self, item.name) != _default(item)}
         self.check_weights()
         others = {name: getattr(self, name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
-        # transformers takes either of the last two for torch_compile=True; a compiler builds the engine's kernels anew
+        # transformers takes either of the last two for torch_compile=True. A compiler builds the kernels of the loss's
+        # forward anew, and the comparison with the engine does not see it: rollouts are scored uncompiled
         others["torch_compile"] = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
         self.check_forward(self.fp8_weights, self.fp16, self.simulate_kv_cache, others)
         self.resolve_kv_cache(self.blind_pass, alone=self.fp8_forward == "full" or not self.fp8_weights)

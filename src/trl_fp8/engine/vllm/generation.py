@@ -92,6 +92,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     """
 
     pinned: dict[str, str]  # what was chosen on this device, as `vllm_engine_kwargs` would say it
+    _adapters_read = True  # False: a compiled engine's have not been tried yet
     replicas: Replicas | None = None  # the ranks that have to hold the same bytes; None on one process
 
     def __init__(
@@ -170,7 +171,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.delivery.send(base[0])
             self.base.share(self.engine.kernels.codes)
         compiled = upstream.engine_config(self.llm).compilation_config.mode  # 0: nothing is
-        self._adapters_read = not (self.base and compiled)  # else found out when the engine has weights
+        self._adapters_read = not (self.base and compiled)  # the first sync tries them: now weights are random
         logger.info(f"engine: {self.numerics}")
 
     def _frozen(self, dealt: bool) -> tuple[Part, Part]:

@@ -83,6 +83,7 @@ class Platform(ABC):
             max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
             return_routes, return_survivors, share_kernels: See `FP8VLLMGeneration`; on CPU kernels always are those
                 that can be shared.
+            adapters: Layer -> rank of the adapters that the engine has room for beside its weights.
             user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
