@@ -33,7 +33,7 @@ ALLOWED = {
     "flags": {"correction", "quantization"},
     "config": {"correction", "flags", "recipe"},
     "export": {"planning", "quantization", "recipe", "sync"},
-    "run": {"export", "flags", "policy", "sync"},
+    "run": {"export", "flags", "policy", "recipe", "sync"},
     "report": {"correction", "planning", "run"},
     "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync", "upstream"},
     "trainer": {

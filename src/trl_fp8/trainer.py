@@ -140,6 +140,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             )
         if args.own_engine:
             require_rows(train_dataset)
+            require_output(args, 0, 0)  # transformers makes the folder, with an error that names no flag
         loader = trl_grpo.create_model_from_path
         if args.fp8_base:
             require_trainable_base(args, peft_config, quantization_config)
@@ -218,6 +219,11 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
     def _note(self, metrics: Mapping[str, Metric]) -> None:
         """Keep metrics of one batch for the next log, beside TRL's."""
         for name, metric in metrics.items():
+            if self.logged[name] and not isinstance(self.logged[name][0], Metric):
+                raise ValueError(
+                    f"log_metric({name!r}, ...): a reward logs under the name of one of this trainer's own metrics. "
+                    "Give it another name."
+                )
             self.logged[name].append(metric)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -269,7 +275,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             require_no_images(self.train_dataset, config.name_or_path)
         require_same_turns(self.tools, args.vllm_tensor_parallel_size)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
-        require_output(args, *checkpoint_bytes(self.model))
+        if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
+            require_output(args, *checkpoint_bytes(self.model))
         if args.own_engine and self.ref_model is not None:  # with everything off this is TRL, its defects included
             load_on_all_ranks(self.ref_model, self.accelerator.device)
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)

@@ -64,7 +64,7 @@ def test_a_log_merges_what_it_covers(checkpoint, tmp_path):
     mean over generations would be the same. Some log-probs are infinite, for which weight and metrics are those of a
     token without one.
     """
-    outputs, syncs, seen = {"train": [], "eval": []}, {"train": [], "eval": []}, [None]
+    outputs, syncs = {"train": [], "eval": []}, {"train": [], "eval": []}
     stops = {"stop_token_ids": list(range(20, 36))}
     more = dict(gradient_accumulation_steps=2, steps_per_generation=1, logging_steps=3, max_steps=3)
     evaluation = dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=8)
@@ -85,9 +85,9 @@ def test_a_log_merges_what_it_covers(checkpoint, tmp_path):
         def note(inputs):
             output, mode = score(inputs), "train" if trainer.model.training else "eval"
             outputs[mode].append(output)
-            if seen[-1] is not trainer.vllm_generation.last_sync:
-                seen.append(trainer.vllm_generation.last_sync)
-                syncs[mode].append(seen[-1])
+            latest = trainer.vllm_generation.last_sync
+            if not syncs[mode] or syncs[mode][-1] is not latest:
+                syncs[mode].append(latest)  # the last one is that of the evaluation before it
             return output
 
         trainer.vllm_generation.generate, trainer._generate_and_score_completions = disturbed, note
@@ -96,7 +96,7 @@ def test_a_log_merges_what_it_covers(checkpoint, tmp_path):
         evaluated = [row for row in trainer.state.log_history if "eval_mismatch/k3_kl" in row]
     evaluated = [{key.removeprefix("eval_"): value for key, value in row.items()} for row in evaluated]
     assert [row["step"] for row in trained + evaluated] == [3, 2, 3]  # transformers evaluates at the end, too
-    assert [len(outputs[mode]) for mode in ("train", "eval")] == [6, 4] and len(syncs["train"]) == 2
+    assert [len(outputs[mode]) for mode in ("train", "eval")] == [6, 4] and len(syncs["train"]) == 3
     assert len({output["completion_mask"].sum().item() for output in outputs["train"]}) > 1
     logs = [(*trained, outputs["train"]), (evaluated[0], outputs["eval"][:2]), (evaluated[1], outputs["eval"][2:])]
     for row, batches in logs:

@@ -345,7 +345,7 @@ def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monke
     words = ["train", "--config", settings(), "--reward_funcs", "other_rewards.digit"]
     monkeypatch.setattr(sys, "argv", words)
     for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit, match="2"):
             train.main()
         said = "trl-fp8: reward_funcs: other_rewards has no 'digit': did you mean digits?\n"
@@ -357,7 +357,7 @@ def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_models, mo
     monkeypatch.setattr(FP8GRPOTrainer, "__init__", Mock(side_effect=ValueError(refusal)))
     monkeypatch.setattr(sys, "argv", ["train", "--config", settings()])
     for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit, match="2"):
             train.main()
         assert capsys.readouterr().err.endswith(f"trl-fp8: {refusal}\n") == (rank == "0")

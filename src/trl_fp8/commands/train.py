@@ -90,7 +90,7 @@ def _become(args: Namespace) -> None:
     words, environment = prepare_simple_launcher_cmd_env(args)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(words[0], words, environment)
+    os.execvpe(words[0], words, environment)  # noqa: S606, no shell: words are passed on as they are
 
 
 def main() -> None:
@@ -143,9 +143,11 @@ def _stopped(started: "list[FP8GRPOTrainer]") -> str:
 
 
 def _refused(error: Exception) -> int:
-    """`_refuse` by one of the processes: the user's mistake is told once, what is wrong with a machine by itself."""
+    """`_refuse` by one of the processes: a mistake of the user's is told once on each machine, for folders and disks
+    are a machine's own; what is wrong with a process by itself.
+    """
     same_on_all = not isinstance(error, OSError)
-    return 2 if same_on_all and os.environ.get("RANK", "0") != "0" else _refuse(error)
+    return 2 if same_on_all and os.environ.get("LOCAL_RANK", "0") != "0" else _refuse(error)
 
 
 def prepare(given: Settings, processes: int | None = None) -> Run:

@@ -165,12 +165,14 @@ class Flow(Feature):
         mismatch = batch.metrics["mismatch/logp_difference_mean"].value  # of all ranks; NaN if no token was scored
         broken = batch.metrics["mismatch/fraction_broken"].value  # tokens whose log-prob is no number on one side
         measured = not math.isnan(mismatch) or broken > 0
-        self._checked = measured and (not self.trainer.args.fp8_base or self._adapters_add())
+        checked = measured and (not self.trainer.args.fp8_base or self._adapters_add())
         if not (mismatch > self._bound or broken > 0):
+            self._checked = checked
             return
         text = self._failure(mismatch, batch)
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
+        self._checked = checked
         logger.warning(text)
 
     def _adapters_add(self) -> bool:

@@ -7,7 +7,7 @@ from trl import GRPOTrainer
 
 from trl_fp8.correction.sample import rollout_sample
 from trl_fp8.run.facts import run_facts
-from trl_fp8.run.file import FILE, append, begin
+from trl_fp8.run.file import FILE, append, begin, settle
 
 from .feature import Batch, Feature
 
@@ -37,6 +37,11 @@ class RunLog(Feature):
         if batch.ratio is not None:
             row |= rollout_sample(batch.ratio).read()
         self._write(append, "rollouts", row | batch.record)
+
+    def save(self, folder: str) -> None:
+        """A checkpoint is of a step that is done, whether or not its log was due: a resumed run continues this file."""
+        if self.writes:
+            self._write(settle)
 
     def _write(self, write: Callable, *line) -> None:
         """A full disk ends the log, with a warning, and not the run."""

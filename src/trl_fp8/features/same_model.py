@@ -40,13 +40,14 @@ class SameModel(Feature):
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
-        self.witness: Witness | None = None  # until the first sync
+        self.witness: Witness | None = None  # of the latest comparison
+        self._compared = False
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         self._kernels = kernels
 
     def after_sync(self) -> None:
-        if self.witness is not None:
+        if self._compared:
             return
         flow, kv_cache = self.trainer.feature(Flow), self.trainer.feature(KVCache)
         forward = flow and flow.forward
@@ -62,6 +63,7 @@ class SameModel(Feature):
                 inputs = self.trainer, self.trainer.model, ids, mask, ids.shape[1] - 1
                 GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
         self._tell(len(self.witness.findings.differences), follows=flow is not None)
+        self._compared = True  # not before: a run that goes on after the error is compared again
 
     @contextmanager
     def _hook(self) -> Iterator[AttentionHook]:

@@ -69,8 +69,15 @@ def checkpoint_to_resume(output_dir: str | Path, asked: str | bool | None) -> st
 
 def require_ranks(checkpoint: str | Path, processes: int) -> None:
     """Raise `ValueError` if rollouts in the checkpoint are of another number of processes."""
-    if (held := len(_rollout_files(checkpoint))) not in (0, processes):
+    files = _rollout_files(checkpoint)
+    if files and (held := _read(files[0])["ranks"]) != processes:
         raise ValueError(_indivisible(checkpoint, held, processes))
+
+
+def forget_rollouts(folder: str | Path) -> None:
+    """Remove rollouts of a run that wrote the same checkpoint before."""
+    for file in _rollout_files(folder):
+        file.unlink()
 
 
 def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batches: list[dict]) -> None:
@@ -85,7 +92,7 @@ def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, li
     if not files:
         return None
     own = Path(folder) / f"rollouts_{accelerator.process_index}.pt"
-    state = torch.load(own if own in files else files[0], map_location="cpu", weights_only=True)
+    state = _read(own if own in files else files[0])
     if state["ranks"] != accelerator.num_processes:
         raise ValueError(_indivisible(folder, state["ranks"], accelerator.num_processes))
     return state["step"], send_to_device(state["batches"], accelerator.device)
@@ -93,6 +100,10 @@ def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, li
 
 def _rollout_files(checkpoint: str | Path) -> list[Path]:
     return sorted(Path(checkpoint).glob("rollouts_*.pt"))
+
+
+def _read(file: Path) -> dict:
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _indivisible(checkpoint: str | Path, held: int, processes: int) -> str:

@@ -42,12 +42,20 @@ class Run:
 def append(folder: str | Path, kind: str, row: Mapping[str, Any]) -> None:
     """Add a line of a kind ("run", "log" or "rollouts") at once."""
     folder = Path(folder)
+    if row["step"] > 0:
+        settle(folder)
     new = folder / NEW
-    if new.exists() and row["step"] > 0:
+    _add(new if new.exists() else folder / FILE, kind, row)
+
+
+def settle(folder: str | Path) -> None:
+    """A step is done: the run's file takes the place of an earlier run's, which is kept under a number."""
+    folder = Path(folder)
+    new = folder / NEW
+    if new.exists():
         numbers = [int(_EARLIER.fullmatch(path.name)[1]) for path in earlier_logs(folder)]
         (folder / FILE).rename(folder / f"fp8_run.{max(numbers, default=0) + 1}.jsonl")
         new.rename(folder / FILE)
-    _add(new if new.exists() else folder / FILE, kind, row)
 
 
 def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:

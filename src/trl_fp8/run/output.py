@@ -1,6 +1,7 @@
 """Whether a run can write what it will write, asked before it starts: its first checkpoint may be hours away."""
 
 import shutil
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -8,16 +9,23 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainingArguments
 
+from trl_fp8.recipe.names import full_shape
+
 
 ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each trained weight, in its dtype
 
 
 def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
     """Bytes of the weights in a checkpoint of `model`, which are adapters alone if it has any; and of trained ones."""
-    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         return trained, trained
-    return sum(parameter.nbytes for parameter in model.parameters()), trained
+    return sum(_bytes(parameter) for parameter in model.parameters()), trained
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    """Of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
+    return prod(full_shape(parameter)) * parameter.element_size()
 
 
 def require_output(args: TrainingArguments, weights: float, trained: float) -> None:

@@ -18,7 +18,7 @@ from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.sync.policy_checks import require_finite
 
-from .checkpoints import LAST, checkpoint_to_resume, checkpoints, load_rollouts, marker, save_rollouts
+from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
 from .facts import run_facts
 
 
@@ -154,6 +154,7 @@ class Saving:
         unfinished = marker(folder)
         if self.accelerator.is_main_process:
             unfinished.touch()
+            forget_rollouts(folder)
         self.accelerator.wait_for_everyone()
         for feature in self.features:
             feature.save(folder)

@@ -243,7 +243,9 @@ class Delivery:
         """The largest of each over the ranks of `reduce_max`, for whom the host waits. None: over this rank alone."""
         if reduce_max is None:
             return codes
-        found = torch.tensor(codes, device=next(self._model.parameters()).device)
+        # On the engine's device: that is where ranks can meet. A policy that FSDP2 has not dealt yet is on the host
+        engine = next(iter(self._trained.layout.held.values()))
+        found = torch.tensor(codes, device=engine.device)
         reduce_max(found)
         return found.tolist()
 

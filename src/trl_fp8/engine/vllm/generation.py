@@ -390,9 +390,11 @@ class FP8VLLMGeneration(VLLMGeneration):
         """For a policy that computes with the engine's weights, which are awake."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
-        yield
-        if self.enable_sleep_mode:
-            self.llm.sleep(level=2)
+        try:
+            yield
+        finally:
+            if self.enable_sleep_mode:
+                self.llm.sleep(level=2)
 
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
