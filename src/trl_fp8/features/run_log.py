@@ -39,7 +39,7 @@ class RunLog(Feature):
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """A checkpoint is of a step that is done, whether or not its log was due: whoever resumes continues this file."""
+        """A checkpoint is of a step that is done, whether its log was due or not: a resumed run continues this file."""
         if self.writes:
             self._write(settle)
 
