@@ -39,7 +39,7 @@ class RunLog(Feature):
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """A checkpoint is of a step that is done, whether its log was due or not: a resumed run continues this file."""
+        """A checkpoint is of a step that is done, whether its log was due or not. A resumed run goes on from it."""
         if self.writes:
             self._write(settle)
 
