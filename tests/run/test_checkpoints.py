@@ -1,8 +1,17 @@
 """Which checkpoint `resume_from_checkpoint` means, and what is none."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from trl_fp8.run.checkpoints import checkpoint_to_resume, checkpoints, marker, require_ranks
+from trl_fp8.run.checkpoints import (
+    checkpoint_to_resume,
+    checkpoints,
+    forget_rollouts,
+    marker,
+    require_ranks,
+    save_rollouts,
+)
 
 
 @pytest.fixture
@@ -44,10 +53,13 @@ def test_a_path_is_that_checkpoint_or_an_error_that_names_the_remedy(run):
         checkpoint_to_resume(run / "new", str(run / "model"))
 
 
-def test_rollouts_of_another_number_of_processes_are_refused_before_they_are_read(run):
-    require_ranks(run / "checkpoint-9", 3)
-    for rank in range(2):
-        (run / "checkpoint-9" / f"rollouts_{rank}.pt").touch()
-    require_ranks(run / "checkpoint-9", 2)
+def test_rollouts_of_another_number_of_processes_are_refused(run):
+    """Each file knows how many there are: a machine may hold those of its own processes alone."""
+    folder = run / "checkpoint-9"
+    require_ranks(folder, 3)
+    save_rollouts(folder, SimpleNamespace(num_processes=2, process_index=1), 5, [])
+    require_ranks(folder, 2)
     with pytest.raises(ValueError, match="generation of 2 processes.*among 3. Launch 2 processes"):
-        require_ranks(run / "checkpoint-9", 3)
+        require_ranks(folder, 3)
+    forget_rollouts(folder)  # the checkpoint is written again
+    require_ranks(folder, 3)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fp8.run.file import FILE, append, begin, earlier_logs, read_run, read_runs
+from trl_fp8.run.file import FILE, append, begin, earlier_logs, read_run, read_runs, settle
 
 
 def step(folder, number, reward):
@@ -64,6 +64,19 @@ def test_a_resumed_run_goes_on_in_the_file_of_its_checkpoint(tmp_path):
     begin(tmp_path, 1, {"run": 1})
     step(tmp_path, 2, 0.1)
     assert [row["step"] for row in read_run(tmp_path).logs] == [1, 2] and earlier_logs(tmp_path) == []
+
+
+def test_a_run_that_saved_before_its_first_log_goes_on_in_its_own_file(tmp_path):
+    begin(tmp_path, 0, {"run": 1})
+    step(tmp_path, 1, 0.0)
+    begin(tmp_path, 0, {"run": 2})
+    append(tmp_path, "rollouts", {"step": 0})
+    settle(tmp_path)  # with its first checkpoint
+    begin(tmp_path, 2, {"run": 2})
+    step(tmp_path, 3, 0.1)
+    resumed, (earlier,) = read_run(tmp_path), earlier_logs(tmp_path)
+    assert resumed.facts == {"run": 2} and [row["step"] for row in resumed.logs] == [3] and len(resumed.rollouts) == 2
+    assert [row["step"] for row in read_run(earlier).logs] == [1]
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 from trl import GRPOTrainer
 
 from trl_fp8 import FP8GRPOTrainer
+from trl_fp8.correction.metric import mean_of
 
 
 def bare() -> FP8GRPOTrainer:
@@ -33,3 +34,10 @@ def test_methods_are_trls_on_a_trainer_without_init(method, arguments, monkeypat
     monkeypatch.setattr(GRPOTrainer, method, lambda self, *given: seen.append(given) or {"from": "TRL"})
     assert getattr(bare(), method)(*arguments) == {"from": "TRL"}
     assert seen == [arguments]
+
+
+def test_a_reward_cannot_log_under_the_name_of_a_metric_of_ours():
+    trainer = bare()
+    trainer._metrics["train"] = {"mismatch/k3_kl": [0.5]}  # TRL's log_metric
+    with pytest.raises(ValueError, match="log_metric.'mismatch/k3_kl', .* Give it another name"):
+        trainer._note({"mismatch/k3_kl": mean_of(1.0)})
