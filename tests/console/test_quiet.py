@@ -67,7 +67,6 @@ import logging, warnings
 
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 assert not [each for each in warnings.filters if each[1] is not None and "reduce_op" in each[1].pattern]
-import vllm  # what the engine's start brings
 for name in ("torchao", "torch.utils._pytree", "DeepSpeed"):
     assert not logging.getLogger(name).filters
 logging.getLogger("torchao").warning("Failed to load /x.so: said after the import")

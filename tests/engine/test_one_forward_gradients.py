@@ -43,7 +43,7 @@ class Followed:
 
     def __init__(self, folder):
         generation = engines.start(folder)
-        self.folder, self.model = folder, generation.model
+        self.folder, self.model, self.llm = folder, generation.model, generation.llm
         hook, self.scales = calibrated(generation)
         self.flow = follow(generation, hook)
         hook.simulate(self.scales.values)
@@ -167,3 +167,4 @@ def test_gradients_are_those_of_the_straight_through_definition(architecture, op
     absent = set() if architecture == "gemma3_text" else {"embedding"}
     for name in broken():
         assert bool(apart(policy.gradients(Recorder(), []), exact, cost)) == (name not in absent), name
+    engines.shutdown(policy.llm)
