@@ -63,6 +63,26 @@ def test_ctrl_c_is_one_line_and_status_130(code, out, err):
     assert (done.returncode, done.stdout, done.stderr) == (130, out, err)
 
 
+TAKEN = """
+    try:
+        ctrl_c()
+    except KeyboardInterrupt:  # as a library may
+        pass
+"""
+LONG_AFTER = """
+    import trl_fp8.console.interrupt as module
+    module.FOLLOWS = 0.0
+    1 / 0
+"""
+
+
+def test_an_interrupt_that_a_library_took_hides_neither_success_nor_a_later_error():
+    done = subprocess.run([sys.executable, "-c", BEGIN + TAKEN], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([sys.executable, "-c", BEGIN + TAKEN + LONG_AFTER], capture_output=True, text=True)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
 def test_without_ctrl_c_errors_and_statuses_are_what_they_are():
     done = subprocess.run([sys.executable, "-c", BEGIN + "    1 / 0"], capture_output=True, text=True)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

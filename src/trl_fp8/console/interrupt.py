@@ -13,6 +13,9 @@ STATUS = 128 + signal.SIGINT  # as a shell has it for a process that SIGINT ende
 # A terminal sends SIGINT to all processes in front, and a launcher passes its own on: a second one within this time
 # is the same Ctrl-C. A later one comes from a user who does not want to wait
 SECONDS = 1.0
+# Errors of a collective or an engine follow from Ctrl-C within this. A later one has another cause: some library took
+# the KeyboardInterrupt for its own, and the program went on
+FOLLOWS = 60.0
 
 
 @contextmanager
@@ -37,7 +40,10 @@ def ended_by_ctrl_c(line: Callable[[], str]) -> Iterator[None]:
     before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
-    except BaseException:
+        first = 0.0  # it ended well, though a library may have taken a KeyboardInterrupt for its own
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt) and time.monotonic() - first > FOLLOWS:
+            first = 0.0
         if not first:
             raise
         sys.stdout.flush()
