@@ -14,8 +14,9 @@ from transformers import TrainerCallback
 
 from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.correction.presets import PRESETS
-from trl_fp8.features import correction, feature
+from trl_fp8.features.correction.correction import correction
+from trl_fp8.features.correction.presets import PRESETS
+from trl_fp8.run import feature
 
 from . import record
 

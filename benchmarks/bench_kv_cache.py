@@ -18,8 +18,8 @@ from . import record
 def observation_cost(repeats: int) -> dict:
     """CPU seconds of a forward of the demo's policy over a demo batch with and without observation, alternating."""
     from testing import tiny_models
-    from trl_fp8.policy.attention.hook import AttentionHook
-    from trl_fp8.policy.attention.observation import QKVObservation
+    from trl_fp8.features.kv_cache.observation import QKVObservation
+    from trl_fp8.policy.hook import AttentionHook
 
     model = tiny_models.build()
     hook = AttentionHook(model)
@@ -47,8 +47,8 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
     from vllm import SamplingParams
 
     from testing import engines, tiny_models
-    from trl_fp8.policy.attention.calibration import observe_sequences
-    from trl_fp8.policy.attention.hook import AttentionHook
+    from trl_fp8.features.kv_cache.calibration import observe_sequences
+    from trl_fp8.policy.hook import AttentionHook
     from trl_fp8.quantization.kv_scales import kv_scales_from_amax
 
     prompts = torch.randint(4, 60, (16, 48), generator=torch.Generator().manual_seed(1))

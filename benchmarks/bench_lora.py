@@ -37,9 +37,9 @@ from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing import engines, tiny_models
-from trl_fp8.engine.vllm.kv_scales import attention_layers
-from trl_fp8.policy.base.base import SharedBase
-from trl_fp8.policy.base.stored import load_without_base
+from trl_fp8.features.kv_cache.engine_scales import attention_layers
+from trl_fp8.features.shared_base.held_base import SharedBase
+from trl_fp8.features.shared_base.stored_base import load_without_base
 from trl_fp8.recipe.recipe import recipe_for_model
 
 from . import harness, record, shapes

@@ -76,9 +76,9 @@ def start(options: argparse.Namespace, folder: str):
 
     from vllm import LLM
 
-    from trl_fp8.engine.vllm.adapters import adapters_installed
     from trl_fp8.engine.vllm.gemms import pinned_gemm
     from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.features.shared_base.engine_adapters import adapters_installed
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.recipe.from_model import outline_of
     from trl_fp8.recipe.recipe import recipe_for_model
@@ -116,7 +116,7 @@ def start(options: argparse.Namespace, folder: str):
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
     """Fill an engine's parameters in place: weights of deviation 0.02, whatever they are stored in; norms stay 1."""
-    from trl_fp8.engine.vllm.kv_scales import attention_layers
+    from trl_fp8.features.kv_cache.engine_scales import attention_layers
 
     for name, parameter in model.named_parameters():
         if name.endswith("_scale_inv"):

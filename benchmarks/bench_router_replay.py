@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from vllm import SamplingParams
 
-from trl_fp8.features.routes import RolloutRoutes
-from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
-from trl_fp8.policy.router import RouterReplay, RouteTally
+from trl_fp8.features.kv_cache.calibration import PROMPTS_ONLY_MARGIN
+from trl_fp8.features.router_replay.replay import RouterReplay, RouteTally
+from trl_fp8.features.router_replay.routes import RolloutRoutes
 
 from . import harness, record
 from .bench_demo import run_demo

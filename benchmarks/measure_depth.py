@@ -33,7 +33,7 @@ import torch
 from vllm import SamplingParams
 
 from testing.processes import alone, free_port
-from trl_fp8.policy.attention.calibration import PROMPTS_ONLY_MARGIN
+from trl_fp8.features.kv_cache.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.quantization.formats import FORMATS
 
 from . import harness, record, shapes, table

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from trl_fp8.report.canvas import SERIES, new_figure, save, tidy
-from trl_fp8.report.series import moving
+from trl_fp8.features.run_log.report.canvas import SERIES, new_figure, save, tidy
+from trl_fp8.features.run_log.report.series import moving
 
 from .record import T_95
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from trl import GRPOConfig
 
 from trl_fp8 import FP8GRPOConfig
-from trl_fp8.flags.correction import CorrectionFlags
-from trl_fp8.flags.engine import EngineFlags
-from trl_fp8.flags.forward import ForwardFlags
-from trl_fp8.flags.kv_cache import KVCacheFlags
-from trl_fp8.flags.router import RouterFlags
-from trl_fp8.flags.weights import WeightFlags
+from trl_fp8.features.correction.correction_flags import CorrectionFlags
+from trl_fp8.features.kv_cache.kv_cache_flags import KVCacheFlags
+from trl_fp8.features.one_forward.forward_flags import ForwardFlags
+from trl_fp8.features.router_replay.router_flags import RouterFlags
+from trl_fp8.run.engine_flags import EngineFlags
+from trl_fp8.run.weight_flags import WeightFlags
 
 
 PAGE = Path(__file__).with_name("configuration.md")

@@ -8,9 +8,9 @@ from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
 
+from trl_fp8.features.run_log.report.canvas import MARK, Axes, Figure, save
+from trl_fp8.features.run_log.report.curves import TRAINING_PANELS, curves_figure
 from trl_fp8.planning.plan import format_bytes
-from trl_fp8.report.canvas import MARK, Axes, Figure, save
-from trl_fp8.report.curves import TRAINING_PANELS, curves_figure
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -32,7 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean, median
 
-from trl_fp8.console.quiet import quiet
+from trl_fp8.upstream.quiet import quiet
 
 
 if __name__ == "__main__":

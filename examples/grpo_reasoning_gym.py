@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trl_fp8.console.quiet import quiet
+from trl_fp8.upstream.quiet import quiet
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backen
 NO_STREAM = "getting stream native handle"  # what CuTe DSL's kernels ask of a device
 SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
 BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
-# What a trainer that shares the engine's kernels calls, too (engine/vllm/invariance.py), and what would be others
+# What a trainer that shares the engine's kernels calls, too (one_forward/engine_part/invariance.py), and others
 SHARED = "triton::_rms_norm_kernel", "triton::matmul_kernel_persistent", "_C::rotary_embedding"
 NOT_SHARED = "_C::rms_norm", "_C::fused_add_rms_norm", "_vllm_fa3_C::get_scheduler_metadata"
 FLASH, UNQUANTIZED = "_vllm_fa3_C::fwd", "triton::matmul_kernel_persistent"
@@ -239,8 +239,8 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.engine.vllm.invariance import require_invariant_routers
     from trl_fp8.engine.vllm.platforms import Cuda
+    from trl_fp8.features.one_forward.engine_part.invariance import require_invariant_routers
     from trl_fp8.upstream.vllm import forget_choices
 
     recipe = recipe_of(policy)
@@ -306,8 +306,8 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", polic
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     from trl_fp8.engine.vllm.auditable import require_auditable
-    from trl_fp8.engine.vllm.kv_scales import attention_layers, fp8_attention_layers, quantizes_query
     from trl_fp8.engine.vllm.numerics import activation_scaling, fp8_experts, fp8_kernels
+    from trl_fp8.features.kv_cache.engine_scales import attention_layers, fp8_attention_layers, quantizes_query
     from trl_fp8.recipe.caches import kv_layers
     from trl_fp8.recipe.from_model import caches_of
 
@@ -409,8 +409,8 @@ def _call_packed_attention(layer: "Attention") -> None:
     """Three sequences, forward and backward."""
     import torch
 
-    from trl_fp8.engine.vllm.cuda.attention import PackedAttention
-    from trl_fp8.policy.attention.packed import flash_gradients
+    from trl_fp8.features.one_forward.engine_part.flash_attention import PackedAttention
+    from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients
 
     attend, starts = PackedAttention(layer), torch.empty(4, dtype=torch.int32)
     query, *of_key = (

@@ -164,8 +164,8 @@ class PretendedEngine:
     """`sync.delivery.Engine` of a model of vLLM's that no engine runs."""
 
     def __init__(self, model: nn.Module, recipe: "FP8Recipe"):
-        from trl_fp8.engine.vllm.kv_scales import attention_layers
         from trl_fp8.engine.vllm.layout import engine_layout
+        from trl_fp8.features.kv_cache.engine_scales import attention_layers
 
         self.layout, self._attention = engine_layout(model, recipe.linears), attention_layers(model)
 
@@ -174,12 +174,12 @@ class PretendedEngine:
     def reset_prefix_cache(self) -> None: ...
 
     def write_kv_scales(self, scales) -> None:
-        from trl_fp8.engine.vllm.kv_scales import write_kv_scales
+        from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
 
         write_kv_scales(self._attention, scales)
 
     def verify_kv_scales(self, sent) -> None:
-        from trl_fp8.engine.vllm.kv_scales import verify_kv_scales
+        from trl_fp8.features.kv_cache.engine_scales import verify_kv_scales
 
         verify_kv_scales(self._attention, sent)
 

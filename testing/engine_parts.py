@@ -49,7 +49,7 @@ class PagedAttention:
     def __init__(
         self, config: VllmConfig, head_size: int, fp8: bool, window: int | None, softcap: float | None, scales: Tensor
     ):
-        from trl_fp8.engine.vllm.cuda.attention import InvariantFlashAttention
+        from trl_fp8.features.one_forward.engine_part.flash_attention import InvariantFlashAttention
 
         self.config, self.heads, self.groups = config, 8, 2
         cache = replace(config.cache_config, cache_dtype="fp8" if fp8 else "auto")

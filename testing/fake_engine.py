@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.policy.attention.hook import AttentionHook
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.kernels import Adapter
-from trl_fp8.policy.flow.one_forward import OneForward
+from trl_fp8.engine.kernels import Adapter
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.one_forward import OneForward
+from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.quantization.e4m3 import cache_round_trip

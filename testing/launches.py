@@ -7,7 +7,7 @@ import datasets
 import transformers
 from pytest import MonkeyPatch
 
-from trl_fp8.cli import main
+from trl_fp8.commands.cli import main
 
 
 TEXT, MESSAGES = "What is 1+1?", [{"role": "user", "content": "What is 1+1?"}]

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.linear import FollowedLinear, FusedCall, tokens_of
-from trl_fp8.policy.flow.swapped import swap
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
+from trl_fp8.policy.swapped import swap
 
 from .fake_engine import FakeLinear
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 
-from trl_fp8.engine.vllm.cpu import attention as cpu_attention
+from trl_fp8.engine.vllm.cpu import reference_attention as cpu_attention
 
 
 def played_attention(dtype: torch.dtype, tile: int | None = None, offset: float = 256.0) -> Callable:

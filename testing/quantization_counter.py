@@ -1,6 +1,6 @@
 """Counts how often a trainer's flow quantizes a weight."""
 
-from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.features.one_forward.backward import FP8Flow
 
 
 class QuantizationCounter:

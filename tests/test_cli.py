@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from testing import published, tiny_models, vision
 from trl_fp8 import __version__
-from trl_fp8.cli import main
-from trl_fp8.commands import plan
+from trl_fp8.commands import plan_command as plan
+from trl_fp8.commands.cli import main
 
 
 ROOT = Path(__file__).parents[1]

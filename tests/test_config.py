@@ -4,7 +4,7 @@ import pytest
 from trl import GRPOConfig, TrlParser
 
 from trl_fp8 import FP8GRPOConfig
-from trl_fp8.correction.presets import PRESETS
+from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.run.facts import _changed_flags
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from testing import published
 from testing.processes import alone
-from trl_fp8.cli import main
+from trl_fp8.commands.cli import main
 
 
 ROOT = Path(__file__).parents[1]

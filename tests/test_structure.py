@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from trl_fp8.cli import COMMANDS
+from trl_fp8.commands.cli import COMMANDS
 from trl_fp8.upstream import patches, trl, vllm
 from trl_fp8.upstream.patches import PATCHES
 
@@ -65,29 +65,44 @@ FOREIGN = {  # packages that only some folders may import
 WRITTEN_FROM_OUTSIDE = {
     ("config.py", "FP8GRPOConfig.__doc__"): "made of the flags' own texts, which the class has once it is there",
     ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
-    ("engine/vllm/cpu/linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
-    ("engine/vllm/adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
+    ("engine/vllm/cpu/reference_linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
+    ("features/shared_base/engine_adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
     ("engine/vllm/images.py", "processor._apply_prompt_updates"): "vLLM calls it, and asks nobody",
-    ("engine/vllm/kernels.py", "processor.logits_as_input"): "a copy of vLLM's, told that the logits are made already",
-    ("engine/vllm/kv_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
+    (
+        "features/one_forward/engine_part/vllm_kernels.py",
+        "processor.logits_as_input",
+    ): "a copy of vLLM's, told that the logits are made already",
+    ("features/kv_cache/engine_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
     ("features/*", "rollouts.metrics"): "the same",
-    ("features/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization reads it, and takes no argument",
-    ("features/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
-    ("policy/attention/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
-    ("policy/attention/hook.py", "mask.sees"): "masks of layers that window differ, and layers hand on the mask alone",
-    ("policy/attention/hook.py", "module.expand_kv"): "what MLA caches passes there, and nowhere else without a cache",
-    ("policy/base/base.py", "transformers_model(self._model).save_pretrained"): "it would leave weights out, silently",
+    (
+        "features/kv_cache/kv_cache.py",
+        "self.trainer._batch_environments",
+    ): "TRL's tokenization reads it, and takes no argument",
+    ("run/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
+    ("policy/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
+    ("policy/hook.py", "mask.sees"): "masks of layers that window differ, and layers hand on the mask alone",
+    ("policy/hook.py", "module.expand_kv"): "what MLA caches passes there, and nowhere else without a cache",
+    (
+        "features/shared_base/held_base.py",
+        "transformers_model(self._model).save_pretrained",
+    ): "it would leave weights out, silently",
     ("policy/base/*", "module.codes"): "modules are shared in place, so that names, hooks and adapters keep them",
-    ("policy/base/stored.py", "model.hf_quantizer"): "transformers would take the model for a quantized one",
-    ("policy/base/stored.py", "placeholder._is_hf_initialized"): "transformers would initialize what was not loaded",
+    (
+        "features/shared_base/stored_base.py",
+        "model.hf_quantizer",
+    ): "transformers would take the model for a quantized one",
+    (
+        "features/shared_base/stored_base.py",
+        "placeholder._is_hf_initialized",
+    ): "transformers would initialize what was not loaded",
     ("policy/flow/*", "module.*"): "modules follow an engine in place, so that names, hooks and optimizers keep them",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/processor.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
-    ("policy/router.py", "router.*"): "routers become replayed ones in place",
+    ("features/router_replay/replay.py", "router.*"): "routers become replayed ones in place",
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.seal"): "the same",
-    ("sync/reference.py", "self._part.seal"): "the same",
+    ("features/one_forward/reference_weights.py", "self._part.seal"): "the same",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes

@@ -3,7 +3,7 @@
 import pytest
 
 import trl_fp8
-from trl_fp8.cli import main
+from trl_fp8.commands.cli import main
 from trl_fp8.upstream import versions
 
 

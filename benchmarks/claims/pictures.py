@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from PIL import Image
 
-from trl_fp8.report.canvas import new_figure, save, tidy
+from trl_fp8.features.run_log.report.canvas import new_figure, save, tidy
 
 from ..record import T_95
 from . import names

@@ -9,7 +9,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from math import isfinite
 
-from trl_fp8.correction.health import MAX_K3_KL, MIN_EFFECTIVE_SAMPLE_SIZE
+from trl_fp8.features.correction.health import MAX_K3_KL, MIN_EFFECTIVE_SAMPLE_SIZE
 
 from .. import record
 from . import evidence

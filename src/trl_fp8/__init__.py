@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from trl_fp8.correction.importance import RolloutCorrection
-    from trl_fp8.recipe.recipe import FP8Recipe
-
     from .config import FP8GRPOConfig
-    from .console.progress import FP8ProgressCallback
+    from .features.correction.importance import RolloutCorrection
+    from .recipe.recipe import FP8Recipe
+    from .run.progress import FP8ProgressCallback
     from .trainer import FP8GRPOTrainer
 
 __all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "RolloutCorrection"]
@@ -28,7 +27,7 @@ def __getattr__(name: str) -> object:
     """Import on first use: TRL takes ten seconds, which a question about a plan need not wait for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .console.quiet import without_noise
+    from .upstream.quiet import without_noise
     from .upstream.versions import require_versions
 
     require_versions()

@@ -11,15 +11,15 @@ from typing import Any
 from torch import nn
 from trl import GRPOConfig
 
-from .correction.importance import RolloutCorrection
-from .flags import flag
-from .flags.correction import CorrectionFlags
-from .flags.engine import EngineFlags
-from .flags.forward import ForwardFlags
-from .flags.kv_cache import KVCacheFlags
-from .flags.router import RouterFlags
-from .flags.weights import WeightFlags
+from .features.correction.correction_flags import CorrectionFlags
+from .features.correction.importance import RolloutCorrection
+from .features.kv_cache.kv_cache_flags import KVCacheFlags
+from .features.one_forward.forward_flags import ForwardFlags
+from .features.router_replay.router_flags import RouterFlags
 from .recipe.recipe import FP8Recipe, recipe_for_model
+from .run.engine_flags import EngineFlags
+from .run.flag import flag
+from .run.weight_flags import WeightFlags
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """`FP8GRPOTrainer`: TRL's `GRPOTrainer` with FP8 rollouts.
 
-A step, and who takes part in it. Everything optional is a feature: an object with the hooks of features/feature.py.
+A step, and who takes part in it. Everything optional is a feature: an object with the hooks of run/feature.py.
 
     rollouts due   -> [sync: KV scales, write, audit] -> generate (FP8)     Syncs, KVCache, Routes, SameModel
     old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes, Truncation
@@ -30,34 +30,34 @@ from trl.trainer.grpo_trainer import EnvironmentFactory, RewardFunc, RolloutFunc
 from trl.trainer.utils import get_config_model_id
 
 from .config import FP8GRPOConfig
-from .console.lines import slow_step
-from .console.progress import FP8ProgressCallback
-from .console.quiet import without_noise
-from .correction.importance import RolloutCorrection
-from .correction.metric import Metric
-from .features.correction import Correction
-from .features.feature import Batch, Feature, Rollouts
-from .features.flow import Flow
-from .features.kl_floor import KLFloor
-from .features.kv_cache import KVCache
-from .features.routes import Routes
-from .features.run_log import RunLog
-from .features.same_model import SameModel
-from .features.syncs import Syncs
-from .features.truncation import Truncation
+from .features.correction.correction import Correction
+from .features.correction.importance import RolloutCorrection
+from .features.kv_cache.kv_cache import KVCache
+from .features.one_forward.following import Flow
+from .features.one_forward.one_forward import release
+from .features.one_forward.same_model import SameModel
+from .features.router_replay.kl_floor import KLFloor
+from .features.router_replay.routes import Routes
+from .features.run_log.run_log import RunLog
+from .features.shared_base.adaptable import require_adaptable, require_apart, require_trainable_base
+from .features.shared_base.held_base import HeldBase, SharedBase, Source, require_own_weights
+from .features.shared_base.stored_base import load_without_base
+from .features.truncated_sampling.truncation import Truncation
 from .planning.plan import Plan, plan_for_model
-from .policy.base.adaptable import require_adaptable, require_apart, require_trainable_base
-from .policy.base.base import HeldBase, SharedBase, Source, require_own_weights
-from .policy.base.stored import load_without_base
-from .policy.flow.one_forward import release
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
+from .run.feature import Batch, Feature, Rollouts
 from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows, require_same_turns
+from .run.lines import slow_step
+from .run.metric import Metric
 from .run.output import checkpoint_bytes, require_output
+from .run.progress import FP8ProgressCallback
 from .run.saving import Saving
+from .run.syncs import Syncs
 from .sync.policy_checks import require_servable
 from .upstream.patches import substituted
+from .upstream.quiet import without_noise
 from .upstream.vllm import engine_class
 
 

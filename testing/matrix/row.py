@@ -15,9 +15,9 @@ from transformers.utils import logging
 
 from testing import engines, published, vision
 from testing.runs import arguments, column, recorded, training
-from trl_fp8.features.same_model import SameModel
+from trl_fp8.features.one_forward.same_model import SameModel
+from trl_fp8.features.one_forward.witness.findings import Findings
 from trl_fp8.planning.plan import plan_for
-from trl_fp8.policy.witness.findings import Findings
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers

@@ -9,7 +9,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerControl, Trai
 
 from testing.runs import arguments, training
 from trl_fp8 import FP8ProgressCallback
-from trl_fp8.console import lines, progress
+from trl_fp8.run import lines, progress
 
 
 BF16 = dict(fp8_weights=False, kv_cache_dtype="auto", use_vllm=False)
@@ -49,7 +49,7 @@ def test_without_a_terminal_a_tenth_of_the_run_is_a_line(capsys):
 
 def test_long_runs_have_a_line_a_minute(capsys, monkeypatch):
     now = iter(range(0, 10**9, 25))
-    monkeypatch.setattr("trl_fp8.console.progress.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("trl_fp8.run.progress.time.monotonic", lambda: next(now))
     go(FP8ProgressCallback(), last=100_000, steps=range(30))
     assert 5 < len(capsys.readouterr().out.splitlines()) < 15
 
@@ -95,7 +95,7 @@ def test_what_was_not_measured_is_left_out(missing, capsys):
 
 
 def test_a_warning_is_a_line_of_its_own_and_only_where_the_user_has_not_configured_logging(capsys, monkeypatch):
-    logger = logging.getLogger("trl_fp8.features.correction")
+    logger = logging.getLogger("trl_fp8.features.correction.correction")
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])  # pytest's
     shown = lines.Warnings()

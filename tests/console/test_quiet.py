@@ -9,8 +9,8 @@ import warnings
 import pytest
 
 from testing.processes import alone
-from trl_fp8.cli import main
-from trl_fp8.console.quiet import LOGGED, WARNED, without_noise
+from trl_fp8.commands.cli import main
+from trl_fp8.upstream.quiet import LOGGED, WARNED, without_noise
 
 
 # As these libraries print them: logger or category, text
@@ -40,7 +40,7 @@ def state():
 before = state()
 import trl_fp8.cli, trl_fp8.commands.train
 from trl_fp8.cli import main
-from trl_fp8.console.quiet import quiet
+from trl_fp8.upstream.quiet import quiet
 assert state() == before
 quiet()
 for where, text in SEEN:

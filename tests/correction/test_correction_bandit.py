@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
 
 
 V, T = 4, 3

@@ -10,11 +10,11 @@ import torch
 import yaml
 
 from trl_fp8.config import FP8GRPOConfig
-from trl_fp8.correction.apply import apply_correction
-from trl_fp8.correction.log_ratio import log_ratio
-from trl_fp8.correction.metric import values_of
-from trl_fp8.correction.presets import PRESETS, correction_from
-from trl_fp8.correction.rejection import Rejection
+from trl_fp8.features.correction.apply import apply_correction
+from trl_fp8.features.correction.presets import PRESETS, correction_from
+from trl_fp8.features.correction.rejection import Rejection
+from trl_fp8.run.log_ratio import log_ratio
+from trl_fp8.run.metric import values_of
 
 
 PAGE = (Path(__file__).parents[2] / "docs" / "rollout_correction.md").read_text()

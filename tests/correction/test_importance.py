@@ -11,14 +11,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from testing import oracles
 from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
-from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
-from trl_fp8.correction.log_ratio import log_ratio
-from trl_fp8.correction.metric import values_of
-from trl_fp8.correction.mismatch import mismatch_tally
-from trl_fp8.correction.presets import PRESETS
-from trl_fp8.correction.rejection import Rejection
-from trl_fp8.correction.report import correction_metrics
-from trl_fp8.correction.tally import Tally
+from trl_fp8.features.correction.correction_report import correction_metrics
+from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.mismatch import mismatch_tally
+from trl_fp8.features.correction.presets import PRESETS
+from trl_fp8.features.correction.rejection import Rejection
+from trl_fp8.features.correction.tally import Tally
+from trl_fp8.run.log_ratio import log_ratio
+from trl_fp8.run.metric import values_of
 
 
 UNWEIGHTED = RolloutCorrection(level=None)

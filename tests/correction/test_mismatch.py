@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, random_batch
-from trl_fp8.correction.health import health_warnings
-from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
-from trl_fp8.correction.log_ratio import log_ratio
-from trl_fp8.correction.metric import values_of
-from trl_fp8.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
-from trl_fp8.correction.presets import PRESETS
-from trl_fp8.correction.rejection import Rejection, Statistic
-from trl_fp8.correction.report import correction_metrics
-from trl_fp8.correction.tally import Tally
+from trl_fp8.features.correction.correction_report import correction_metrics
+from trl_fp8.features.correction.health import health_warnings
+from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
+from trl_fp8.features.correction.presets import PRESETS
+from trl_fp8.features.correction.rejection import Rejection, Statistic
+from trl_fp8.features.correction.tally import Tally
+from trl_fp8.run.log_ratio import log_ratio
+from trl_fp8.run.metric import values_of
 
 
 def assert_metrics_equal(actual, expected, rel=1e-6, absolute=1e-12):

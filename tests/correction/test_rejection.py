@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
-from trl_fp8.correction.health import health_warnings
-from trl_fp8.correction.importance import RolloutCorrection, correct_rollout
-from trl_fp8.correction.metric import values_of
-from trl_fp8.correction.presets import PRESETS
-from trl_fp8.correction.rejection import Rejection
-from trl_fp8.correction.report import correction_metrics
+from trl_fp8.features.correction.correction_report import correction_metrics
+from trl_fp8.features.correction.health import health_warnings
+from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.presets import PRESETS
+from trl_fp8.features.correction.rejection import Rejection
+from trl_fp8.run.metric import values_of
 
 
 UNWEIGHTED = RolloutCorrection(level=None)

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from trl_fp8.correction.log_ratio import log_ratio
-from trl_fp8.correction.sample import BINS, LIMIT, PAIRS, rollout_sample
+from trl_fp8.features.correction.sample import BINS, LIMIT, PAIRS, rollout_sample
+from trl_fp8.run.log_ratio import log_ratio
 
 
 def test_each_scored_token_is_in_the_bin_of_its_ratio():

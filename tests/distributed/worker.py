@@ -27,12 +27,12 @@ from testing.reference_experts import offered_fp8_experts  # noqa: E402
 from testing.runs import arguments, dataset, recorded, reward_digits, rows  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
-from trl_fp8.export.checksums import verify_export  # noqa: E402
-from trl_fp8.features.flow import Flow  # noqa: E402
-from trl_fp8.policy.base.shared import SharedLinear  # noqa: E402
+from trl_fp8.export.file_checksums import verify_export  # noqa: E402
+from trl_fp8.features.one_forward.following import Flow  # noqa: E402
+from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
+from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
 from trl_fp8.sync import shards, writer  # noqa: E402
-from trl_fp8.sync.adapters import Slot  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402
 

@@ -7,9 +7,9 @@ from peft.tuners.lora.layer import LoraLayer
 
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
-from trl_fp8.engine.vllm.adapters import _install
-from trl_fp8.engine.vllm.cpu.linear import linear
+from trl_fp8.engine.vllm.cpu.reference_linear import linear
 from trl_fp8.engine.vllm.layout import ADAPTERS
+from trl_fp8.features.shared_base.engine_adapters import _install
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.upstream.vllm import engine_model
 

@@ -15,9 +15,9 @@ from vllm.model_executor.models import commandr
 from vllm.v1.sample.sampler import Sampler
 
 from testing.reference_experts import ReferenceExperts
-from trl_fp8.engine.vllm.cpu import linear as cpu_linear
-from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
+from trl_fp8.engine.vllm.cpu import reference_linear as cpu_linear
 from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
+from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.quantization.blockwise import quantize_activation, quantize_weight
 from trl_fp8.quantization.e4m3 import E4M3, saturating_cast_

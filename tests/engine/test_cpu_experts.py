@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
-from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts, register_cpu_experts
+from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts, register_cpu_experts
 
 
 TOKENS, PER_TOKEN, EXPERTS, INTERMEDIATE, HIDDEN = 9, 2, 5, 96, 64

@@ -10,7 +10,7 @@ from accelerate import PartialState
 
 from testing import engines, tiny_models
 from trl_fp8.engine.vllm import gemms
-from trl_fp8.engine.vllm.cpu.linear import ReferenceFp8BlockKernel, register_cpu_kernel
+from trl_fp8.engine.vllm.cpu.reference_linear import ReferenceFp8BlockKernel, register_cpu_kernel
 from trl_fp8.engine.vllm.gemms import DECIDES, Gemm, fastest, pinned_gemm
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.from_model import outline_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trl_fp8.engine.vllm.cpu.attention import _see_whole
+from trl_fp8.engine.vllm.cpu.reference_attention import _see_whole
 from trl_fp8.engine.vllm.images import leave_image_tokens, require_awake, require_same_prompts
 
 

@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import engines
 from trl_fp8.engine.vllm import platforms
-from trl_fp8.engine.vllm.invariance import ROUTER_KERNELS, SWITCH, require_invariant_routers
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
+from trl_fp8.features.one_forward.engine_part.invariance import ROUTER_KERNELS, SWITCH, require_invariant_routers
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import engine_config, forget_choices
 
@@ -136,7 +136,7 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
 def hopper(monkeypatch):
     """Of CUDA what a CPU build of vLLM has not is left out: FlashAttention, kernels in Triton."""
     attention = SimpleNamespace(invariant_attention=nullcontext)
-    monkeypatch.setitem(sys.modules, "trl_fp8.engine.vllm.cuda.attention", attention)
+    monkeypatch.setitem(sys.modules, "trl_fp8.features.one_forward.engine_part.flash_attention", attention)
     monkeypatch.setattr(platforms, "pin_tiles", lambda: None)
     monkeypatch.setattr(platforms, "register_cuda_norms", lambda: None)
     yield Cuda((9, 0), 3).invariant(SimpleNamespace(tensor_parallel_size=1))

@@ -14,11 +14,11 @@ from testing.quantization_counter import QuantizationCounter
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, calls_of, differences, follow, left_out, sampled, scored, witnessed
 from trl_fp8.engine.vllm.numerics import activation_scaling
-from trl_fp8.policy.flow.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
-from trl_fp8.policy.flow.experts import FollowedExperts, FollowedRouter
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.linear import FollowedLinear
-from trl_fp8.policy.flow.one_forward import require_followable
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.modules.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
+from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
+from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, quantize_activation
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model

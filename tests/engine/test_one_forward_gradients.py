@@ -10,11 +10,17 @@ from testing import engines
 from testing.fp8_oracle import e4m3
 from testing.rollouts import PROMPTS, calibrated, follow
 from testing.straight_through import Recorder, gradients, valued, visiting
-from trl_fp8.features.engine_head import engine_head
-from trl_fp8.policy.attention import packed
-from trl_fp8.policy.flow import linear
-from trl_fp8.policy.flow.between import FollowedEmbedding, FollowedMLP, FollowedNorm, FollowedScaledEmbedding, Turn
-from trl_fp8.policy.flow.own_gradient import with_value
+from trl_fp8.features.one_forward.head import engine_head
+from trl_fp8.features.one_forward.modules import followed_linear as linear
+from trl_fp8.features.one_forward.modules import packed_attention as packed
+from trl_fp8.features.one_forward.modules.between import (
+    FollowedEmbedding,
+    FollowedMLP,
+    FollowedNorm,
+    FollowedScaledEmbedding,
+    Turn,
+)
+from trl_fp8.features.one_forward.modules.own_gradient import with_value
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.upstream.patches import substituted
 

@@ -10,10 +10,10 @@ from vllm.outputs import CompletionOutput
 
 from testing import engines, tiny_models
 from testing.rollouts import agreement, sample
-from trl_fp8.engine.vllm import routes
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
-from trl_fp8.engine.vllm.routes import RouteLog, RouterCapture, returned_routes
+from trl_fp8.features.router_replay import engine_routes as routes
+from trl_fp8.features.router_replay.engine_routes import RouteLog, RouterCapture, returned_routes
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.recipe.recipe import FP8Recipe
 

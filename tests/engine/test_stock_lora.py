@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 
 from testing import engines
 from testing.runs import arguments, training
-from trl_fp8.engine.vllm import adapters
 from trl_fp8.export.export import export_fp8
+from trl_fp8.features.shared_base import engine_adapters as adapters
 from trl_fp8.policy.model import dequantizing_config
 from trl_fp8.recipe.recipe import FP8Recipe
 

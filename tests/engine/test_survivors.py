@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput, SamplingMask
 from testing import tiny_models
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
-from trl_fp8.engine.vllm.survivors import SurvivorLog, returned_survivors
+from trl_fp8.features.truncated_sampling.engine_survivors import SurvivorLog, returned_survivors
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

@@ -28,11 +28,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from trl_fp8.engine.vllm.cpu import attention as cpu_attention
-from trl_fp8.engine.vllm.cpu import linear as cpu_kernel
+from trl_fp8.engine.vllm.cpu import reference_attention as cpu_attention
+from trl_fp8.engine.vllm.cpu import reference_linear as cpu_kernel
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration, own_configs
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
-from trl_fp8.flags.engine import RESERVED_ENGINE_KWARGS, VLLM_NAMES
+from trl_fp8.run.engine_flags import RESERVED_ENGINE_KWARGS, VLLM_NAMES
 from trl_fp8.trainer import FP8GRPOTrainer
 from trl_fp8.upstream import patches
 from trl_fp8.upstream import trl as trl_names

@@ -5,7 +5,7 @@ import torch
 
 from testing import engines
 from testing.rollouts import calibrated, follow, witnessed
-from trl_fp8.policy.witness.witness import Witness
+from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.upstream.vllm import engine_model
 
 

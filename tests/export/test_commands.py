@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-from trl_fp8.export.checksums import write_checksums
+from trl_fp8.export.file_checksums import write_checksums
 
 
 SLOW = {"torch", "transformers", "trl", "vllm", "accelerate", "torchao", "numpy"}

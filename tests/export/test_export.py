@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing import engines, other_models, tiny_models
 from testing.reference_experts import reference_fp8_experts
 from testing.runs import arguments, training
-from trl_fp8.export.checksums import CHECKSUMS, verify_export
 from trl_fp8.export.export import INDEX, export_fp8
+from trl_fp8.export.file_checksums import CHECKSUMS, verify_export
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model
 

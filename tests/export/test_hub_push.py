@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.hub_stand_in import HubStandIn
-from trl_fp8.cli import main
-from trl_fp8.export.checksums import CHECKSUMS, verify_export
+from trl_fp8.commands.cli import main
 from trl_fp8.export.export import INDEX, export_fp8
+from trl_fp8.export.file_checksums import CHECKSUMS, verify_export
 from trl_fp8.export.push import push_export
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from testing.runs import arguments, rows, training
-from trl_fp8.run.file import read_run
+from trl_fp8.features.run_log.log_file import read_run
 
 
 pytestmark = pytest.mark.engine

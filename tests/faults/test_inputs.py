@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.features.syncs import Syncs
+from trl_fp8.run.syncs import Syncs
 
 
 # Every flag of ours and those of TRL's that it looks at, with right and wrong values

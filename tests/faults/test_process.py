@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing.processes import alone
 from testing.runs import arguments, column, training
 from trl_fp8.export import export
-from trl_fp8.export.checksums import verify_export
 from trl_fp8.export.export import export_fp8
+from trl_fp8.export.file_checksums import verify_export
+from trl_fp8.features.run_log.log_file import FILE
 from trl_fp8.run.checkpoints import marker
-from trl_fp8.run.file import FILE
 
 from .dying import FLAGS, PLACES
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trl_fp8 import FP8GRPOConfig
-from trl_fp8.export.checksums import CHECKSUMS, verify_export
+from trl_fp8.export.file_checksums import CHECKSUMS, verify_export
 from trl_fp8.run.facts import _changed_flags
 
 

@@ -11,8 +11,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from testing import tiny_models
 from testing.fake_engine import followed
-from trl_fp8.features import engine_head as module
-from trl_fp8.features.engine_head import OPTIONAL, engine_head
+from trl_fp8.features.one_forward import head as module
+from trl_fp8.features.one_forward.head import OPTIONAL, engine_head
 from trl_fp8.upstream.patches import substituted
 
 

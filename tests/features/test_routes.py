@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from testing import tiny_models
-from trl_fp8.features.routes import RolloutRoutes
-from trl_fp8.policy.router import RouterReplay
+from trl_fp8.features.router_replay.replay import RouterReplay
+from trl_fp8.features.router_replay.routes import RolloutRoutes
 from trl_fp8.recipe.names import NOWHERE
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from testing import oracles
-from trl_fp8.features import truncated_head as module
-from trl_fp8.features.truncated_head import Rows, truncated_head
+from trl_fp8.features.truncated_sampling import truncated_head as module
+from trl_fp8.features.truncated_sampling.truncated_head import Rows, truncated_head
 
 
 N, V, K = 7, 11, 4

@@ -6,7 +6,7 @@ import torch
 import trl.trainer.utils as trl_utils
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.features.truncation import OfBatch, of_batch
+from trl_fp8.features.truncated_sampling.truncation import OfBatch, of_batch
 
 
 # The end of the first one's prompt is what another rollout sampled; the second is a conversation, with two tokens of a

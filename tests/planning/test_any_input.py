@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testing import published
-from trl_fp8.cli import main
-from trl_fp8.commands import plan
+from trl_fp8.commands import plan_command as plan
+from trl_fp8.commands.cli import main
 
 
 NAMES = sorted(published.CONFIGS)

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from testing import published
-from trl_fp8.cli import main
-from trl_fp8.commands.plan import FLAGS
+from trl_fp8.commands.cli import main
+from trl_fp8.commands.plan_command import FLAGS
 
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from testing import tiny_models
-from trl_fp8.policy.attention.hook import AttentionHook
-from trl_fp8.policy.attention.observation import QKVObservation
+from trl_fp8.features.kv_cache.observation import QKVObservation
+from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
 

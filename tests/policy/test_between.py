@@ -7,8 +7,8 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import followed
-from trl_fp8.policy.flow.between import Turn, side_by_side
-from trl_fp8.policy.flow.own_gradient import holding, own_gradient, with_value
+from trl_fp8.features.one_forward.modules.between import Turn, side_by_side
+from trl_fp8.features.one_forward.modules.own_gradient import holding, own_gradient, with_value
 
 
 def randn(*shape, seed=0, dtype=torch.bfloat16):

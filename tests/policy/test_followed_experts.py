@@ -8,9 +8,13 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from testing.tiny_models import build
-from trl_fp8.policy.flow.experts import FollowedExperts, FollowedRouter, require_followable_experts
-from trl_fp8.policy.flow.swapped import swap
-from trl_fp8.policy.router import RouterReplay
+from trl_fp8.features.one_forward.modules.followed_experts import (
+    FollowedExperts,
+    FollowedRouter,
+    require_followable_experts,
+)
+from trl_fp8.features.router_replay.replay import RouterReplay
+from trl_fp8.policy.swapped import swap
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.recipe.recipe import recipe_for_model
 

@@ -14,9 +14,9 @@ import torch
 from testing.fp8_oracle import gamma, rounded
 from testing.linears import Wrapped, follow, gradients, inputs, pair
 from testing.quantization_counter import QuantizationCounter
-from trl_fp8.policy.flow import linear as module
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.linear import FusedCall
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.modules import followed_linear as module
+from trl_fp8.features.one_forward.modules.followed_linear import FusedCall
 from trl_fp8.quantization.formats.tensor import TENSOR
 
 

@@ -9,8 +9,8 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from testing.fp8_oracle import gamma
 from testing.linears import gradients, inputs, pair
-from trl_fp8.policy.flow import gemm as fp8_gemm
-from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.modules import gemm as fp8_gemm
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 

@@ -13,7 +13,7 @@ import torch
 from transformers.models.qwen3 import modeling_qwen3
 
 from testing.tiny_models import build
-from trl_fp8.policy.attention.calibration import (
+from trl_fp8.features.kv_cache.calibration import (
     PROMPTS_ONLY_MARGIN,
     SATURATION_LIMIT,
     WIDEST_MARGIN_FACTOR,
@@ -23,7 +23,7 @@ from trl_fp8.policy.attention.calibration import (
     observe_sequences,
     outlier_message,
 )
-from trl_fp8.policy.attention.hook import AttentionHook
+from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
 
 

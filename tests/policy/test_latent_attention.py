@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 from testing import other_models
-from trl_fp8.policy.attention.hook import AttentionHook
-from trl_fp8.policy.attention.observation import QKVObservation
-from trl_fp8.policy.base.adaptable import require_adaptable
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.one_forward import require_followable
+from trl_fp8.features.kv_cache.observation import QKVObservation
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.one_forward import require_followable
+from trl_fp8.features.shared_base.adaptable import require_adaptable
+from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.recipe.recipe import recipe_for_model

@@ -10,10 +10,10 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import FakeEngine, followed
-from trl_fp8.policy.attention.hook import AttentionHook
-from trl_fp8.policy.flow.flow import FP8Flow
-from trl_fp8.policy.flow.linear import FollowedLinear
-from trl_fp8.policy.flow.one_forward import OneForward, release
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
+from trl_fp8.features.one_forward.one_forward import OneForward, release
+from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.recipe.recipe import recipe_for_model
 
 

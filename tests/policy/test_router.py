@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from testing.tiny_models import build
-from trl_fp8.policy.router import RouterReplay, RouteTally
+from trl_fp8.features.router_replay.replay import RouterReplay, RouteTally
 from trl_fp8.recipe.names import NOWHERE
 
 

@@ -6,8 +6,8 @@ from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_fp8.export.export import export_fp8
-from trl_fp8.policy.base.base import HeldBase, SharedBase
-from trl_fp8.policy.base.stored import load_without_base
+from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
+from trl_fp8.features.shared_base.stored_base import load_without_base
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model
 

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from testing.tiny_models import build
-from trl_fp8.policy.base.base import HeldBase, SharedBase
-from trl_fp8.policy.base.shared import share_linear
+from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
+from trl_fp8.features.shared_base.shared_modules import share_linear
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import TRANSFORMERS

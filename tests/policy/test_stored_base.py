@@ -15,8 +15,8 @@ from trl.trainer.utils import create_model_from_path
 from testing import other_models, tiny_models
 from testing.held import layout_for
 from trl_fp8.export.export import export_fp8
-from trl_fp8.policy.base import stored
-from trl_fp8.policy.base.stored import load_without_base
+from trl_fp8.features.shared_base import stored_base as stored
+from trl_fp8.features.shared_base.stored_base import load_without_base
 from trl_fp8.quantization.digest import digest
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream

@@ -8,10 +8,10 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import followed
-from trl_fp8.policy.witness import bounds
-from trl_fp8.policy.witness.findings import Findings
-from trl_fp8.policy.witness.structure import compare_angles, compare_window
-from trl_fp8.policy.witness.witness import Witness
+from trl_fp8.features.one_forward.witness import bounds
+from trl_fp8.features.one_forward.witness.findings import Findings
+from trl_fp8.features.one_forward.witness.structure import compare_angles, compare_window
+from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 

@@ -8,7 +8,7 @@ from testing import tiny_models
 from testing.fake_engine import followed
 from testing.linears import gradients, inputs, pair
 from testing.quantization_counter import QuantizationCounter
-from trl_fp8.policy.flow.flow import FP8Flow
+from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.formats import FORMATS, format_named
 from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling

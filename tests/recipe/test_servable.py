@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig, GenerationConfi
 
 from testing import other_models, published, tiny_models
 from trl_fp8 import FP8GRPOConfig
-from trl_fp8.cli import main
+from trl_fp8.commands.cli import main
 from trl_fp8.engine.vllm.platforms import Cuda
-from trl_fp8.flags import engine
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.planning.risks import risks
 from trl_fp8.recipe import servable
@@ -19,6 +18,7 @@ from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
+from trl_fp8.run import engine_flags as engine
 
 
 def outline(config):
@@ -40,7 +40,7 @@ def flags_in(message: str) -> dict:
 @pytest.fixture
 def without_vllm(monkeypatch):
     """A plan asks vLLM where it is installed, which takes seconds; what is refused without it must not need it."""
-    monkeypatch.setattr("trl_fp8.commands.plan.find_spec", lambda name: None)
+    monkeypatch.setattr("trl_fp8.commands.plan_command.find_spec", lambda name: None)
 
 
 @pytest.mark.parametrize(

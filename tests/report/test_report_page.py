@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-import trl_fp8.report
+import trl_fp8.features.run_log.report
 from testing.browser import FAINT, SCHEMES, SIZES, chromium, look_at, show, unfold
-from trl_fp8.cli import main
-from trl_fp8.report.checks import checks
-from trl_fp8.report.comparison import compared, differences
-from trl_fp8.report.curves import Panel, panel_figure
-from trl_fp8.report.page import write_report
-from trl_fp8.report.results import results, summary
-from trl_fp8.run.file import append, begin, read_run, read_runs
+from trl_fp8.commands.cli import main
+from trl_fp8.features.run_log.log_file import append, begin, read_run, read_runs
+from trl_fp8.features.run_log.report.checks import checks
+from trl_fp8.features.run_log.report.curves import Panel, panel_figure
+from trl_fp8.features.run_log.report.page import write_report
+from trl_fp8.features.run_log.report.results import results, summary
+from trl_fp8.features.run_log.report.runs_compared import compared, differences
 
 
 FACTS = {
@@ -254,8 +254,8 @@ def test_a_report_waits_for_neither_torch_nor_transformers(tmp_path):
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "trl_fp8.report.canvas")
-    monkeypatch.delattr(trl_fp8.report, "canvas")
+    monkeypatch.delitem(sys.modules, "trl_fp8.features.run_log.report.canvas")
+    monkeypatch.delattr(trl_fp8.features.run_log.report, "canvas")
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err == "trl-fp8: pictures need matplotlib: pip install 'trl-fp8[report]'\n"
 

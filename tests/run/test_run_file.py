@@ -2,7 +2,7 @@
 
 import pytest
 
-from trl_fp8.run.file import FILE, append, begin, earlier_logs, read_run, read_runs, settle
+from trl_fp8.features.run_log.log_file import FILE, append, begin, earlier_logs, read_run, read_runs, settle
 
 
 def step(folder, number, reward):

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_fp8.sync.adapters import A, B, Slot, adapter_tensors, factors, merged, room_for
+from trl_fp8.features.shared_base.adapter_tensors import A, B, Slot, adapter_tensors, factors, merged, room_for
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from testing import tiny_models
 from testing.held import layout_for
-from trl_fp8.quantization import blockwise, kernels
+from trl_fp8.quantization import block_kernels as kernels
+from trl_fp8.quantization import blockwise
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.blocks import BLOCKS

@@ -11,14 +11,15 @@ from transformers import TrainerCallback
 from testing import oracles
 from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
-from trl_fp8.correction import apply, health, importance, log_ratio, mismatch
-from trl_fp8.correction.apply import apply_correction, batch_log_ratio
-from trl_fp8.correction.metric import values_of
-from trl_fp8.correction.mismatch import BIN_EDGES
-from trl_fp8.correction.presets import PRESETS, correction_from
-from trl_fp8.correction.rejection import Rejection
-from trl_fp8.correction.sample import BINS
-from trl_fp8.run.file import read_run
+from trl_fp8.features.correction.apply import apply_correction, batch_log_ratio
+from trl_fp8.features.correction.correction import apply, health, importance, mismatch
+from trl_fp8.features.correction.mismatch import BIN_EDGES
+from trl_fp8.features.correction.presets import PRESETS, correction_from
+from trl_fp8.features.correction.rejection import Rejection
+from trl_fp8.features.correction.sample import BINS
+from trl_fp8.features.run_log.log_file import read_run
+from trl_fp8.run import log_ratio
+from trl_fp8.run.metric import values_of
 
 
 LOSSES = ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "vespo", "sapo", "luspo"]

@@ -12,9 +12,9 @@ from trl.trainer.utils import create_model_from_path
 from testing import tiny_models
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.features.flow import Flow
-from trl_fp8.policy.base.adaptable import require_adaptable, require_trainable_base
-from trl_fp8.policy.base.shared import SharedLinear
+from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.shared_base.adaptable import require_adaptable, require_trainable_base
+from trl_fp8.features.shared_base.shared_modules import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import recipe_for_model
 

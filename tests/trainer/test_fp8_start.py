@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.runs import arguments, training
-from trl_fp8.cli import main
+from trl_fp8.commands.cli import main
 from trl_fp8.export.export import export_fp8
 from trl_fp8.policy.model import dequantizing_config, in_high_precision
 from trl_fp8.recipe.recipe import recipe_for_model

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing.runs import arguments, column, dataset, recorded, rows, training, trajectory
 from trl_fp8 import FP8GRPOTrainer
-from trl_fp8.features.kv_cache import KVCache
-from trl_fp8.run.file import read_run
+from trl_fp8.features.kv_cache.kv_cache import KVCache
+from trl_fp8.features.run_log.log_file import read_run
 
 
 pytestmark = pytest.mark.engine

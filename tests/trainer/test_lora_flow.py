@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 
 from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
-from trl_fp8.features.flow import Flow
-from trl_fp8.features.syncs import merged_into_bf16
-from trl_fp8.policy.flow.adapter import require_sums
-from trl_fp8.policy.flow.linear import FollowedLinear
+from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.modules.followed_adapter import require_sums
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
+from trl_fp8.run.syncs import merged_into_bf16
 
 
 FULL = {"fp8_forward": "full"}

@@ -14,9 +14,9 @@ from testing import engines, tiny_models
 from testing.fake_engine import followed
 from testing.runs import arguments, column, training
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.flow import Flow
-from trl_fp8.features.kv_cache import KVCache
-from trl_fp8.policy.flow.linear import FollowedLinear
+from trl_fp8.features.kv_cache.kv_cache import KVCache
+from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import ActivationScaling
 from trl_fp8.quantization.formats.tensor import TENSOR

@@ -12,7 +12,7 @@ from testing import engines, other_models, tiny_models
 from testing.reference_experts import offered_fp8_experts
 from testing.runs import arguments, dataset, training
 from trl_fp8.engine.vllm import generation as fp8_generation
-from trl_fp8.engine.vllm.cpu.experts import ReferenceUnquantizedExperts
+from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.policy.model import dequantizing_config
 from trl_fp8.recipe import servable

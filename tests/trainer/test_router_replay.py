@@ -9,7 +9,7 @@ from peft import LoraConfig
 from testing.chats import Keypad, chat_tokenizer, chats, turns
 from testing.reference_experts import offered_fp8_experts
 from testing.runs import SMALL_K3, arguments, column, dataset, generate_calls, recorded, rows, training
-from trl_fp8.features.routes import Routes
+from trl_fp8.features.router_replay.routes import Routes
 from trl_fp8.recipe.names import NOWHERE
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from testing.runs import arguments, column, recorded, training
-from trl_fp8.features.same_model import SameModel
+from trl_fp8.features.one_forward.same_model import SameModel
 
 
 pytestmark = pytest.mark.engine

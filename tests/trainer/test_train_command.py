@@ -25,13 +25,13 @@ from transformers import PreTrainedConfig
 from testing.launches import launched, without_hub
 from testing.processes import NOT_INHERITED, free_port
 from trl_fp8 import FP8GRPOTrainer
-from trl_fp8.cli import main
 from trl_fp8.commands import rewards, train
 from trl_fp8.commands.arguments import COMMON, make_parser
+from trl_fp8.commands.cli import main
 from trl_fp8.commands.problems import as_problem
-from trl_fp8.commands.settings import known_names
+from trl_fp8.commands.words import known_names
+from trl_fp8.features.run_log.log_file import read_run
 from trl_fp8.recipe import servable
-from trl_fp8.run.file import read_run
 
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs"

@@ -8,9 +8,9 @@ from vllm import SamplingParams
 
 from testing import engines
 from testing.runs import arguments, recorded, rows, training
-from trl_fp8.features.engine_head import scored_by
-from trl_fp8.features.truncated_head import truncated_head
-from trl_fp8.features.truncation import OfBatch, Truncation
+from trl_fp8.features.one_forward.head import scored_by
+from trl_fp8.features.truncated_sampling.truncated_head import truncated_head
+from trl_fp8.features.truncated_sampling.truncation import OfBatch, Truncation
 
 
 pytestmark = pytest.mark.engine

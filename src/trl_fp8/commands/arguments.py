@@ -14,7 +14,7 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
 
 from trl_fp8.config import FP8GRPOConfig
-from trl_fp8.flags import flag
+from trl_fp8.run.flag import flag
 
 from .rewards import NAMES
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from .settings import did_you_mean
+from .words import did_you_mean
 
 
 VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # they compare answers with math-verify

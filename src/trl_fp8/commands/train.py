@@ -13,16 +13,16 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_fp8.console.interrupt import ended_by_ctrl_c
-from trl_fp8.console.quiet import quiet
 from trl_fp8.planning.trainer_memory import BYTES, adapter_width
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.servable import require_servable
 from trl_fp8.upstream.patches import substituted
+from trl_fp8.upstream.quiet import quiet
 
+from .interrupt import ended_by_ctrl_c
 from .model_config import missing_model, require_model
 from .rewards import check_rewards, reward_functions
-from .settings import Settings, check, read
+from .words import Settings, check, read
 
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def launch(words: list[str]) -> int:
         except ValueError as error:
             return _refuse(error)
         return 0
-    from trl_fp8.console.lines import slow_step
+    from trl_fp8.run.lines import slow_step
 
     try:
         with slow_step("Checking the arguments, the model's config and the dataset."):
@@ -109,7 +109,7 @@ def _train(started: "list[FP8GRPOTrainer]") -> None:
         rewards = reward_functions(script.reward_funcs or [], args.max_completion_length, script.overlong_buffer)
     except (ValueError, OSError) as error:
         sys.exit(_refused(error))
-    from trl_fp8.console.progress import FP8ProgressCallback
+    from trl_fp8.run.progress import FP8ProgressCallback
     from trl_fp8.trainer import FP8GRPOTrainer
 
     if script.reward_model_name_or_path:

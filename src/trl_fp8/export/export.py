@@ -34,7 +34,7 @@ from trl_fp8.sync.policy_checks import require_finite
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Named
 
-from .checksums import write_checksums
+from .file_checksums import write_checksums
 from .folder import free_folder
 from .model_card import export_card, merged_card
 

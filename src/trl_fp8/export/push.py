@@ -5,7 +5,7 @@ from pathlib import Path
 import httpx
 from huggingface_hub import HfApi
 
-from .checksums import verify_export
+from .file_checksums import verify_export
 
 
 def push_export(

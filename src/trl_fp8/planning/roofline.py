@@ -10,7 +10,7 @@ token with each weight. What takes longest of the two, reading or multiplying, i
 With one forward (`fp8_forward="full"`) no batch may change a row's bits, which costs time where a batch is small.
 Attention does not split the keys of a sequence: one program goes through all of them for each sequence and key head.
 Where these are fewer than the GPU's processors, the others wait. And an adapter's A is the work of a dozen programs,
-each of which waits for every step of K (engine/vllm/cuda/tiles.py).
+each of which waits for every step of K (features/one_forward/engine_part/tiles.py).
 
 A rollout is followed from its first token to the last: sequences end at lengths spread evenly up to the longest, and
 no more run at a time than the KV cache holds. Prefills and the trainer are left out: a whole step gains less.

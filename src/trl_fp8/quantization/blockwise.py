@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 from torchao.quantization import Float8Tensor
 
+from trl_fp8.quantization.formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, ScaleFormat
+
 from .digest import digest, digests
 from .e4m3 import E4M3, casts_in_hardware, check_scale_format, saturating_cast_, scale_from_amax
-from .formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
-from .formats.spec import ACTIVATION_AMAX_FLOOR, ScaleFormat
 
 
 _TOGETHER = 2**19  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
@@ -137,7 +138,7 @@ def quantize_into(
 def _quantize_by_kernel(
     destinations: Sequence[Destination], scale_format: ScaleFormat, amax_floor: float
 ) -> torch.Tensor:
-    from .kernels import quantize_blocks  # Triton compiles for GPUs only
+    from .block_kernels import quantize_blocks  # Triton compiles for GPUs only
 
     sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
     for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
@@ -189,7 +190,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
     """
     blocks = tuple(size for size in tensor.block_size if size > 1)
     if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
-        from .kernels import dequantize_blocks  # Triton compiles for GPUs only
+        from .block_kernels import dequantize_blocks  # Triton compiles for GPUs only
 
         return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
     values, view, _ = _padded_blocks(tensor.qdata, blocks)
@@ -217,7 +218,7 @@ def _quantize(
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
     if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and amax is None and not reciprocal:
-        from .kernels import quantize_blocks  # Triton compiles for GPUs only
+        from .block_kernels import quantize_blocks  # Triton compiles for GPUs only
 
         qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)
     else:

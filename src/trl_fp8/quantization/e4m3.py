@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from .formats.spec import SCALE_FORMATS, ScaleFormat
+from trl_fp8.quantization.formats.spec import SCALE_FORMATS, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn

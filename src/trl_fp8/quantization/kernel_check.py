@@ -6,11 +6,12 @@ from importlib.metadata import version
 
 import torch
 
+from trl_fp8.quantization.formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.formats.spec import SCALE_FORMATS
+
 from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
 from .digest import Table, digest, digests_of_sent
 from .e4m3 import E4M3, cache_round_trip
-from .formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
-from .formats.spec import SCALE_FORMATS
 from .magnitudes import add_magnitudes
 
 

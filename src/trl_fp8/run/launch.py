@@ -9,7 +9,7 @@ from torch import nn
 from transformers.modeling_utils import is_fsdp_enabled
 from trl.distributed import DistributedBackend
 
-from trl_fp8.flags.engine import fsdp1_message
+from .engine_flags import fsdp1_message
 
 
 def require_rows(dataset: object) -> None:

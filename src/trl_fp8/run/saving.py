@@ -11,8 +11,8 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl_fp8.export.checksums import CHECKSUMS
 from trl_fp8.export.export import export_fp8, export_merged
+from trl_fp8.export.file_checksums import CHECKSUMS
 from trl_fp8.export.model_card import fp8_section
 from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
@@ -23,7 +23,7 @@ from .facts import run_facts
 
 
 if TYPE_CHECKING:
-    from trl_fp8.policy.base.base import SharedBase
+    from trl_fp8.features.shared_base.held_base import SharedBase
 
 
 logger = get_logger(__name__)

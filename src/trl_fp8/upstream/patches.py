@@ -27,7 +27,7 @@ class Patch(NamedTuple):
     why: str
 
 
-_CPU, _TILES = "engine/vllm/cpu", "engine/vllm/cuda/tiles.py"
+_CPU, _TILES = "engine/vllm/cpu", "features/one_forward/engine_part/tiles.py"
 _LAYERS, _LINEAR = "vllm.model_executor.layers", "vllm.model_executor.kernels.linear"
 _MOE = f"{_LAYERS}.fused_moe"
 _COHERE = "vllm.model_executor.models.commandr"
@@ -48,17 +48,20 @@ _PATCHES = {  # how -> target -> (by, why)
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
         ),
         "trl.trainer.utils._ChunkedLogProbFunction": (
-            "features/engine_head.py",
+            "features/one_forward/head.py",
             "TRL's output head calls it by this name.",
         ),
         "transformers.modeling_utils.get_hf_quantizer": (
-            "policy/base/stored.py",
+            "features/shared_base/stored_base.py",
             "A quantizer may empty modules; its config must be of the kind that the checkpoint has.",
         ),
-        "torch.nn.functional.linear": ("policy/flow/experts.py", "Routers call it, or what ZeRO-3 puts in its place."),
+        "torch.nn.functional.linear": (
+            "features/one_forward/modules/followed_experts.py",
+            "Routers call it, or what ZeRO-3 puts in its place.",
+        ),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
         "vllm.model_executor.model_loader.base_loader.initialize_model": (
-            "engine/vllm/adapters.py",
+            "features/shared_base/engine_adapters.py",
             "Compilers and graphs must see the layers of adapters.",
         ),
         "vllm.model_executor.models.transformers.base.AutoModel": (
@@ -81,7 +84,7 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
             (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
-            ("policy/flow/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
+            ("features/one_forward/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
         f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),
         f"{_MOE}.router.router_factory.CPURouter": (f"{_CPU}/ops.py", "It knows no sigmoid without groups."),
@@ -94,7 +97,7 @@ _PATCHES = {  # how -> target -> (by, why)
     },
     REGISTERED: {
         "vllm.ir.ops.rms_norm": (
-            "engine/vllm/cuda/norms.py",
+            "features/one_forward/engine_part/norms.py",
             "The same bits in every batch; on CPU its mean is FP64.",
         ),
         "vllm.ir.ops.fused_add_rms_norm": (f"{_CPU}/ops.py", "It rounds the residual sum, as transformers does."),
@@ -106,34 +109,43 @@ _PATCHES = {  # how -> target -> (by, why)
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),
         "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend": (
-            "engine/vllm/cuda/attention.py",
+            "features/one_forward/engine_part/flash_attention.py",
             "Prefill and decode would run different kernels.",
         ),
         "transformers.AttentionInterface": (
-            "policy/attention/hook.py",
+            "policy/hook.py",
             "No hook of a module sees q, k, v after RoPE.",
         ),
-        "transformers.AttentionMaskInterface": ("policy/attention/hook.py", "Masks of eager attention with a hook."),
+        "transformers.AttentionMaskInterface": ("policy/hook.py", "Masks of eager attention with a hook."),
     },
     ON_INSTANCES: {
         f"{_LOADING}._weight_conversions": ("policy/model.py", "save_pretrained would quantize again."),
         "transformers.initialization._is_hf_initialized": (
-            "policy/base/stored.py",
+            "features/shared_base/stored_base.py",
             "Init would write to placeholders.",
         ),
-        "trl.GRPOTrainer._last_loaded_step": ("features/syncs.py", "TRL takes weights of one step for the same."),
-        "trl.GRPOTrainer._batch_environments": ("features/kv_cache.py", "TRL tokenizes prompts with their tools."),
-        "torch.nn.Module": ("policy/flow/swapped.py", "The class of what computes: names and state_dict stay."),
+        "trl.GRPOTrainer._last_loaded_step": ("run/syncs.py", "TRL takes weights of one step for the same."),
+        "trl.GRPOTrainer._batch_environments": (
+            "features/kv_cache/kv_cache.py",
+            "TRL tokenizes prompts with their tools.",
+        ),
+        "torch.nn.Module": ("policy/swapped.py", "The class of what computes: names and state_dict stay."),
         "vllm.multimodal.processing.BaseMultiModalProcessor._apply_prompt_updates": (
             "engine/vllm/images.py",
             "It repeats image tokens that are there.",
         ),
         "transformers.models.deepseek_v2.modeling_deepseek_v2.DeepseekV2Attention": (
-            "policy/attention/hook.py",
+            "policy/hook.py",
             "Its latents are cached; this and its like call `expand_kv` on them.",
         ),
-        f"{_LAYERS}.attention.Attention": ("engine/vllm/kv_scales.py", "Its scales as floats; no function sets them."),
-        _ROUTER: ("policy/router.py", "The class of routers, this one and its like: they take no choice."),
+        f"{_LAYERS}.attention.Attention": (
+            "features/kv_cache/engine_scales.py",
+            "Its scales as floats; no function sets them.",
+        ),
+        _ROUTER: (
+            "features/router_replay/replay.py",
+            "The class of routers, this one and its like: they take no choice.",
+        ),
     },
 }
 PATCHES = {target: Patch(how, *entry) for how, targets in _PATCHES.items() for target, entry in targets.items()}

@@ -21,7 +21,7 @@ from torch import nn
 from vllm import envs
 from vllm.model_executor.layers.linear import LinearBase
 
-from trl_fp8.sync.adapters import A
+from trl_fp8.features.shared_base.adapter_tensors import A
 
 from .layout import ADAPTERS
 

@@ -22,27 +22,34 @@ from torchao.quantization import Float8Tensor
 from transformers import CONFIG_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_fp8.features.one_forward.engine_part.invariance import require_invariant_routers
+from trl_fp8.features.one_forward.reference_weights import ReferenceWeights
+from trl_fp8.features.shared_base.adapter_tensors import (
+    adapter_tensors,
+    factors,
+    merged,
+    merges,
+    reference_parameters,
+    room_for,
+)
+from trl_fp8.features.shared_base.engine_adapters import adapters_installed
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.from_model import of_adapter, outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import require_same_positions
-from trl_fp8.sync.adapters import adapter_tensors, factors, merged, merges, reference_parameters, room_for
 from trl_fp8.sync.audit import Replicas, all_reduce_max
 from trl_fp8.sync.delivery import Delivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
-from trl_fp8.sync.reference import ReferenceWeights
 from trl_fp8.sync.shards import Sharded, gathered, gathering
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.patches import substituted
 
-from .adapters import adapters_installed
+from .colocated import ColocatedEngine
 from .compiled import TOKENS, stale, unread_adapters
-from .engine import ColocatedEngine
 from .gemms import pinned_gemm
 from .images import leave_image_tokens, require_awake, require_same_prompts
-from .invariance import require_invariant_routers
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
 

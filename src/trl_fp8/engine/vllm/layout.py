@@ -19,13 +19,12 @@ from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText0
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
+from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
+from trl_fp8.features.shared_base.adapter_tensors import A, B
 from trl_fp8.quantization.kv_scales import QKV
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
-from trl_fp8.sync.adapters import A, B
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
-
-from .cpu.experts import ReferenceUnquantizedExperts
 
 
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter

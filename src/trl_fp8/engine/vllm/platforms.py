@@ -21,6 +21,16 @@ from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
+from trl_fp8.engine.vllm.cpu.delta_net import register_cpu_delta_net
+from trl_fp8.engine.vllm.cpu.latent import reference_latent_attention
+from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
+from trl_fp8.engine.vllm.cpu.reference_attention import reference_attention
+from trl_fp8.engine.vllm.cpu.reference_experts import register_cpu_experts
+from trl_fp8.engine.vllm.cpu.reference_linear import register_cpu_kernel
+from trl_fp8.features.one_forward.engine_part.cpu_packed import PackedAttention
+from trl_fp8.features.one_forward.engine_part.invariance import SWITCH, Invariance
+from trl_fp8.features.one_forward.engine_part.norms import register_cuda_norms
+from trl_fp8.features.one_forward.engine_part.tiles import pin_tiles
 from trl_fp8.quantization.kernel_check import require_exact_kernels
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import caches_of
@@ -31,18 +41,8 @@ from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
 
 from .compiled import traced
-from .cpu.attention import reference_attention
-from .cpu.delta_net import register_cpu_delta_net
-from .cpu.experts import register_cpu_experts
-from .cpu.latent import reference_latent_attention
-from .cpu.linear import register_cpu_kernel
-from .cpu.ops import PROVIDER, register_cpu_ops
-from .cpu.packed import PackedAttention
-from .cuda.norms import register_cuda_norms
-from .cuda.tiles import pin_tiles
 from .environment import environment_kept
 from .fallback import classes_derived
-from .invariance import SWITCH, Invariance
 
 
 WITH_SINKS = "gpt_oss", "granite_swa", "granitemoe_swa"  # model types whose attention may have sinks
@@ -222,13 +222,17 @@ class Cuda(Platform):
             yield
 
     def attention(self, layer: Attention) -> object:
-        from .cuda.attention import PackedAttention as Paged  # vLLM's CPU build has no FlashAttention
+        from trl_fp8.features.one_forward.engine_part.flash_attention import (
+            PackedAttention as Paged,  # vLLM's CPU build has no FlashAttention
+        )
 
         return Paged(layer)
 
     @contextmanager
     def invariant(self, recipe: FP8Recipe) -> Iterator[None]:
-        from .cuda.attention import invariant_attention  # vLLM's CPU build has no FlashAttention
+        from trl_fp8.features.one_forward.engine_part.flash_attention import (
+            invariant_attention,  # vLLM's CPU build has no FlashAttention
+        )
 
         register_cuda_norms()
         pin_tiles()

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 
+from trl_fp8.features.router_replay.engine_routes import RouteLog, RouterCapture, returned_routes
+from trl_fp8.features.truncated_sampling.engine_survivors import SamplerCapture, SurvivorLog, returned_survivors
 from trl_fp8.upstream import vllm as upstream
 
 from .rollout_log import RolloutLog
-from .routes import RouteLog, RouterCapture, returned_routes
-from .survivors import SamplerCapture, SurvivorLog, returned_survivors
 
 
 @contextmanager

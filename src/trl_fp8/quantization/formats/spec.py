@@ -70,7 +70,7 @@ class FormatSpec:
 
     def quantize_weights(self, weights: Sequence["Tensor"], scale_format: ScaleFormat) -> list["Float8Tensor"]:
         """Q(W) of each of `weights` `[..., N, K]`, which vLLM fuses if they are several; waits for no device."""
-        from ..blockwise import quantize_weight
+        from trl_fp8.quantization.blockwise import quantize_weight
 
         amax = self.common_amax(weights)
         # A weight that is not finite gets scales that are not
@@ -84,7 +84,7 @@ class FormatSpec:
 
     def quantize_activation(self, x: "Tensor", scaling: ActivationScaling) -> "Float8Tensor":
         """Q(x), `[..., K]`, as an engine does it."""
-        from ..blockwise import BLOCK, quantize_activation
+        from trl_fp8.quantization.blockwise import BLOCK, quantize_activation
 
         group = BLOCK if self.activation_scope == "group" else x.shape[-1]
         options = {"amax_floor": scaling.amax_floor, "reciprocal": scaling.reciprocal}
@@ -98,7 +98,7 @@ class FormatSpec:
         """The scale of a block, and the largest of any, that is as good as zero."""
         import torch
 
-        from ..e4m3 import scale_from_amax
+        from trl_fp8.quantization.e4m3 import scale_from_amax
 
         # At the floor, elements a thousand times smaller become zero: no NaN, but also no life before weights grow
         floor = torch.tensor(self.weight_amax_floor, device="cpu")  # no device is waited for

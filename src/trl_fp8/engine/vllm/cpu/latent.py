@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from trl_fp8.quantization.e4m3 import cache_codes
 
-from .attention import attend, gather, padded, visible
+from .reference_attention import attend, gather, padded, visible
 
 
 @contextmanager

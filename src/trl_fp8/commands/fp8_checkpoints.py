@@ -1,0 +1,61 @@
+"""`trl-fp8 export | verify | push`: FP8 checkpoints without a training run."""
+
+from argparse import ArgumentParser, Namespace
+
+from trl_fp8.export.file_checksums import verify_export
+from trl_fp8.export.folder import free_folder
+from trl_fp8.quantization.formats import FORMATS
+from trl_fp8.quantization.formats.spec import SCALE_FORMATS
+
+from .model_config import model_config
+
+
+def add_export_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
+    parser.add_argument("folder", help="must not exist yet")
+    parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
+    parser.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
+
+
+def export(given: Namespace) -> str:
+    folder = free_folder(given.folder)
+    model_config(given.model)  # refused before torch is imported, which takes seconds
+
+    import torch
+    from transformers import AutoProcessor
+    from trl.trainer.utils import create_model_from_path
+
+    from trl_fp8.export.export import export_fp8
+    from trl_fp8.planning.plan import plan_for_model
+    from trl_fp8.policy.model import dequantizing_config
+    from trl_fp8.recipe.recipe import recipe_for_model
+
+    stored = dequantizing_config(given.model)
+    # By the class that the config names: AutoModelForCausalLM would leave a vision tower out
+    loading = {"dtype": torch.bfloat16, "quantization_config": stored, "device_map": None}
+    model = create_model_from_path(given.model, **loading)
+    formats = {"weight_format": given.weight_format, "scale_format": given.scale_format}
+    recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
+    folder = export_fp8(model, AutoProcessor.from_pretrained(given.model), folder, recipe=recipe)
+    return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
+
+
+def add_verify_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder")
+
+
+def verify(given: Namespace) -> str:
+    return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
+
+
+def add_push_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", help="of an export; compared with its checksums first")
+    parser.add_argument("repo_id", help="as in user/name; made if it does not exist")
+    parser.add_argument("--private", action="store_true", default=None, help="if it is made")
+    parser.add_argument("--revision", help="branch to commit to (default: the repository's main branch)")
+
+
+def push(given: Namespace) -> str:
+    from trl_fp8.export.push import push_export
+
+    return f"pushed: {push_export(given.folder, given.repo_id, private=given.private, revision=given.revision)}"

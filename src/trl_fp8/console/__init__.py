@@ -1,1 +1,0 @@
-"""What a user sees while a command or a training runs: other libraries' noise left out, progress, slow steps named."""

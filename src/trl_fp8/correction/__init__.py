@@ -1,1 +1,0 @@
-"""Off-policy statistics: log-ratios, weights, rejection and mismatch over plain tensors."""

@@ -1,0 +1,96 @@
+"""Unquantized experts of a CPU engine, whose weights stay as they were loaded.
+
+vLLM's CPU kernels pack experts as it loads them: nothing could be written there, or read back. The reference
+computes what `TritonExperts` computes on CUDA, with sums in FP64, which no other token changes (linear.py):
+
+    pairs of token and expert, sorted by expert -> gate_up -> BF16 -> its activation in BF16 -> down in fp32, times the
+    router's weight -> BF16; the sum over a token's experts is rounded once
+
+Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEExperts
+from vllm.model_executor.layers.fused_moe.oracle import unquantized
+
+from trl_fp8.upstream.patches import patch
+
+from .ops import gelu, silu
+from .reference_linear import linear
+
+
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """act(gate) * up of rows of gate, then up; each rounded to their dtype."""
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gated
+
+
+def swigluoai(gate_up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), both clamped, of rows where gate and up take turns; rounded once."""
+    gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return ((up + 1) * gate * torch.sigmoid(SWIGLU_ALPHA * gate)).float().to(gate_up.dtype)
+
+
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # GPT-OSS's; vLLM's kernel has them as constants, too
+ACTIVATIONS = {
+    MoEActivation.SILU: _gated(silu),
+    MoEActivation.GELU: _gated(gelu),
+    MoEActivation.SWIGLUOAI: swigluoai,
+}
+
+
+class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
+    """`CPUUnquantizedExperts` with one GEMM for each expert that has tokens in place of vLLM's packed one."""
+
+    _supports_activation = staticmethod(ACTIVATIONS.__contains__)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: weights stay as they were loaded."""
+
+    def apply(
+        self, output, hidden_states, w1, w2, topk_weights, topk_ids, activation, *, apply_router_weight_on_input, **_
+    ) -> None:
+        """hidden_states [T, H]; w1 [E, 2I, H]; w2 [E, H, I]; topk_weights and topk_ids [T, K]; fills output [T, H]."""
+        if apply_router_weight_on_input:
+            raise NotImplementedError("the CPU engine's reference weighs what comes out of experts, not what goes in.")
+        dtype, experts_per_token = output.dtype, topk_ids.shape[1]
+        experts_P, order_P = topk_ids.flatten().long().sort(stable=True)
+        tokens_E = torch.bincount(experts_P, minlength=len(w1)).tolist()
+        gate_up = _grouped(hidden_states[order_P // experts_per_token], w1, self.w1_bias, tokens_E, dtype)
+        down = _grouped(ACTIVATIONS[activation](gate_up), w2, self.w2_bias, tokens_E, torch.float32)
+        weighted = (down * topk_weights.flatten()[order_P, None]).to(dtype).double()
+        pairs = torch.empty_like(weighted).index_copy_(0, order_P, weighted)
+        output.copy_(pairs.view(*topk_ids.shape, -1).sum(1).float())
+
+
+def register_cpu_experts() -> None:
+    """Put the reference first in vLLM 0.31's choice of kernels for unquantized experts on CPU. Idempotent."""
+    cpu = unquantized.UnquantizedMoeBackend.CPU
+    if ReferenceUnquantizedExperts in unquantized.backend_to_kernel_cls(cpu):
+        return
+
+    def with_reference(backend: unquantized.UnquantizedMoeBackend) -> list[type[FusedMoEExperts]]:
+        return [*([ReferenceUnquantizedExperts] if backend is cpu else []), *classes(backend)]
+
+    classes = patch(unquantized, "backend_to_kernel_cls", with_reference)
+
+
+def _grouped(x: Tensor, weight: Tensor, bias: Tensor | None, tokens_E: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """x `[P, in]`, of which `tokens_E` rows in turn are each expert's, through weight `[E, out, in]` -> `[P, out]`."""
+    return torch.cat(
+        [
+            linear(rows, weight[expert], None if bias is None else bias[expert], dtype)
+            for expert, rows in enumerate(x.split(tokens_E))
+            if len(rows)
+        ]
+    )

@@ -1,0 +1,239 @@
+"""Rollout correction: weights and a keep-mask that make rollouts of the engine usable as samples of the trainer.
+
+The engine samples from pi_rollout, the loss assumes pi_trainer. Multiplying each term by r = pi_trainer / pi_rollout
+removes the bias and adds variance, which grows with the product of ratios; bounding r trades some of the bias back.
+Three decisions are kept apart because mixing them hides what was lost: weighting (`level` and `bound`), rejection
+(`rejection.py`, on raw ratios only), and the denominator (whether rejected tokens count in the loss average).
+
+Levels `"token"` and `"sequence"` equal TRL's four `vllm_importance_sampling_mode`s bit for bit while no log-ratio
+reaches +-20, where TRL overflows and this clamps. What a weight is at the edges:
+
+    padding, prompt, tool output       exactly 1, also where both sides agree: VESPO sums log(weight) over all T
+    token without a rollout log-prob   1 at level "token"; else the sequence's weight, to which it adds 0
+
+Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens; a unit
+is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
+
+from .correction_report import correction_tally
+from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio
+from .tally import Tally
+
+
+AllReduce = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """How to correct rollouts. The default is token-level truncation at 2, the common choice for FP8 rollouts.
+
+    Args:
+        level: What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
+            None leaves all weights at 1, e.g. to reject without weighting.
+        bound: What happens to a ratio outside [`bound_min`, `bound_max`]: `"truncate"` clamps it, `"mask"` sets the
+            weight to 0 (IcePop when both bounds are set). A masked weight stays in the denominator.
+        bound_min: Lower bound of r = pi_trainer / pi_rollout, at most 1. None is no bound.
+        bound_max: Upper bound, at least 1. None is no bound.
+        reject: Rejection rules; a token is trained on if all accept it.
+        batch_normalize: Divide the bounded weights by their mean over the batch on all ranks, before rejection, so
+            that the correction does not change the learning rate.
+        denominator: `"keep"`: rejected tokens contribute 0 and still count in the loss average. `"shrink"`: they do
+            not count.
+        bypass: Use the rollout's log-probs as the old log-probs: the policy ratio itself corrects, with `level=None`.
+        monitor_only: Report what the correction would have done and change nothing.
+
+    Raises:
+        ValueError: The settings contradict each other; the message lists how.
+    """
+
+    level: Literal["token", "sequence", "geometric"] | None = "token"
+    bound: Literal["truncate", "mask"] = "truncate"
+    bound_min: float | None = None
+    bound_max: float | None = 2.0
+    reject: tuple[Rejection, ...] = ()
+    batch_normalize: bool = False
+    denominator: Literal["keep", "shrink"] = "keep"
+    bypass: bool = False
+    monitor_only: bool = False
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
+
+    def _problems(self) -> Iterator[str]:
+        if self.level not in ("token", "sequence", "geometric", None):
+            yield f"level={self.level!r} is unknown; use one of token, sequence, geometric, or None for weights of 1"
+        if self.bound not in ("truncate", "mask"):
+            yield f"bound={self.bound!r} is unknown; use one of truncate, mask"
+        if self.denominator not in ("keep", "shrink"):
+            yield f"denominator={self.denominator!r} is unknown; use one of keep, shrink"
+        yield from bound_problems(self.bound_min, self.bound_max, ratio=True, names=("bound_min", "bound_max"))
+        if self.level is not None and self.bound == "truncate" and self.bound_min is None and self.bound_max is None:
+            yield "bound='truncate' has nothing to truncate at; set bound_max (2.0 is usual)"
+        if not isinstance(self.reject, tuple) or not all(isinstance(rule, Rejection) for rule in self.reject):
+            yield f"reject={self.reject!r} must be a tuple of Rejection rules"
+        elif len({rule.statistic for rule in self.reject}) < len(self.reject):
+            yield "reject names a statistic twice; give each statistic one band"
+        if self.batch_normalize and self.level is None:
+            yield "batch_normalize=True has no weights to normalize with level=None; set a level or drop it"
+        if self.bypass and self.level is not None:
+            yield "bypass=True already corrects through the policy ratio; set level=None, or the ratio enters twice"
+        if self.bypass and self.monitor_only:
+            yield "bypass=True changes the old log-probs and monitor_only=True promises to change nothing; choose one"
+
+    @classmethod
+    def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None, **others) -> RolloutCorrection:
+        """The correction that TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` select."""
+        level, _, bound = mode.partition("_")
+        return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max, **others)
+
+    @property
+    def trl_mode(self) -> str | None:
+        """TRL's name for exactly this correction, or `None` if TRL cannot express it."""
+        extras = self.reject or self.batch_normalize or self.bypass or self.monitor_only
+        return None if extras or self.level not in ("token", "sequence") else f"{self.level}_{self.bound}"
+
+    @property
+    def fits_vespo(self) -> bool:
+        """VESPO reads sum_t log(weight_t) as the log of the sequence's ratio."""
+        return self.level != "sequence"  # which counts that ratio T times; "geometric" gives it again
+
+    @property
+    def needs_all_reduce(self) -> bool:
+        """Weights or mask depend on other ranks' tokens."""
+        return self.batch_normalize or self.measures_centre
+
+    @property
+    def measures_centre(self) -> bool:
+        """A rejection band follows the KL measured in the run."""
+        return any(rule.centre == "measured" for rule in self.reject)
+
+
+@dataclass(frozen=True)
+class CorrectedRollout:
+    """What a correction decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
+
+    weights: Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
+    keep_mask: Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens
+    loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
+    loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
+    old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
+    report: Tally  # sums that `report.correction_metrics` turns into metrics
+
+
+def correct_rollout(
+    trainer_logps_BT: Tensor,
+    rollout_logps_BT: Tensor,
+    mask_BT: Tensor,
+    correction: RolloutCorrection,
+    *,
+    all_reduce: AllReduce | None = None,
+    measured_kl: Tensor | float | None = None,
+) -> CorrectedRollout:
+    """Turn two sets of log-probs into weights and a keep-mask.
+
+    Args:
+        trainer_logps_BT: Log-probs of the trainer, as `log_ratio` takes them.
+        rollout_logps_BT: Log-probs of the engine.
+        mask_BT: Nonzero at the tokens that are trained on.
+        correction: What to do.
+        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
+            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
+        measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
+            takes this batch's median over sequences.
+    """
+    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
+    return correct(ratio, correction, all_reduce, measured_kl)
+
+
+def correct(
+    ratio: LogRatio,
+    correction: RolloutCorrection,
+    all_reduce: AllReduce | None = None,
+    measured_kl: Tensor | float | None = None,
+) -> CorrectedRollout:
+    """`correct_rollout` where the log-ratios are known."""
+    raw, is_unit = _raw_ratio(ratio, correction.level)
+    low = -math.inf if correction.bound_min is None else correction.bound_min
+    high = math.inf if correction.bound_max is None else correction.bound_max
+    too_high, too_low = raw > high, raw < low
+    bounded = raw.masked_fill(too_high | too_low, 0.0) if correction.bound == "mask" else raw.clamp(low, high)
+    mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
+    if measured_kl is not None:
+        log_centre = torch.zeros_like(log_centre) - measured_kl
+    log_centre = log_centre.clamp(max=0.0)  # a KL is not negative; an estimate of it can be
+    bounded = torch.where(is_unit, bounded / mean_weight.to(bounded.dtype), 1.0)
+    weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
+
+    keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
+    keep_BT = torch.stack([ratio.mask_BT, *keep_by.values()]).all(dim=0)
+
+    loss_mask = keep_BT if correction.denominator == "shrink" else ratio.mask_BT
+
+    counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
+    constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
+    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask, counts, constants)
+    if correction.monitor_only:
+        ones_BT = torch.ones_like(weights_BT)
+        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, report)
+    loss_weights = bounded if correction.level == "sequence" else weights_BT
+    if correction.reject and correction.denominator == "keep":  # rejected tokens count, with a weight of 0
+        loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
+    return CorrectedRollout(
+        weights=weights_BT,
+        keep_mask=keep_BT,
+        loss_weights=loss_weights,
+        loss_mask=loss_mask,
+        old_logps=_bypass_logps(ratio) if correction.bypass else None,
+        report=report,
+    )
+
+
+def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
+    """Ratio of each unit, and which units rest on at least one scored token."""
+    if level is None:
+        return torch.ones_like(ratio.values_BT), ratio.scored_BT
+    if level == "token":
+        return torch.exp(ratio.values_BT), ratio.scored_BT
+    if level == "geometric":
+        log_r_B1 = ratio.mean_over_sequence_B1(ratio.values_BT)
+    else:
+        log_r_B1 = ratio.values_BT.sum(dim=-1, keepdim=True)
+    return torch.exp(log_r_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)), ratio.has_evidence_B1
+
+
+def _batch_statistics(
+    bounded: Tensor, is_unit: Tensor, ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None
+) -> tuple[Tensor, Tensor]:
+    """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
+    one = torch.ones((), dtype=torch.float64, device=bounded.device)
+    if not correction.needs_all_reduce:
+        return one, one * 0
+    centre, sequences = typical_log_ratio(ratio) if correction.measures_centre else (one * 0, one * 0)
+    weight_sum = torch.where(is_unit, bounded, 0.0).sum(dtype=torch.float64)
+    local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
+    centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local
+    mean = weight_sum / units.clamp(min=1)
+    # a batch that is masked (nearly) everywhere: dividing would only amplify noise
+    usable = (mean > 1e-8) & correction.batch_normalize
+    return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
+
+
+def _bypass_logps(ratio: LogRatio) -> Tensor:
+    """Rollout log-probs as the old ones: the trainer's where missing, and never more than 20 below the trainer's."""
+    old_BT = torch.where(ratio.mask_BT & ~ratio.missing_BT, ratio.rollout_BT, ratio.trainer_BT)
+    too_low = ratio.clamped_BT & (ratio.values_BT > 0)
+    return torch.where(too_low, ratio.trainer_BT - LOG_RATIO_BOUND, old_BT)

@@ -1,0 +1,171 @@
+"""The engine's FP8 KV cache, from the trainer's side: its scales calibrated, its roundings simulated.
+
+prompts -> coming tokens of a calibration that has no rollouts yet
+rollouts -> the scales that they were sampled under; those of the next ones, from the pass that scores these
+batch -> a copy of the scales in force for each sequence, because TRL shuffles and splits batches by sequence
+loss -> k and v (and q) as the cache held them, under the scales of these rollouts; so does the reference of `beta`
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+
+import torch
+from trl import GRPOTrainer
+from trl.data_utils import prepare_multimodal_messages
+from trl.distributed import DistributedBackend
+
+from trl_fp8.engine.kernels import EngineKernels
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.recipe.names import WRAPPED
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.metric import highest, lowest, mean_of
+from trl_fp8.run.syncs import Syncs
+from trl_fp8.sync.audit import all_reduce_max
+
+from .calibration import KVCalibrator, layers_with_outliers
+
+
+FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
+
+
+class KVCache(Feature):
+    """Installed before the engine starts; its `recipe` is the run's, with kv_cache_skip_layers='auto' resolved."""
+
+    def __init__(self, trainer: GRPOTrainer, recipe: FP8Recipe):
+        super().__init__(trainer)
+        args = trainer.args
+        reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
+        self.hook = AttentionHook(trainer.model, recipe.kv_cache_skip_layers)
+        self.hook.align()
+        if args.skip_layers is None:
+            tokens = self._first_prompts()
+            with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
+                errors = layers_with_outliers(trainer.model, self.hook, tokens, reduce_max, fused_lm_head=True)
+            recipe = args.recipe_for(trainer.model, tuple(errors))
+            self.hook.skip(recipe.kv_cache_skip_layers)
+        self.recipe = recipe
+        reference = trainer.ref_model if args.simulate_kv_cache else None
+        self.reference_hook = reference and AttentionHook(reference, recipe.kv_cache_skip_layers)
+        self.calibrator = KVCalibrator(
+            self.hook,
+            mode=args.kv_calibration,
+            margin=args.kv_scale_margin,
+            max_tokens=args.kv_calibration_tokens,
+            pad_token_id=trainer._tokenizer.pad_token_id,
+            fused_lm_head=True,
+            has_images=recipe.decoder == WRAPPED,
+            reduce_max=reduce_max,
+        )
+        self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
+        self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
+
+    def calibrate(self) -> KVScales:
+        scales = self.calibrator.next_scales(self.trainer.model_wrapped)
+        self._of_evaluation = self.calibrator.runs_prompts and not self.trainer.model.training
+        return scales
+
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+        for hook in filter(None, (self.hook, self.reference_hook)):
+            hook.round_queries(numerics.query_rounded)
+
+    def before_generation(self, prompts: list) -> None:
+        if self._of_evaluation and self.trainer.model.training:
+            self.trainer.feature(Syncs).forget()  # TRL synced for the evaluation, with scales for its prompts
+        if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
+            self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
+
+    def before_turn(self, prompt_ids: list[list[int]]) -> None:
+        self.calibrator.expect(prompt_ids)
+
+    def after_generation(self, rollouts: Rollouts) -> None:
+        sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
+        step = self.trainer.state.global_step if training else None
+        self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales, step)
+        if self._logged.get(training) is sync.kv_scales:
+            return
+        self._logged[training], scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
+        rollouts.metrics |= {
+            "fp8/calibration_seconds": mean_of(sync.calibration_seconds),
+            "fp8/kv_scale_min": lowest(scales.min().item()),
+            "fp8/kv_scale_max": highest(scales.max().item()),
+            "fp8/kv_margin": highest(self.calibrator.margin_used),
+        }
+
+    @contextmanager
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
+        with self.calibrator.watching(), self.simulated():
+            yield
+
+    @contextmanager
+    def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
+        """Under the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
+        hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
+        with self.simulated():
+            before, scales_L3 = hook.scales_L3, self.hook.scales_L3
+            hook.simulate(scales_L3)
+            try:
+                yield
+            finally:
+                hook.simulate(before)
+
+    @contextmanager
+    def simulated(self) -> Iterator[None]:
+        """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
+        before = self.hook.scales_L3
+        if before is None and self.trainer.args.simulate_kv_cache:
+            self._simulate(self._scales_in_force)
+        try:
+            yield
+        finally:
+            self.hook.simulate(before)
+
+    def extend_batch(self, batch: Batch) -> None:
+        if self.trainer.args.simulate_kv_cache:
+            batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
+        batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
+        if (saturated_L2 := self.calibrator.saturation()) is not None:
+            fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
+            batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of the worst rank already
+            batch.record["kv_saturation"] = saturated_L2.tolist()
+
+    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        if "kv_scales" in inputs:
+            self._simulate(inputs["kv_scales"][0])
+
+    def end_loss(self) -> None:
+        self._simulate(None)
+
+    def save(self, folder: str) -> None:
+        self.calibrator.save(folder, self.trainer.accelerator.process_index)
+
+    def load(self, folder: str) -> None:
+        self.calibrator.load(folder, self.trainer.accelerator.process_index)
+
+    @property
+    def _scales_in_force(self) -> torch.Tensor:
+        return self.trainer.vllm_generation.last_sync.kv_scales.values.to(self.trainer.accelerator.device)
+
+    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
+        if self.trainer.args.simulate_kv_cache:
+            self.hook.simulate(scales_L3)
+
+    def _first_prompts(self) -> list[list[int]]:
+        rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]
+        if not rows:  # as with environments that make their own
+            raise ValueError(
+                f"kv_cache_skip_layers='auto' looks at the first {FIRST_ROWS} rows of train_dataset, and none of them "
+                "has a prompt. Name the layers instead, or set kv_cache_skip_layers=None."
+            )
+        # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
+        self.trainer._batch_environments = [row.get("environment") for row in rows]
+        return self.trainer._tokenize_prompts([_with_images(row) for row in rows])[0]
+
+
+def _with_images(row: Mapping) -> str | list:
+    """A row's prompt, its images within, as TRL puts them there."""
+    images = row.get("images") or [row.get("image")]
+    return row["prompt"] if images == [None] else prepare_multimodal_messages(row["prompt"], images=images)

@@ -1,0 +1,121 @@
+"""Flags of the engine's FP8 KV cache."""
+
+from dataclasses import dataclass
+
+from trl_fp8.run.flag import flag
+
+
+KV_CACHE_DTYPES = ("fp8", "auto")
+KV_CALIBRATIONS = ("rollout", "policy")
+
+
+@dataclass
+class KVCacheFlags:
+    """What is FP8 in the KV cache, and where its scales come from."""
+
+    kv_cache_dtype: str = flag(
+        "fp8",
+        "Type of the engine's KV cache: 'fp8' (e4m3 with per-tensor scales, recalibrated on the policy at "
+        "every sync) or 'auto' (the model's type).",
+    )
+    kv_cache_skip_layers: list[str] | None = flag(
+        None,
+        "Decoder layers whose KV cache stays in BF16, by number (e.g. '0 27'), or 'auto': those whose k "
+        "has outliers on the first prompts of the dataset, as in models with a bias on k and no "
+        "normalization (Qwen2).",
+    )
+    kv_calibration: str | None = flag(
+        None,
+        "Where the scales of q, k and v come from: 'rollout' (the trainer's old-log-prob pass over the "
+        "latest rollouts, which runs anyway) or 'policy' (the updated weights are run over coming prompts "
+        "and latest rollouts). Before the first rollouts both run the coming prompts. Not set: 'rollout', "
+        "or 'policy' where that pass does not see every token: with vllm_importance_sampling_correction=False TRL "
+        "leaves it out, with mask_truncated_completions=True it hides truncated completions from it.",
+    )
+    kv_scale_margin: float = flag(
+        1.05,
+        "Factor on the largest calibrated |q|, |k| and |v| before it becomes a scale, for tokens that "
+        "calibration did not see. At least 1; doubled before the first rollouts, when only prompts can be seen, "
+        "and whenever rollouts of training saturate. The scale is then rounded up to a power of two.",
+    )
+    kv_calibration_tokens: int = flag(
+        8192,
+        "Most tokens per process that calibration runs through the policy, taken from the coming prompts and the "
+        "previous rollouts; and most positions of a forward, padding included. Sequences of unlike lengths take "
+        "several forwards.",
+    )
+    simulate_kv_cache: bool | None = flag(
+        None,
+        "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
+        "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
+        "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
+        "fp8_weights=False. A part of fp8_forward='full'.",
+    )
+
+    @property
+    def skip_layers(self) -> tuple[int, ...] | None:
+        """`kv_cache_skip_layers` as numbers; None for 'auto'."""
+        if self.kv_cache_skip_layers == ["auto"]:
+            return None
+        return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
+
+    def resolve_kv_cache(self, blind_pass: str | None, alone: bool) -> None:
+        """Bring the flags into one form, fill in defaults, and raise `ValueError` for what cannot be.
+
+        Args:
+            blind_pass: The other flag, with its value, for which rollouts cannot be observed in the old-log-prob pass.
+            alone: Nothing larger hides the mismatch that simulate_kv_cache takes away.
+        """
+        if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
+            self.kv_cache_dtype = "fp8"
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} is not supported: its scales cannot be calibrated and read "
+                "back (on CPU, vLLM even computes garbage with types such as 'fp8_per_token_head' without an error). "
+                f"Use one of {list(KV_CACHE_DTYPES)}."
+            )
+        if not self.kv_scale_margin >= 1:
+            raise ValueError(
+                f"kv_scale_margin={self.kv_scale_margin} is below 1: the largest calibrated value itself would not "
+                "fit into the KV cache. Use 1.0 or more (default 1.05)."
+            )
+        if self.kv_calibration == "rollout" and blind_pass and self.kv_cache_dtype == "fp8":
+            raise ValueError(
+                f"kv_calibration='rollout' with {blind_pass}: the old-log-prob pass, which calibration would observe, "
+                "does not see every token of the rollouts then. Use kv_calibration='policy', or leave it unset."
+            )
+        if self.kv_calibration not in (*KV_CALIBRATIONS, None):
+            raise ValueError(
+                f"kv_calibration={self.kv_calibration!r} is not a source of scales: there is no default scale that "
+                f"would be safe. Use one of {list(KV_CALIBRATIONS)}."
+            )
+        if self.kv_calibration_tokens < 1:
+            raise ValueError(
+                f"kv_calibration_tokens={self.kv_calibration_tokens} leaves nothing to calibrate the KV cache on. Use "
+                "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
+            )
+        self._check_skip_layers()
+        if self.kv_cache_dtype == "auto":
+            self._check_needs_nothing()
+        if self.simulate_kv_cache is None:
+            self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
+        if self.kv_calibration is None:
+            self.kv_calibration = "rollout" if blind_pass is None else "policy"
+
+    def _check_skip_layers(self) -> None:
+        if (given := self.kv_cache_skip_layers) is None:
+            return
+        self.kv_cache_skip_layers = [str(item) for item in ([given] if isinstance(given, str | int) else given)]
+        if self.kv_cache_skip_layers != ["auto"] and not all(item.isdigit() for item in self.kv_cache_skip_layers):
+            raise ValueError(
+                f"kv_cache_skip_layers={given!r} is neither 'auto' nor a list of layer numbers, for example "
+                "kv_cache_skip_layers=[0, 27]."
+            )
+
+    def _check_needs_nothing(self) -> None:
+        needing = ("simulate_kv_cache", "kv_cache_skip_layers")
+        if given := [f"{name}={value!r}" for name in needing if (value := getattr(self, name))]:
+            raise ValueError(
+                f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
+                "kv_cache_dtype='fp8', or remove it."
+            )

@@ -1,0 +1,277 @@
+"""`EngineKernels` of a vLLM engine: its own modules, called on what a trainer hands them, as `policy.flow` wants it.
+
+A call goes where the engine's own forward goes: to the module's method, its kernel, its tensors. Nothing is computed
+here. Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial, wraps
+
+import torch
+from torch import Tensor, nn
+from torchao.quantization import Float8Tensor
+from vllm.model_executor.custom_op import CustomOp
+from vllm.model_executor.layers import layernorm
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.models import commandr
+from vllm.model_executor.models.interfaces import supports_multimodal
+
+from trl_fp8.engine.vllm.layout import ADAPTERS
+from trl_fp8.features.kv_cache.engine_scales import attention_layers
+from trl_fp8.features.shared_base.adapter_tensors import A
+from trl_fp8.quantization.formats.spec import FormatSpec
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.pieces import Layout, Piece
+from trl_fp8.upstream.vllm import choose_experts
+
+
+HEAD = "lm_head"
+NORMS = layernorm.RMSNorm, layernorm.GemmaRMSNorm, commandr.LayerNorm
+
+
+def without_gradients(call: Callable) -> Callable:
+    """`call` as an engine runs: without gradients, whatever autocast is set to."""
+
+    @wraps(call)
+    def called(*args, **kwargs):
+        device = next(each for each in args if isinstance(each, Tensor)).device.type
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return call(*args, **kwargs)
+
+    return called
+
+
+def holding(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
+    """A module with the kernel of `module` and other tensors."""
+    stand_in = copy.copy(module)
+    stand_in.__dict__["_parameters"] = tensors
+    return stand_in
+
+
+class EngineLinear:
+    """A linear layer of the engine, see `policy.flow.kernels.Linear`."""
+
+    def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
+        """`layers`: name in the policy -> in the engine, of those that `module` computes."""
+        self._module, self._layout, self._format, self._names = module, layout, spec, layers
+        self.layers = tuple(layers)
+
+    @without_gradients
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._module.quant_method.apply(self._module, x, getattr(self._module, "bias", None))
+
+    @without_gradients
+    def on(
+        self,
+        x: Tensor,
+        weight: Float8Tensor | Tensor,
+        bias: Tensor | None,
+        adapter: tuple[str, Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        tensors = {"weight": weight}
+        if isinstance(weight, Float8Tensor):
+            blocks = self._format.weight_block is not None
+            codes, scale = (weight.qdata, weight.scale) if blocks else (weight.qdata.t(), weight.scale.view(()))
+            tensors = {"weight": codes, f"weight{self._format.scale_suffix}": scale}
+        module = holding(self._module, tensors)
+        if hasattr(module, ADAPTERS[A]):
+            module.__dict__["_modules"] = dict(module.named_children()) | self._adapters(x, len(weight), adapter)
+        return self._module.quant_method.apply(module, x, bias)
+
+    def _adapters(self, x: Tensor, rows: int, adapter: tuple[str, Tensor, Tensor] | None) -> dict[str, nn.Module]:
+        """The room for adapters with one of them in its place, and zeros in all others."""
+        lora_a, lora_b = (getattr(self._module, name) for name in ADAPTERS.values())
+        width = len(lora_a.weight)
+        a, b = x.new_zeros(width, x.shape[1]), x.new_zeros(rows, width)
+        if adapter is not None:
+            layer, own_a, own_b = adapter
+            start = self.layers.index(layer) * width // len(self.layers)
+            place = slice(start, start + len(own_a))
+            a[place], b[:, place] = own_a, own_b
+        made = [holding(lora, {"weight": each, "bias": None}) for lora, each in ((lora_a, a), (lora_b, b))]
+        return dict(zip(ADAPTERS.values(), made, strict=True))
+
+    def codes(self, layer: str) -> Float8Tensor | None:
+        return held_codes(self._layout, f"{self._names[layer]}.weight", self._format)
+
+
+def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
+    """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
+    codes, scale = layout.held[name], layout.held.get(name + spec.scale_suffix)
+    if scale is None:
+        return None
+    if codes.dim() == 4:  # gate and up projection of all experts
+        codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
+    scale = scale if scale.dim() > 1 else scale.view(1, 1)
+    block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
+    return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
+
+
+class EngineRotary:
+    """A rotary embedding of the engine, see `policy.flow.kernels.Rotary`."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    @without_gradients
+    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return self._module(positions, query.clone(), key.clone())  # CUDA's kernel writes where it reads
+
+
+class VLLMKernels:
+    """The kernels of one engine, see `policy.flow.kernels.EngineKernels`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        recipe: FP8Recipe,
+        attention: Callable[[nn.Module], object],
+        tokens: int,
+    ):
+        """`attention`: The platform's, of a layer of the engine. `tokens`: The most that the engine computes at once,
+        for which it has made room.
+        """
+        self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
+        text = model.get_language_model() if supports_multimodal(model) else model
+        self._head = getattr(text, HEAD, None) or text.model.embed_tokens  # families that are always tied have none
+        self._layers = attention_layers(model)
+        self._attend = cache(lambda number: attention(self._layers[number]))
+        self._modules = dict(model.named_modules())
+        self._names = {module: name for name, module in self._modules.items()}
+        self._linears: dict[nn.Module, EngineLinear] = {}
+
+    def linear(self, layer: str) -> EngineLinear:
+        module = self._head if layer == HEAD else self._holding(layer)
+        if module not in self._linears:
+            pieces = self._layout.pieces.values()
+            weights = [piece.name for piece in pieces if piece.module is module and piece.attribute == "weight"]
+            held = [name.removesuffix(".weight") for name in weights]
+            layers = {self._recipe.linears[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
+            self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
+        return self._linears[module]
+
+    def codes(self, weight: str) -> Float8Tensor:
+        """Of an FP8 weight of the policy, by its name there; views of what the engine holds."""
+        recipe = self._recipe
+        return held_codes(self._layout, recipe.engine_name(weight), recipe.format)
+
+    def reads(self, piece: Piece) -> bool:
+        """Whether a trainer that calls these kernels computes with this part of the engine. Embeddings it looks up by
+        itself, and beside an engine that is split over ranks it has linear layers of its own.
+        """
+        if isinstance(piece.module, VocabParallelEmbedding):
+            return self._recipe.tensor_parallel_size == 1 and piece.parameter is self._head.weight
+        return self._recipe.tensor_parallel_size == 1 or not isinstance(piece.module, LinearBase)
+
+    def norm(self, module: str) -> Callable[[Tensor], Tensor]:
+        held = self._holding(module)
+        if not isinstance(held, NORMS):
+            raise self._unknown(module, held)
+
+        @without_gradients
+        def norm(x: Tensor) -> Tensor:
+            normalized = held(x)
+            return normalized[0] if isinstance(normalized, tuple) else normalized
+
+        return norm
+
+    def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
+        name = self._recipe.engine_name(mlp)
+        return without_gradients(self._model.get_submodule(name).act_fn)
+
+    def rotary(self, layer: int) -> EngineRotary:
+        attention = self._names[self._layers[layer]].rpartition(".")[0]
+        return EngineRotary(self._model.get_submodule(attention).rotary_emb)
+
+    def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        attention = self._names[self._layers[layer]].rpartition(".")[0]
+        rotary = dict(self._model.get_submodule(attention).named_children()).get("rotary_emb")
+        table = None if rotary is None else dict(rotary.named_buffers(recurse=False)).get("cos_sin_cache")
+        return None if table is None else table[positions].chunk(2, -1)
+
+    def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
+        mlp = self._modules.get(self._recipe.engine_name(mlp))
+        act = None if mlp is None else dict(mlp.named_children()).get("act_fn")
+        return act.forward_native(gate_up) if isinstance(act, CustomOp) else None
+
+    def eps(self, module: str) -> float | None:
+        piece = self._layout.pieces.get(f"{self._recipe.engine_name(module)}.weight")
+        return piece.module.variance_epsilon if piece is not None and isinstance(piece.module, NORMS) else None
+
+    def attention(self, layer: int) -> object:
+        return self._attend(layer)
+
+    def scores(self, layer: int) -> tuple[float, int | None, float | None]:
+        held = self._layers[layer]
+        if isinstance(held, MLAAttention):
+            return held.scale, None, None
+        return held.impl.scale, held.sliding_window, held.impl.logits_soft_cap or None
+
+    def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+        gate = self._holding(module)
+        runner = self._inside(self._recipe.engine_name(module).rpartition(".")[0], MoERunner)
+
+        @without_gradients
+        def route(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits = gate(x)
+            logits = logits[0] if isinstance(logits, tuple) else logits
+            return logits, *choose_experts(runner, x, logits)
+
+        return route
+
+    def experts(self, module: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        held = self._inside(self._recipe.engine_name(module), RoutedExperts)
+
+        @without_gradients
+        def experts(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+            ids = chosen.to(held.quant_method.topk_indices_dtype or torch.int32)
+            parts = zip(*(each.split(self._tokens) for each in (x, weights.float(), ids)), strict=True)
+            return torch.cat([held.forward_modular(*part) for part in parts])  # a copy: on CUDA it is lent memory
+
+        return experts
+
+    @without_gradients
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.compute_logits(hidden)
+
+    @without_gradients
+    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        head, processor = holding(self._head, {"weight": weight}), copy.copy(self._model.logits_processor)
+        processor.logits_as_input = True  # what is left is to scale and cap them
+        return processor(head, head.quant_method.apply(head, hidden, bias=bias))
+
+    @contextmanager
+    def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> Iterator[None]:
+        def noted(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
+            note(layers, args[0], output[0] if isinstance(output, tuple) else output)
+
+        calls = self._linears.items()
+        handles = [module.register_forward_hook(partial(noted, call.layers)) for module, call in calls]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _holding(self, name: str) -> nn.Module:
+        piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")
+        if piece is None:
+            raise self._unknown(name, None)
+        return piece.module
+
+    def _inside(self, name: str, kind: type[nn.Module]) -> nn.Module:
+        return next(each for each in self._model.get_submodule(name).modules() if isinstance(each, kind))
+
+    def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
+        what = "nothing" if found is None else f"a {type(found).__name__}"
+        return ValueError(
+            f"fp8_forward='full': for {name} of a policy of type {self._recipe.model_type!r} the engine has {what}, "
+            "which the trainer cannot call. Set fp8_forward='off'."
+        )

@@ -1,0 +1,59 @@
+"""The reference of `beta > 0` under one forward: what the engine would compute if it held the reference's weights.
+
+    its modules    those of TRL's `ref_model`, or of the policy with its adapters disabled, or replaced by TRL's copy
+    its weights    in the engine's form, written once and put in the policy's place for a pass (reference_weights.py)
+    its KV cache   under the scales of the policy's rollouts (kv_cache.py)
+
+So an untouched policy has a KL divergence of 0, as it has in TRL. If the reference were scored in high precision, the
+policy's quantization would show in it, about as large as the mismatch that one forward removes, and in the gradient.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+from trl import GRPOTrainer
+
+from trl_fp8.features.kv_cache.kv_cache import KVCache
+from trl_fp8.policy.hook import AttentionHook
+
+from .head import engine_head, scored_by
+from .one_forward import OneForward
+from .reference_weights import ReferenceWeights
+
+
+class FollowedReference:
+    """Made when the engine is there to be called; `policy` follows it already."""
+
+    def __init__(self, trainer: GRPOTrainer, policy: OneForward):
+        self._trainer, self.forward = trainer, policy
+        if trainer.ref_model is not None:
+            kv_cache = trainer.feature(KVCache)
+            hook = kv_cache.reference_hook if kv_cache else AttentionHook(trainer.ref_model)
+            self.forward = OneForward(trainer.ref_model, policy.recipe, policy.kernels, policy.flow, hook)
+        self.forward.switch(on=False)
+        # With PEFT's `bias` the base's own biases are trained, and TRL's reference computes with them
+        adapters = trainer.model.peft_config.values() if trainer.ref_model is None else ()
+        self._moves = any(adapter.bias != "none" for adapter in adapters)
+
+    @cached_property
+    def _weights(self) -> ReferenceWeights:
+        trainer = self._trainer
+        model = trainer.model if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
+        return trainer.vllm_generation.reference_weights(model)
+
+    @contextmanager
+    def scored(self) -> Iterator[None]:
+        """Around a pass of the reference."""
+        with self._weights.held(), self.forward.switched(on=True), scored_by(engine_head(self.forward)):
+            yield
+
+    def outdate(self) -> None:
+        """The weights of the reference have changed."""
+        self._weights.outdate()
+        self.forward.invalidate()
+
+    def policy_changed(self) -> None:
+        """An optimizer step came."""
+        if self._moves:
+            self.outdate()

@@ -1,0 +1,232 @@
+"""One forward (`fp8_forward="full"`): the policy computes what the engine computes, and it is checked that it does.
+
+engine started     the policy's modules are told whom to call in the engine
+scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
+first rollouts     compared: beyond what the platform guarantees is an error that names where the two part. On an FP8
+                   base also the first ones that adapters moved: before, they add zeros, and no comparison shows them
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from accelerate.logging import get_logger
+from torch.distributed.tensor import DTensor
+from trl import GRPOTrainer
+
+from trl_fp8.engine.kernels import EngineKernels
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.features.kv_cache.kv_cache import KVCache
+from trl_fp8.features.one_forward.modules.gemm import require_backend
+from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.run.feature import Batch, Feature, Rollouts
+
+from .backward import FP8Flow
+from .comparison import Comparison
+from .followed_reference import FollowedReference
+from .head import engine_head, scored_by
+from .one_forward import OneForward, release, require_followable
+
+
+logger = get_logger(__name__)
+
+
+class Flow(Feature):
+    """`ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        super().__init__(trainer)
+        self.forward: OneForward | None = None  # until the engine is there to be called
+        self.followed_reference: FollowedReference | None = None  # likewise; None without beta
+        self._outdated, self._checked = True, False
+        # what can be refused before an engine is started
+        release(trainer.model)
+        require_followable(trainer.model, trainer.recipe, self._flow())
+        require_backend(trainer.args.fp8_gemm_backend, _capability())
+        self._require_whole_weights()
+
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+        trainer = self.trainer
+        if not numerics.kernels:
+            raise RuntimeError(
+                f"fp8_forward={trainer.args.fp8_forward!r} calls the engine's FP8 kernels: expected are those of "
+                f"{len(trainer.recipe.fp8_modules)} linear layers and {len(trainer.recipe.fp8_experts)} layers of "
+                "experts, found is none (as vLLM 0.31 names them). Remove linear_backend and moe_backend from "
+                "vllm_engine_kwargs, or set fp8_forward='off'."
+            )
+        if numerics.linears is not None and numerics.linears.scope == "tensor":
+            raise RuntimeError(
+                f"fp8_forward={trainer.args.fp8_forward!r}: the engine's kernels {sorted(numerics.kernels)} quantize "
+                "activations with one scale per batch, so that a token's depends on the others. Remove linear_backend "
+                "from vllm_engine_kwargs, or set fp8_forward='off'."
+            )
+        kv_cache = trainer.feature(KVCache)
+        hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
+        self._bound = numerics.mismatch_bound
+        options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
+        flow = self._flow(**options)
+        self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
+        self.forward.switch(on=False)
+        if trainer.args.beta:
+            self.followed_reference = FollowedReference(trainer, self.forward)
+
+    def _flow(self, **options) -> FP8Flow:
+        trainer = self.trainer
+        return FP8Flow(
+            **trainer.args.flow,
+            format=trainer.recipe.format,
+            scale_format=trainer.recipe.scale_format,
+            cache_weights=not self._sharded,
+            **options,
+        )
+
+    def _require_whole_weights(self) -> None:
+        args, recipe = self.trainer.args, self.trainer.recipe
+        fused = recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale
+        if fused and self._sharded and not args.fp8_base:
+            raise ValueError(
+                f"fp8_weight_format={recipe.format.name!r} with fp8_forward={args.fp8_forward!r} and "
+                f"vllm_tensor_parallel_size={recipe.tensor_parallel_size} under FSDP2 or ZeRO-3: layers that vLLM "
+                "fuses share a scale, and a forward sees one gathered weight at a time. Set fp8_weight_format="
+                "'blocks', or vllm_tensor_parallel_size=1."
+            )
+
+    @property
+    def _sharded(self) -> bool:
+        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
+
+    def __str__(self) -> str:
+        weights = "its tensors" if self.forward.shares else "codes of its own"
+        reference = ", the reference likewise" if self.followed_reference else ""
+        return f"the engine's kernels on {weights}{reference}, backward {self.forward.flow.backward}"
+
+    def on_optimizer_step(self, args, state, control, **kwargs) -> None:
+        self.forward.invalidate()
+        self._outdated = True
+        if self.followed_reference:
+            self.followed_reference.policy_changed()
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        if args.sync_ref_model and state.global_step % args.ref_model_sync_steps == 0:
+            self.followed_reference.outdate()
+
+    def after_generation(self, rollouts: Rollouts) -> None:
+        self.forward.invalidate()  # the sync merged and unmerged adapters
+        self._outdated = False
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self._outdated = True
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self._outdated = True  # load_best_model_at_end
+
+    @contextmanager
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
+        self._bring_up_to_date()
+        with self.forward.switched(on=True), scored_by(engine_head(self.forward)):
+            yield
+
+    def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
+        return self.followed_reference.scored()
+
+    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        self._bring_up_to_date(inputs.get("kv_scales"))
+        # until the backward is through: gradient checkpointing runs the forward again in it
+        self.forward.switch(on=True)
+
+    def end_loss(self) -> None:
+        self.forward.switch(on=False)
+
+    def _bring_up_to_date(self, scales_BL3: torch.Tensor | None = None) -> None:
+        """Send the weights again where an optimizer step came after the last sync (num_iterations > 1), or no sync was
+        yet: a run resumed with rollouts that it had left, which bring the scales that they were sampled under.
+        """
+        if self._outdated:
+            self.trainer.vllm_generation.send_weights(None if scales_BL3 is None else KVScales(scales_BL3[0].cpu()))
+            self._outdated = False
+
+    def extend_batch(self, batch: Batch) -> None:
+        """Look at the first rollouts that were measured, with `fp8_base` until adapters took part in them.
+
+        A collective with `fp8_base`, and if they differ.
+        """
+        if self._checked:
+            return
+        if self.trainer.correction is None:
+            self._checked = True
+            logger.warning(
+                f"fp8_forward={self.trainer.args.fp8_forward!r} with vllm_importance_sampling_correction=False: the "
+                "trainer never compares log-probs with those of the rollouts, so that nothing shows whether the two "
+                "share a forward. Set it to True; rollout_correction='monitor' only measures."
+            )
+            return
+        mismatch = batch.metrics["mismatch/logp_difference_mean"].value  # of all ranks; NaN if no token was scored
+        broken = batch.metrics["mismatch/fraction_broken"].value  # tokens whose log-prob is no number on one side
+        measured = not math.isnan(mismatch) or broken > 0
+        checked = measured and (not self.trainer.args.fp8_base or self._adapters_add())
+        if not (mismatch > self._bound or broken > 0):
+            self._checked = checked
+            return
+        text = self._failure(mismatch, batch)
+        if self.trainer.args.fp8_forward_check == "error":
+            raise RuntimeError(text)
+        self._checked = checked
+        logger.warning(text)
+
+    def _adapters_add(self) -> bool:
+        """Whether B of any adapter is not zero, on any rank; rollouts are of the current ones. A collective."""
+        parts = [p.detach() for name, p in self.trainer.model.named_parameters() if ".lora_B." in name]
+        found = any(bool((p.to_local() if isinstance(p, DTensor) else p).any()) for p in parts)
+        accelerator = self.trainer.accelerator
+        return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
+
+    def _failure(self, mismatch: float, batch: Batch) -> str:
+        return (
+            f"fp8_forward='full', but the mean difference of log-probs of the first rollouts is {mismatch:.2g}, where "
+            f"trainer and engine share kernels that leave at most {self._bound:g} (a policy of type "
+            f"{self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout correction "
+            "works without it), or fp8_forward_check='warn' to go on as it is."
+        )
+
+    def _where(self, batch: Batch) -> str:
+        """Sentences on the first layer whose result the policy does not get, found with a rollout of this rank."""
+        trainer, comparison = self.trainer, Comparison(self.forward)
+        with comparison.engine():
+            tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
+        ids = torch.tensor([tokens], device=trainer.accelerator.device)
+        kv_cache = trainer.feature(KVCache)
+        as_cached = kv_cache.simulated() if kv_cache else nullcontext()
+        with (
+            torch.no_grad(),
+            as_cached,
+            self.scoring(torch.ones_like(ids), 1),
+            comparison.policy(),
+        ):  # but no observation, no routes
+            GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
+        if difference := comparison.first_difference():
+            return f"First to differ, when both compute one of the rollouts, is {difference}."
+        if not comparison.layers:
+            return (
+                "The engine is compiled, so that its layers cannot be watched: with vllm_engine_kwargs="
+                "{'enforce_eager': True} this names the first one that differs."
+            )
+        return (
+            f"When both compute one of the rollouts, all {comparison.layers} linear layers agree: what differs is the "
+            "output head, or what the engine does for few tokens at a time, when it decodes."
+        )
+
+
+def worst_rollout(batch: Batch) -> list[int]:
+    """Prompt and completion of the rollout with the largest mismatch, but the last token, after which nothing came."""
+    row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
+    parts = [
+        batch.tensors[f"{part}_ids"][row][batch.tensors[f"{part}_mask"][row].bool()]
+        for part in ("prompt", "completion")
+    ]
+    return torch.cat(parts)[:-1].tolist()
+
+
+def _capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

@@ -1,0 +1,158 @@
+"""What lies between the linear layers of a policy that follows an engine: embeddings, norms, MLPs, rotary embeddings.
+
+FP8 magnifies small differences. An activation that is off by one BF16 step (1/256) falls on the other side of an e4m3
+rounding boundary (steps of 1/8) often enough that the error behind the next linear is as large as that of quantization
+itself, and each layer adds to it. So each of these modules calls the engine's module of its name; residual sums and
+other products of two BF16 tensors have one result, wherever they are computed.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from trl_fp8.engine.kernels import Rotary
+
+from .own_gradient import holding, own_gradient, with_value
+
+
+class FollowedNorm:
+    """Mixed into a norm's class. `engine` is the engine's norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(x)
+        return own_gradient(self._value, self._own, x, *dict(self.named_parameters(recurse=False)).values())
+
+    def _value(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        rows = x.flatten(0, 1) if x.dim() > 2 else x
+        return self.engine(rows.to(torch.bfloat16)).view(x.shape)
+
+    def _own(self, x: Tensor, *parameters: Tensor) -> Tensor:
+        with holding(self, dict(zip(dict(self.named_parameters(recurse=False)), parameters, strict=True))):
+            return self.before.forward(self, x)
+
+
+class FollowedMLP:
+    """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`. `engine` is act(gate) * up of both in a row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(own_gradient(self._value, self._own, gate, up))
+
+    def _value(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.engine(side_by_side(gate, up)).view(gate.shape)
+
+    def _own(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.act_fn(gate) * up
+
+
+class FollowedFusedMLP:
+    """As `FollowedMLP`, of an MLP whose gate and up projection are one linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(x)
+        return self.down_proj(own_gradient(self._value, self._own, self.gate_up_proj(x)))
+
+    def _value(self, gate_up: Tensor) -> Tensor:
+        return self.engine(gate_up.flatten(0, -2)).view(*gate_up.shape[:-1], -1)
+
+    def _own(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return self.activation_fn(gate) * up
+
+
+class FollowedParallelLayer:
+    """Mixed into the class of a decoder layer whose attention and MLP get the same tensor: the engine adds their
+    outputs to each other first.
+    """
+
+    def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        if not self.flow.on:
+            return super().forward(hidden_states, *args, **kwargs)
+        outputs = []
+
+        def note(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
+            outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+
+        handles = [module.register_forward_hook(note) for module in (self.self_attn, self.mlp)]
+        try:
+            own = super().forward(hidden_states, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return with_value(own, hidden_states.detach() + (outputs[0] + outputs[1]))
+
+
+class FollowedEmbedding:
+    """Mixed into embeddings: rounding the rows that were looked up is cheaper than rounding the table."""
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        if not self.flow.on:
+            return super().forward(*args, **kwargs)
+        return nn.Embedding.forward(self, *args, **kwargs).to(torch.bfloat16)
+
+
+class FollowedScaledEmbedding(FollowedEmbedding):
+    """Mixed into Gemma's embeddings: rows times the root of their size, BF16 times BF16, as in the engine."""
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        rows = super().forward(*args, **kwargs)
+        return rows * self.embed_scale.to(torch.bfloat16) if self.flow.on else rows
+
+
+class FollowedRotary:
+    """Mixed into the module that makes cos and sin. `engine` maps types of layers to rotary embeddings."""
+
+    def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
+        given = () if layer_type is None else (layer_type,)
+        if not self.flow.on:
+            return super().forward(x, position_ids, *given)
+        cos, sin = super().forward(x[:0].float(), position_ids, *given)  # of x the device and the dtype matter
+        turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
+        return turn, turn
+
+
+class Turn:
+    """Passed through transformers' layers in the place of cos and sin, to `apply_rotary_pos_emb`."""
+
+    def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
+        self._engine, self._positions, self.cos_sin = engine, positions, (cos, sin)
+
+    def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; `apply` is transformers' function."""
+
+        def value(*states: Tensor) -> tuple[Tensor, ...]:
+            flat = (state.transpose(1, 2).flatten(0, 1).flatten(1) for state in states)
+            turned = zip(self._engine(self._positions, *flat), states, strict=True)
+            return tuple(t.view(s.shape[0], s.shape[2], s.shape[1], s.shape[3]).transpose(1, 2) for t, s in turned)
+
+        def own(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            return apply(query, key, *self.cos_sin)
+
+        return own_gradient(value, own, query, key)
+
+
+class Turning:
+    """transformers' `apply_rotary_pos_emb`, which leaves the turn to the engine where it is handed a `Turn`."""
+
+    def __init__(self, apply: Callable):
+        self._apply = apply
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor | Turn, sin: Tensor | Turn, *args, **kwargs) -> tuple:
+        if isinstance(cos, Turn):
+            return cos(self._apply, q, k, *args, **kwargs)
+        return self._apply(q, k, cos, sin, *args, **kwargs)
+
+
+def side_by_side(left: Tensor, right: Tensor) -> Tensor:
+    """Both, `[..., N]`, in rows `[T, 2 N]`: no copy where they are two halves of a fused call's output."""
+    width, left, right = left.shape[-1], left.flatten(0, -2), right.flatten(0, -2)
+    together = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    in_a_row = left.stride() == right.stride() and left.stride(1) == 1
+    if together and in_a_row and right.storage_offset() == left.storage_offset() + width:
+        return left.as_strided((len(left), 2 * width), left.stride(), left.storage_offset())
+    return torch.cat([left, right], -1)

@@ -1,0 +1,105 @@
+"""Routers and experts of a policy that follows an engine: its choice, its gate weights, its fused experts.
+
+    router    logits = engine(x), straight through like those of any linear
+              softmax, top-k and normalization: transformers' code at these logits, in FP32, around the engine's choice
+    experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
+
+The engine's choice is taken as it is, so that nobody breaks a tie otherwise. Router replay has the
+last word: experts that it gives get gate weights of the engine's logits.
+
+Shape letters: T tokens, E experts, K experts per token.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from trl_fp8.features.shared_base.shared_modules import SharedExperts
+from trl_fp8.recipe.names import TRANSFORMERS, listed
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.patches import substituted
+
+from .followed_linear import StraightThrough, gemm_dtype, tokens_of
+from .own_gradient import holding, own_gradient, with_value
+
+
+BIASES = tuple(f"{name}_bias" for name in TRANSFORMERS.fused)
+
+
+def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
+    """`ValueError` for experts that no policy can follow, or not with this `fp8_backward`."""
+    if recipe.has_experts and recipe.tensor_parallel_size > 1:
+        raise ValueError(
+            f"fp8_forward='full' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: each rank "
+            "of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
+        )
+    if recipe.fp8_experts and backward == "fp8":
+        raise ValueError(
+            f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): they have a straight-through "
+            "backward only. Set fp8_backward='bf16', or keep them in high precision with fp8_ignored_modules."
+        )
+
+
+class FollowedRouter:
+    """Mixed into the class of a router that chooses by one top-k. `engine`: see `EngineKernels.router`."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[T, E]`, gate weights `[T, K]`, both FP32, and chosen experts `[T, K]`."""
+        if not self.flow.on:
+            return super().forward(hidden_states)
+        logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
+
+        def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+            # in FP32 softmax and gate weights stay so, and their gradients
+            return StraightThrough.apply(lambda _: logits_TE.float(), x, weight, bias, None)
+
+        with substituted(F, "linear", linear), _Routing(chosen_TK.long(), logits_TE.shape):
+            followed_TE, own_TK, used_TK = super().forward(hidden_states)
+        is_engines_T1 = (used_TK == chosen_TK).all(-1, keepdim=True)
+        return followed_TE, with_value(own_TK, torch.where(is_engines_T1, weights_TK, own_TK.detach())), used_TK
+
+
+class _Routing(TorchFunctionMode):
+    """Around a router's own code: its top-k gives the engine's choice."""
+
+    def __init__(self, chosen_TK: Tensor, shape: torch.Size):
+        super().__init__()
+        self.chosen_TK, self.shape = chosen_TK, shape  # of the logits
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func not in (torch.topk, torch.Tensor.topk):
+            return func(*args, **(kwargs or {}))
+        # a ranking that is the engine's: whoever looks on, or replaces the choice, calls or is called by this
+        rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
+        ranking_TE = torch.zeros(self.shape, device=self.chosen_TK.device)
+        ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))
+        indices_TK = func(ranking_TE, *args[1:], **(kwargs or {})).indices
+        return torch.return_types.topk((args[0].gather(-1, indices_TK), indices_TK))
+
+
+class FollowedExperts:
+    """Mixed into the class of the experts of a layer. `engine`: see `EngineKernels.experts`."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        if isinstance(self, SharedExperts):
+            inputs = hidden_states, top_k_index, top_k_weights
+            return own_gradient(self._value, self.dequantized, *inputs, dtype=gemm_dtype(hidden_states.device))
+        # not `_parameters`: adapters of parameters replace them by sums while they run
+        weights = [getattr(self, name) for name in self._names]
+        inputs = hidden_states, top_k_index, top_k_weights, *weights
+        return own_gradient(self._value, self._own, *inputs, dtype=gemm_dtype(hidden_states.device))
+
+    @property
+    def _names(self) -> list[str]:
+        """Of its weights, and of their biases where it has any."""
+        return [name for name in (*TRANSFORMERS.fused, *BIASES) if hasattr(self, name)]
+
+    def _value(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:
+        return self.engine(tokens_of(hidden_states), top_k_index, top_k_weights)
+
+    def _own(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:
+        with holding(self, dict(zip(self._names, weights, strict=True))):
+            return self.before.forward(self, hidden_states, top_k_index, top_k_weights)

@@ -1,0 +1,198 @@
+"""The trained model's linear layers, computed by the engine.
+
+    forward    y = engine(x)                 its kernel on its tensors; q, k, v and gate, up in one call each
+    backward   "bf16"  dX = dY @ W, dW = dY.T @ X                   straight through, unquantized operands
+               "fp8"   dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(X.T).T   Jet-RL, arXiv 2601.14243, of FP8 layers
+
+What the backward keeps decides its memory: straight through x in BF16, in FP8 the codes of x along its tokens, 1 byte
+an element. Neither keeps a copy of the weight. Where several ranks share an engine (tensor parallelism) each holds a
+part of a layer: there the trainer quantizes the weight itself, and calls the engine's kernel on that.
+
+Under LoRA the engine holds the sum of base and adapters (adapter.py), or beside a base that it shares with the policy
+the adapters by themselves: then W is that base, dequantized for the backward.
+
+Shape letters: T tokens (all leading dims), N out-features, K in-features.
+"""
+
+from collections.abc import Callable
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchao.quantization import Float8Tensor
+
+from trl_fp8.engine.kernels import Adapter, Linear
+from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.formats.blocks import BLOCK
+
+from .gemm import gemm_for
+from .kept_weight import KeepsQuantizedWeight
+
+
+class FusedCall:
+    """One call of the engine for all policy layers that it fused, which get the same tensor in a row."""
+
+    def __init__(self, call: Callable[[Tensor], Tensor], readers: int):
+        self._call, self._readers = call, readers
+        self._output: Tensor | None = None
+        self._input: ref[Tensor] | None = None
+        self._version, self._to_come = 0, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`call(x)`, from the reader before if that got this very tensor, unchanged since."""
+        if x.is_inference():  # has no version, so that a change would not be seen
+            return self._call(x)
+        if self._output is None or self._input() is not x or self._version != x._version:
+            self._output, self._input, self._version = self._call(x), ref(x), x._version
+            self._to_come = self._readers
+        output, self._to_come = self._output, self._to_come - 1
+        if not self._to_come:
+            self._output = self._input = None
+        return output
+
+
+class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
+    """An `nn.Linear` whose values are the engine's, made by `OneForward` of an existing layer."""
+
+    name: str  # checkpoint name
+    is_fp8: bool
+    adapted: bool  # the engine holds the sum of this weight and adapters
+    engine: Linear
+    columns: slice  # of the engine's output
+    parts: int  # of K that tensor parallel ranks multiply by themselves
+    fused: FusedCall
+    along_tokens: FusedCall  # Q(X.T)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.flow.on:
+            return super().forward(input)
+        in_fp8 = self if self.is_fp8 and self.fp8_flow.backward == "fp8" else None
+        weight = self.codes if isinstance(self, SharedLinear) else self.weight
+        return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
+
+    def value(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
+        """What the engine computes of `[..., K]`: BF16 `[..., N]`. `adapter`: what it holds beside this weight."""
+        if self.flow.shares:
+            y = self.fused(input)[:, self.columns]
+        else:
+            y = self._own(tokens_of(input), adapter)
+        return y.view(*input.shape[:-1], y.shape[-1])
+
+    def lasting_codes(self) -> Float8Tensor | None:
+        """Codes of the weight that somebody keeps anyway; None if nobody does."""
+        if isinstance(self, SharedLinear):
+            return self.codes
+        if self.adapted:
+            return None  # the engine's are those of another weight
+        if self.flow.shares:
+            return self.engine.codes(self.name)
+        return self.quantized_weight() if self.fp8_flow.cache_weights else None
+
+    def _quantized(self) -> Float8Tensor:
+        return self.codes if isinstance(self, SharedLinear) else self.quantized_weight()
+
+    def _own(self, x: Tensor, adapter: Adapter | None) -> Tensor:
+        """The engine's kernel on this rank's own tensors, one partial product for each tensor parallel rank."""
+        weight = self._quantized() if self.is_fp8 else self.weight.to(torch.bfloat16)
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        if self.parts == 1:
+            return self.engine.on(x, weight, bias, adapter)
+        adapters = [None] * self.parts
+        if adapter is not None:
+            layer, a, b = adapter
+            adapters = [(layer, part, b) for part in a.chunk(self.parts, 1)]
+        pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), adapters, strict=True)
+        # the first rank adds the bias; any all-reduce of two ranks rounds the sum once
+        products = [
+            self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
+        ]
+        return sum(product.float() for product in products).to(torch.bfloat16)
+
+
+class StraightThrough(torch.autograd.Function):
+    """`value(x)` with the gradients of `x @ weight.T + bias`, as `in_fp8` quantizes its operands if it is given."""
+
+    @staticmethod
+    def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            y = value(x)
+            ctx.flow, ctx.blocks = in_fp8 and in_fp8.fp8_flow, None
+            ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+            frozen = weight if isinstance(weight, Float8Tensor) else None
+            for_dx, for_dw = (None, None), (None, None)
+            if ctx.needs_input_grad[1]:
+                # Codes that were made for this forward would hold an unsharded weight until the backward
+                codes = in_fp8.lasting_codes() if in_fp8 else frozen
+                for_dx = (weight, None) if codes is None else (codes.qdata, codes.scale)
+                ctx.blocks = None if codes is None else codes.block_size
+            if ctx.needs_input_grad[2]:
+                codes = in_fp8.along_tokens(x) if in_fp8 else None
+                for_dw = (x.to(torch.bfloat16), None) if codes is None else (codes.qdata, codes.scale)
+            ctx.save_for_backward(*for_dx, *for_dw)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        dx = dw = db = None
+        weight, weight_scale, x, x_scale = ctx.saved_tensors
+        with torch.autocast(dy.device.type, enabled=False):
+            shape, dy = dy.shape, dy.reshape(-1, dy.shape[-1])
+            if ctx.needs_input_grad[1]:
+                if weight_scale is not None:
+                    weight = _float8(weight, weight_scale, ctx.blocks)
+                dx = _input_gradient(dy, weight, ctx.flow)
+                dx = dx.view(*shape[:-1], dx.shape[-1]).to(ctx.dtypes[0])
+            if ctx.needs_input_grad[2]:
+                dw = _weight_gradient(dy, x, x_scale, ctx.flow).to(ctx.dtypes[1])
+            if ctx.needs_input_grad[3]:
+                db = dy.sum(0, dtype=ctx.dtypes[2])
+        return None, dx, dw, db, None
+
+
+def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow | None) -> Tensor:
+    """dX `[T, K]`. `weight` is W, or codes of it."""
+    if flow is None:
+        dtype = gemm_dtype(dy.device)
+        whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
+        return dy.to(dtype).mm(whole)
+    codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
+    # Blocks transposed are the same blocks: no second rounding
+    transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
+    return gemm_for(flow.backend)(flow.quantize_for_backward(dy), transposed)
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, flow: FP8Flow | None) -> Tensor:
+    """dW `[N, K]`. `x` is X, or its codes along the tokens `[K, T]` with their scales."""
+    if scale is None:
+        dtype = gemm_dtype(dy.device)
+        return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
+    along_tokens = _float8(x, scale, [1, BLOCK])
+    return gemm_for(flow.backend)(flow.quantize_for_backward(dy.t()), along_tokens)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """`[..., K]` in BF16, `[T, K]`."""
+    return x.to(torch.bfloat16).reshape(-1, x.shape[-1])
+
+
+def gemm_dtype(device: torch.device) -> torch.dtype:
+    """Of a GEMM in a backward: BF16, but FP32 on CPU, where those without 16-bit units emulate it ten times slower."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def _split(operand: Float8Tensor | Tensor, parts: int) -> list[Float8Tensor | Tensor]:
+    """A weight `[N, K]` in equal parts of K, each of whole blocks, or all of one block."""
+    if not isinstance(operand, Float8Tensor):
+        return [part.contiguous() for part in operand.chunk(parts, 1)]
+    rows, columns = operand.block_size
+    scales = operand.scale.chunk(parts, 1) if operand.scale.shape[1] > 1 else [operand.scale] * parts
+    pieces = zip(operand.qdata.chunk(parts, 1), scales, strict=True)
+    return [_float8(codes.contiguous(), s.contiguous(), [rows, min(columns, codes.shape[1])]) for codes, s in pieces]
+
+
+def _float8(codes: Tensor, scale: Tensor, block_size: list[int]) -> Float8Tensor:
+    return Float8Tensor(codes, scale, block_size=list(block_size), dtype=torch.bfloat16)

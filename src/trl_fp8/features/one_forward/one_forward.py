@@ -1,0 +1,258 @@
+"""One forward: a policy whose modules compute what the engine's modules of the same names compute.
+
+    made         each linear, norm, MLP and embedding of the decoder is told whom to call (linear.py, between.py)
+    on           while the policy scores or trains, and while the reference of `beta > 0` does (followed_reference.py)
+    up to date   as long as the engine holds the policy's weights: following.py sees to it
+
+Modules stay the objects that they are: only their class is exchanged (swapped.py).
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import PreTrainedModel
+
+from trl_fp8.engine.kernels import EngineKernels, Linear
+from trl_fp8.features.one_forward.modules.between import (
+    FollowedEmbedding,
+    FollowedFusedMLP,
+    FollowedMLP,
+    FollowedNorm,
+    FollowedParallelLayer,
+    FollowedRotary,
+    FollowedScaledEmbedding,
+    Turning,
+)
+from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter, require_sums
+from trl_fp8.features.one_forward.modules.followed_experts import (
+    FollowedExperts,
+    FollowedRouter,
+    require_followable_experts,
+)
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
+from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.policy.swapped import restore, swap
+from trl_fp8.recipe.from_model import linear_layers, of_adapter
+from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed, without_copies
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
+
+from .backward import FP8Flow
+
+
+MLPS = {
+    FollowedMLP: ("gate_proj", "up_proj", "down_proj", "act_fn"),
+    FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
+}
+TURN = "apply_rotary_pos_emb"
+PLAIN = nn.Linear.forward, SharedLinear.forward
+
+
+class OneForward:
+    """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
+
+    `ValueError` names what the engine has nothing to call for; the policy is as it was then.
+    """
+
+    def __init__(
+        self, model: nn.Module, recipe: FP8Recipe, kernels: EngineKernels, flow: FP8Flow, hook: AttentionHook
+    ):
+        self.flow, self.kernels, self.recipe, self.hook = flow, kernels, recipe, hook
+        self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
+        self.on = True
+        self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
+        self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
+        require_followable(model, recipe, flow)
+        base = transformers_model(model)
+        _turn_by_engine(sys.modules[type(base).__module__])
+        ours = _computing(base)
+        self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
+        self._experts = {experts for _, experts in expert_modules(model)}
+        self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
+        self._calls: dict[Linear, tuple[FusedCall, FusedCall]] = {}
+        try:
+            for name, module in list(model.named_modules()):
+                if module in ours and not of_adapter(without_copies(name), model):
+                    self._follow(name, module)
+        except ValueError:
+            self.remove()
+            raise
+        hook.follow(self)
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+
+    @contextmanager
+    def switched(self, on: bool) -> Iterator[None]:
+        before, self.on = self.on, on
+        try:
+            yield
+        finally:
+            self.on = before
+
+    def invalidate(self) -> None:
+        """Drop kept weights. To be called after each optimizer step, checkpoint load, merge and unmerge."""
+        for module in (*self.modules.values(), *self.copies.values()):
+            if isinstance(module, FollowedLinear):
+                module.kept = None
+
+    def remove(self) -> None:
+        """Turn the modules back into what they were."""
+        for module in (*self.modules.values(), *self.copies.values()):
+            restore(module)
+        self.modules.clear()
+        self.copies.clear()
+        self.hook.follow(None)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a copy of a policy has no engine that holds its weights
+
+    def _follow(self, path: str, module: nn.Module) -> None:
+        """Let `module` call the engine, if it computes anything by itself."""
+        name, kernels = checkpoint_name(without_copies(path)), self.kernels
+        if isinstance(module, nn.Linear):
+            self._swap(path, module, FollowedLinear, **self._linear(name, module))
+        elif isinstance(module, ParamWrapper):
+            return  # lends its sums to the module inside, which follows
+        elif isinstance(module, BaseTunerLayer):
+            self._swap(path, module, FollowedAdapter)
+        elif is_router(module):
+            self._swap(path, module, FollowedRouter, engine=kernels.router(name))
+        elif module in self._experts:
+            self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
+        elif isinstance(module, nn.Embedding):
+            self._swap(path, module, _embedding(module))
+        elif is_rotary(module):
+            types = getattr(module.config, "layer_types", None) or []
+            first = {None: 0} | {kind: types.index(kind) for kind in types}
+            self._swap(path, module, FollowedRotary, engine={k: kernels.rotary(layer) for k, layer in first.items()})
+        elif hasattr(module, "self_attn") and not hasattr(module, "post_attention_layernorm"):
+            self._swap(path, module, FollowedParallelLayer)
+        elif mlp := next((kind for kind, parts in MLPS.items() if all(hasattr(module, part) for part in parts)), None):
+            self._swap(path, module, mlp, engine=kernels.activation(name))
+        elif hasattr(module, "sinks"):
+            return  # attention, which `AttentionHook` lets follow
+        elif any(parameter.is_floating_point() for parameter in module.parameters(recurse=False)):
+            self._swap(path, module, FollowedNorm, engine=kernels.norm(name))
+
+    def _linear(self, name: str, module: nn.Linear) -> dict:
+        """The attributes of a `FollowedLinear`."""
+        engine = self.kernels.linear(name)
+        peers = [self._linears[layer] for layer in engine.layers]
+        start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
+        if engine not in self._calls:
+            readers = sum(2 if peer in self._adapted else 1 for peer in peers)
+            self._calls[engine] = (
+                FusedCall(lambda x: engine(tokens_of(x)), readers),
+                FusedCall(lambda x: self.flow.quantize_for_backward(tokens_of(x).t()), len(peers)),
+            )
+        fused, along_tokens = self._calls[engine]
+        return {
+            "fp8_flow": self.flow,
+            "name": name,
+            "is_fp8": name in self.recipe.fp8_modules,
+            "adapted": module in self._adapted,
+            "engine": engine,
+            "columns": slice(start, start + module.out_features),
+            "parts": self.recipe.tensor_parallel_size if name.endswith(ROW_PARALLEL) else 1,
+            "fused": fused,
+            "along_tokens": along_tokens,
+            "kept": None,
+            "peers": tuple(self._linears[peer] for peer in _sharing_scale(self.recipe, name)),
+        }
+
+    def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
+        swap(module, mixin, flow=self, **attributes)
+        name = checkpoint_name(path)
+        among = self.modules if name == without_copies(name) else self.copies
+        among[path] = module
+
+
+def is_rotary(module: nn.Module) -> bool:
+    """True for what makes cos and sin of a rotary embedding."""
+    return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
+
+
+def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
+    return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
+
+
+def release(model: nn.Module) -> None:
+    """Let a model that followed the engine of a trainer before this one compute by itself."""
+    for module in list(model.modules()):
+        if isinstance(before := module.__dict__.get("flow"), OneForward):
+            before.remove()
+
+
+def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> None:
+    """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
+    require_sums(model, recipe.tensor_parallel_size)
+    require_followable_experts(recipe, flow.backward)
+    base = transformers_model(model)
+    if any(hasattr(module, "expand_kv") for module in base.modules()):
+        raise ValueError(
+            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: its attention is latent (MLA), and "
+            "an engine expands the latents of prompts by kv_b_proj, but multiplies by parts of that weight while it "
+            "decodes: no forward of a trainer has the bits of both. Set fp8_forward='off'."
+        )
+    if f"{type(base).__module__}.{TURN}" not in PATCHES:
+        raise ValueError(
+            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
+            f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
+        )
+    if base.config.get_text_config() is not base.config:
+        raise ValueError(
+            f"fp8_forward='full' with a {type(base).__name__}: text models are known, and not what images do to "
+            "masks and positions. Set fp8_forward='off'."
+        )
+    if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
+        raise ValueError(
+            f"fp8_forward='full' with attention_dropout={dropout} in the model's config: the engine's attention drops "
+            "nothing. Load the model with attention_dropout=0.0 (model_init_kwargs={'attention_dropout': 0.0}, or "
+            "from_pretrained(..., attention_dropout=0.0)), or set fp8_forward='off'."
+        )
+    computing = _computing(base)
+    for name, module in model.named_modules():
+        if module in computing and isinstance(module, nn.Embedding):
+            _embedding(module)
+        elif module in computing and isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
+            raise ValueError(
+                f"fp8_forward='full': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
+                "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
+                "0.0}), or set fp8_forward='off'."
+            )
+        elif module in computing and isinstance(module, nn.Linear) and type(module).forward not in PLAIN:
+            raise ValueError(
+                f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "
+                "be lost. Set fp8_forward='off'."
+            )
+
+
+def _computing(base: PreTrainedModel) -> set[nn.Module]:
+    """The modules between tokens and logits."""
+    return {base.get_output_embeddings(), *base.get_decoder().modules()}
+
+
+def _embedding(module: nn.Embedding) -> type:
+    if type(module).forward is nn.Embedding.forward:
+        return FollowedEmbedding
+    if type(module).__name__.endswith("ScaledWordEmbedding"):
+        return FollowedScaledEmbedding
+    raise ValueError(
+        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an "
+        "engine rounds. Set fp8_forward='off'."
+    )
+
+
+def _turn_by_engine(family: ModuleType) -> None:
+    """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
+    apply = getattr(family, TURN)
+    if not isinstance(apply, Turning):
+        patch(family, TURN, Turning(apply))

@@ -1,0 +1,183 @@
+"""Router replay: the trainer's routers use experts that were chosen elsewhere, with gate weights of their own.
+
+Near a tie, a rounding error makes engine and trainer send a token to different experts, and its log-prob jumps: the
+largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370, about one router in ten differs). Replay takes
+the choice from the rollout and everything else from the policy: logits, softmax and normalization are the model's own,
+so gradients reach router and experts as ever; only `topk` returns other indices, and their values.
+
+    forward  ->  [N, K] of this layer and these rows  ->  router: softmax, topk -> the given experts, normalize
+
+Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers with routers, K experts per token.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from trl_fp8.policy.model import transformers_model
+from trl_fp8.recipe.names import NOWHERE, expert_modules, full_shape, is_router, router_name
+
+
+class RouteTally:
+    """Counts (token, layer) routes on the device: fp64 `[3]`: known, used as in the rollout, own choice as there."""
+
+    def __init__(self, device: torch.device):
+        self.counts = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, rollout_NK: Tensor, used_NK: Tensor, own_NK: Tensor, real_N: Tensor | None = None) -> None:
+        """Account for one router; tokens outside `real_N` do not count."""
+        known_N = (rollout_NK != NOWHERE).all(-1)
+        known_N = known_N if real_N is None else known_N & real_N
+        same = [known_N, _same_set(used_NK, rollout_NK) & known_N, _same_set(own_NK, rollout_NK) & known_N]
+        self.counts += torch.stack([flags.sum() for flags in same])
+
+
+class RouterReplay:
+    """Installed on a policy, PEFT-wrapped or not; idle between `end` and the next `begin`. Messages name `flag`."""
+
+    def __init__(self, model: nn.Module, flag: str = "router_replay"):
+        base = transformers_model(model)
+        routers = dict(_routers(base, flag))
+        self.layers = tuple(routers)  # numbers of the decoder layers that have one
+        first = next(iter(routers.values()))
+        self.experts_per_token: int = first.top_k
+        # The smallest type that holds the number of experts and `NOWHERE`
+        self.dtype = torch.int8 if full_shape(first.weight)[0] <= 128 else torch.int16
+        self.end()
+        for column, router in enumerate(routers.values()):
+            router._trl_fp8_replay = self, column
+            router.__class__ = _replayed(type(router))
+        base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def begin(
+        self, routes_BSLK: Tensor | None, *, replay: bool, tally: RouteTally | None = None, record: bool = False
+    ) -> None:
+        """From now on forwards go through the rows of `routes_BSLK`, in order, in as many chunks as they like.
+
+        Has to stay in force until the backward pass is through: gradient checkpointing runs the forward again.
+
+        Args:
+            routes_BSLK: Experts of each token and layer, on any device, or None.
+            replay: Routers use them, except where `NOWHERE`. False: they are only compared with them.
+            tally: Agreement is counted here.
+            record: Keep the routers' own choices for `recorded`.
+        """
+        self._routes_BSLK, self._replay, self._tally = routes_BSLK, replay, tally
+        self._chunk_NLK = self._real_N = None  # of the forward that is running
+        self._row, self._recording = 0, record
+        self._recorded: list[Tensor] = []
+
+    def end(self) -> None:
+        self.begin(None, replay=False)
+
+    @contextmanager
+    def during(self, routes_BSLK: Tensor | None, **options) -> Iterator[None]:
+        """`begin` for a block without backward pass."""
+        self.begin(routes_BSLK, **options)
+        try:
+            yield
+        finally:
+            self._routes_BSLK = self._chunk_NLK = self._tally = None
+            self._recording = False
+
+    def recorded(self) -> Tensor:
+        """The routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
+        return torch.cat(self._recorded)
+
+    def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        if self._routes_BSLK is None and not self._recording:
+            return
+        tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
+        rows, length = tokens.shape[:2]
+        if self._recording:
+            shape = rows, length, len(self.layers), self.experts_per_token
+            self._recorded.append(torch.empty(shape, dtype=self.dtype, device=tokens.device))
+        if self._routes_BSLK is not None:
+            chunk = self._routes_BSLK[self._row : self._row + rows]
+            if chunk.shape[:2] != (rows, length):
+                raise RuntimeError(
+                    f"router replay has routes for {len(self._routes_BSLK)} sequences of {self._routes_BSLK.shape[1]} "
+                    f"tokens, but after {self._row} of them the policy was run on {rows} sequences of {length} tokens."
+                )
+            self._row += rows
+            self._chunk_NLK = chunk.to(tokens.device).flatten(0, 1)
+            mask = kwargs.get("attention_mask")
+            self._real_N = mask.flatten().bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def route(self, column: int, forward: Callable[..., tuple], *args, **kwargs) -> tuple:
+        """A router's `forward` under what is in force; the last of its outputs is the chosen experts `[N, K]`."""
+        if self._chunk_NLK is None and not self._recording:
+            return forward(*args, **kwargs)
+        rollout_NK = None if self._chunk_NLK is None else self._chunk_NLK[:, column].long()
+        with _TopK(rollout_NK if self._replay else None) as topk:
+            output = forward(*args, **kwargs)
+        if len(topk.own) != 1:
+            raise RuntimeError(
+                f"the router of layer {self.layers[column]} calls topk {len(topk.own)} times; replay knows routers "
+                "that choose experts by one. Set router_replay='off'."
+            )
+        own_NK, used_NK = topk.own[0], output[-1]
+        if self._recording:
+            self._recorded[-1].flatten(0, 1)[:, column] = own_NK.to(self.dtype)
+        if self._tally is not None and rollout_NK is not None:
+            self._tally.add(rollout_NK, used_NK, own_NK, self._real_N)
+        return output
+
+
+class _TopK(TorchFunctionMode):
+    """`torch.topk` returns the given indices and the values there; `own` collects what it would have chosen."""
+
+    def __init__(self, indices_NK: Tensor | None):
+        super().__init__()
+        self.indices_NK = indices_NK
+        self.own: list[Tensor] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, torch.Tensor.topk):
+            return output
+        self.own.append(output.indices)
+        if self.indices_NK is None:
+            return output
+        indices = torch.where(self.indices_NK == NOWHERE, output.indices, self.indices_NK)
+        values = args[0] if args else kwargs["input"]
+        return torch.return_types.topk((values.gather(-1, indices), indices))
+
+
+@cache
+def _replayed(cls: type[nn.Module]) -> type[nn.Module]:
+    def forward(self, *args, **kwargs):
+        replay, column = self._trl_fp8_replay
+        return replay.route(column, super(replayed, self).forward, *args, **kwargs)
+
+    replayed = type(f"Replayed{cls.__name__}", (cls,), {"__module__": cls.__module__, "forward": forward})
+    return replayed
+
+
+def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
+    """(decoder layer, router), in order."""
+    modules = dict(base.named_modules())
+    found = [router_name(name, modules) for name, _ in expert_modules(base)]
+    if not found:
+        raise ValueError(
+            f"{flag}: {type(base).__name__} has no routers that transformers keeps beside experts, so there is "
+            "nothing to replay. Set router_replay='off'."
+        )
+    for name in found:
+        router = modules.get(name)
+        if not is_router(router):
+            raise ValueError(
+                f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k "
+                "(GPT-OSS, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE). Set router_replay='off'."
+            )
+        yield int(re.search(r"layers\.(\d+)\.", name)[1]), router
+
+
+def _same_set(a_NK: Tensor, b_NK: Tensor) -> Tensor:
+    """Rows of `a` that hold the experts of the same row of `b`, in any order. Rows have no repetitions."""
+    return (a_NK[:, :, None] == b_NK[:, None, :]).any(-1).all(-1)

@@ -1,0 +1,91 @@
+"""Whether a run did what it was meant to do: the few questions that a report answers first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from trl_fp8.features.correction.health import health_warnings
+from trl_fp8.features.run_log.log_file import Run
+
+from .results import duration, mismatch_key
+from .series import LAST, ends, series
+
+
+@dataclass(frozen=True)
+class Check:
+    """One answer; `fine` is False where the reader should look."""
+
+    fine: bool
+    question: str
+    answer: str
+
+
+def checks(run: Run) -> list[Check]:
+    """Checks that the run's file has data for."""
+    return [check for ask in (_delivered, _mismatch, _healthy, _saturated, _dead, _sync_share) for check in ask(run)]
+
+
+def _delivered(run: Run) -> Iterator[Check]:
+    if audited := _logged(run, "fp8/audited_tensors"):
+        fewest = int(min(audited))
+        answer = (
+            f"After each of {len(audited):,} logged syncs, {fewest:,} tensors were read back from the engine and "
+            "compared with the policy (the audit). A difference would have stopped the run."
+        )
+        yield Check(fewest > 0, "Did the engine get the weights?", answer)
+
+
+def _mismatch(run: Run) -> Iterator[Check]:
+    if key := mismatch_key(run):
+        first, last = ends(run.logs, key)
+        grows = first is not None and len(_logged(run, key)) >= 2 * LAST and last.mean > 2 * first.mean
+        answer = "For the same token their log-probs differ by "
+        answer += f"{first.mean:.3g} nats on average in {first.steps}, and by " if first else ""
+        answer += f"{last.mean:.3g} nats in {last.steps}."
+        answer += " It more than doubled." if grows else ""
+        yield Check(not grows, "How far apart are engine and trainer?", answer)
+
+
+def _healthy(run: Run) -> Iterator[Check]:
+    keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
+    if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
+        correction = run.facts["correction"] or {}
+        warnings = health_warnings(found, correction.get("level"), correction.get("monitor_only", False))
+        steps = min(LAST, max(len(_logged(run, key)) for key in found))
+        over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
+        fine = f"{over} all its metrics are within the thresholds of the warnings."
+        yield Check(not warnings, "Is the mismatch small enough to correct?", " ".join(warnings.values()) or fine)
+
+
+def _saturated(run: Run) -> Iterator[Check]:
+    if shares := _logged(run, "fp8/kv_saturation_fraction"):
+        most = max(shares)
+        answer = (
+            f"In the worst step {100 * most:.2g}% of the cached keys and values were larger than their FP8 scale "
+            "allows, and were clipped to it."
+            if most
+            else "No cached key or value was larger than its FP8 scale allows."
+        )
+        yield Check(most < 1e-3, "Did the KV cache hold its values?", answer)
+
+
+def _dead(run: Run) -> Iterator[Check]:
+    if blocks := _logged(run, "fp8/dead_blocks"):
+        most = int(max(blocks))
+        count = f"{most:,} blocks of weights" if most != 1 else "One block of weights"
+        answer = f"{count} had become as good as zero." if most else "No block of weights had become as good as zero."
+        yield Check(not most, "Are all weights alive?", answer)
+
+
+def _sync_share(run: Run) -> Iterator[Check]:
+    steps, syncs = _logged(run, "step_time"), _logged(run, "fp8/sync_seconds")
+    if steps and syncs:
+        step, sync, calibration = median(steps), median(syncs), _logged(run, "fp8/calibration_seconds")
+        answer = f"Sending the weights (the sync) takes {duration(sync)}, {sync / step:.1%} of a step"
+        if calibration:
+            answer += f", {duration(median(calibration))} of it for the scales of the KV cache"
+        yield Check(sync < 0.5 * step, "Is the sync cheap?", f"{answer} (medians).")
+
+
+def _logged(run: Run, key: str) -> list[float]:
+    return series(run.logs, key)[1]

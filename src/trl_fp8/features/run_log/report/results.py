@@ -1,0 +1,144 @@
+"""What a run came to in a few figures, each with its unit and the steps that it is of."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.planning.plan import format_bytes
+
+from .series import ends, series, span
+
+
+# Mean absolute log-prob difference of a step; TRL's own where no correction of ours reports
+MISMATCH = ("mismatch/logp_difference_mean", "sampling/sampling_logp_difference/mean")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure: what it is called and means, and for one run its value, with more about that."""
+
+    label: str
+    meaning: str
+    value: str
+    note: str
+
+
+def results(run: Run) -> list[Result]:
+    """What the run's file has data for."""
+    return [result for find in (_reward, _mismatch, _step_time, _sync, _weights, _kv_cache) for result in find(run)]
+
+
+def mismatch_key(run: Run) -> str | None:
+    """Name under which the mismatch was logged; None if it was not measured."""
+    return next((key for key in MISMATCH if series(run.logs, key)[0]), None)
+
+
+def model_name(facts: Mapping[str, Any]) -> str:
+    """A page is shown around: where the model lay on the run's machine need not be."""
+    model = Path(facts["model"])
+    return model.name if model.is_absolute() else str(model)
+
+
+def summary(run: Run) -> str:
+    """What the run was, in a few sentences."""
+    facts = run.facts
+    done, asked = max(row["step"] for row in run.logs), facts["flags"].get("max_steps", 0)
+    state = "finished" if any("train_runtime" in row for row in run.logs) else "not finished when this was written"
+    steps = f"{done:,} of {asked:,} steps" if asked > done else f"{done:,} step{'s' * (done != 1)}"
+    weights = f"FP8 weights ({facts['weight_format']})" if facts.get("weight_format") else "weights in high precision"
+    cache = "in high precision" if facts["kv_cache_dtype"] == "auto" else "in FP8"
+    sampled = f"vLLM sampled the completions with {weights} and a KV cache {cache}" if facts["plan"] else ""
+    correction = f"The mismatch of engine and trainer was corrected in the loss: {correction_name(facts)}"
+    parts = (
+        f"GRPO on {model_name(facts)}, {steps}, {state}",
+        sampled or "Nothing was FP8: completions were sampled in high precision",
+        correction if facts["correction"] else "",
+        f"It ran as {facts['processes']} process{'es' if facts['processes'] > 1 else ''} on {facts['hardware']}",
+    )
+    return " ".join(f"{part}." for part in parts if part)
+
+
+def correction_name(facts: Mapping[str, Any]) -> str:
+    """`token-level importance weights, at most 2`."""
+    correction = facts["correction"]
+    if not correction:
+        return "none"
+    level, lowest, highest = (correction.get(key) for key in ("level", "bound_min", "bound_max"))
+    bounds = [f"at least {lowest:g}" if lowest else "", f"at most {highest:g}" if highest else ""]
+    limits = " and ".join(filter(None, bounds)) + (", or dropped" if correction.get("bound") == "mask" else "")
+    weights = f"{level}-level importance weights, {limits}" if level else ""
+    rejects = f"{len(correction['reject'])} rejection rules" if correction.get("reject") else ""
+    bypass = "the ratio of the loss itself" if correction.get("bypass") else ""
+    watched = "measured, not applied" if correction.get("monitor_only") else ""
+    return "; ".join(filter(None, (weights, rejects, bypass, watched))) or "none"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _reward(run: Run) -> Iterator[Result]:
+    yield from _change(run, "reward", "Final reward", "mean over the completions", "")
+
+
+def _mismatch(run: Run) -> Iterator[Result]:
+    if key := mismatch_key(run):
+        yield from _change(run, key, "Mismatch", "mean log-prob difference between engine and trainer", " nats")
+
+
+def _change(run: Run, key: str, label: str, meaning: str, unit: str) -> Iterator[Result]:
+    first, last = ends(run.logs, key)
+    if last:
+        before = f"; {first.mean:.3g} in {first.steps}" if first else ""
+        yield Result(label, meaning, f"{last.mean:.3g}{unit}", f"{last.steps}{before}")
+
+
+def _step_time(run: Run) -> Iterator[Result]:
+    steps, seconds = series(run.logs, "step_time")
+    if steps:
+        speed = f"; {rate:,.0f} tokens/s, prompts included" if (rate := _tokens_per_second(run)) else ""
+        note = f"median, {span(steps)}{speed}"
+        yield Result("Step time", "sampling, scoring, training", duration(median(seconds)), note)
+
+
+def _tokens_per_second(run: Run) -> float | None:
+    """Prompts' and completions' tokens of all processes, behind the first logged step."""
+    steps, tokens = series(run.logs, "num_tokens")
+    timed, seconds = series(run.logs, "step_time")
+    if len(steps) < 2:
+        return None
+    intervals = zip(timed, timed[1:], seconds[1:], strict=False)  # times are means over what was logged at once
+    spent = sum((step - before) * each for before, step, each in intervals if steps[0] < step <= steps[-1])
+    return (tokens[-1] - tokens[0]) / spent if spent else None
+
+
+def _sync(run: Run) -> Iterator[Result]:
+    (steps, syncs), (_, times) = series(run.logs, "fp8/sync_seconds"), series(run.logs, "step_time")
+    if syncs and times:
+        share, note = median(syncs) / median(times), f"{duration(median(syncs))}, median, {span(steps)}"
+        yield Result("Sync", "share of a step: new weights to the engine", f"{share:.1%}", note)
+
+
+def _weights(run: Run) -> Iterator[Result]:
+    sizes = _sizes(run.facts.get("weight_bytes"))
+    share = f"{run.facts['fp8_share']:.1%}" if run.facts["fp8_share"] else "none"
+    yield Result("Weights in FP8", "share of the engine's parameters", share, sizes)
+
+
+def _kv_cache(run: Run) -> Iterator[Result]:
+    value = "high precision" if run.facts["kv_cache_dtype"] == "auto" else "FP8"
+    skipped = f"; not layers {skip}" if (skip := run.facts.get("kv_cache_skip_layers")) else ""
+    size = _sizes(run.facts.get("kv_bytes_per_token"), " a token")
+    yield Result("KV cache", "the engine's memory of past tokens", value, f"{size}{skipped}")
+
+
+def _sizes(sizes: tuple[int, int] | None, each: str = "") -> str:
+    if not sizes:
+        return ""
+    before, after = map(format_bytes, sizes)
+    return f"{after}{each}; {before} in BF16" if before != after else f"{after}{each}"

@@ -1,0 +1,75 @@
+"""How far engine and trainer disagreed: ratios, pairs of log-probs, positions in a completion."""
+
+from math import exp
+from statistics import fmean
+
+from trl_fp8.features.run_log.log_file import Run
+
+from .canvas import DOTS, MARK, RAW, TREND, Figure, new_axes, tidy
+
+
+POINTS = 4000  # of the scatter
+
+
+def ratio_figure(run: Run) -> Figure | None:
+    """Histogram of pi_trainer / pi_rollout, of all tokens and the last quarter's; None if none was recorded."""
+    rows = [row for row in run.rollouts if "log_ratio_counts" in row]
+    if not rows:
+        return None
+    recorded, limit = [row["log_ratio_counts"] for row in rows], rows[0]["log_ratio_limit"]
+    counts = [sum(column) for column in zip(*recorded, strict=True)]
+    late = [sum(column) for column in zip(*recorded[-max(1, len(recorded) // 4) :], strict=True)]
+    width = 2 * limit / (len(counts) - 2)
+    ratios = [exp(-limit + (index - 0.5) * width) for index in range(len(counts))]  # the outer two: beyond the limit
+    axes = new_axes()
+    axes.step(ratios, counts, where="mid", color=TREND, linewidth=1, label=f"all {sum(counts):,}")
+    axes.fill_between(ratios, counts, step="mid", color=RAW, alpha=0.6)
+    axes.step(ratios, late, where="mid", color=MARK, linewidth=1.2, label="last quarter")
+    axes.set_xscale("log")
+    axes.set_yscale("symlog", linthresh=1)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_ylim(bottom=0)
+    correction = run.facts["correction"] or {}
+    for bound in filter(None, (correction.get(name) for name in ("bound_min", "bound_max"))):
+        axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2, label=f"bound {bound:g}")
+    ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    title = "Importance ratio"
+    return tidy(axes, title, "p(trainer) / p(engine), log scale", "tokens, log scale", legend="upper left")
+
+
+def log_prob_figure(run: Run) -> Figure | None:
+    """Log-probs of the latest rollouts' tokens, trainer against engine; None if none was recorded."""
+    pairs: list[list[float]] = []
+    for row in reversed(run.rollouts):
+        pairs += row.get("log_probs", [])
+        if len(pairs) >= POINTS:
+            break
+    if not pairs:
+        return None
+    axes = new_axes()
+    trainer, rollout = zip(*pairs[:POINTS], strict=True)
+    lowest = min(*trainer, *rollout)
+    axes.plot([lowest, 0], [lowest, 0], color=MARK, linewidth=1, label="no mismatch")
+    label = f"{len(trainer):,} tokens"
+    axes.scatter(rollout, trainer, s=6, alpha=0.4, color=DOTS, linewidths=0, label=label, rasterized=True)
+    return tidy(axes, "Log-probs", "engine, nats", "trainer, nats", legend="upper left")
+
+
+def position_figure(run: Run) -> Figure | None:
+    """k3 estimate of KL(rollout, trainer) by position in the completion, first and second half of the run."""
+    prefix = "mismatch/k3_kl/position_"
+    rows = [row for row in run.logs if any(key.startswith(prefix) for key in row)]
+    if not rows:
+        return None
+    bins = {key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix)}
+    bins = sorted(bins, key=lambda name: int(name.rstrip("+").partition("-")[0]))
+    axes = new_axes()
+    halves = {"first half of the run": rows[: len(rows) // 2], "second half": rows[len(rows) // 2 :]}
+    for shift, color, (label, part) in zip((-0.2, 0.2), (RAW, TREND), halves.items(), strict=True):
+        found = [[row[prefix + name] for row in part if prefix + name in row] for name in bins]
+        means = {index: fmean(values) for index, values in enumerate(found) if values}
+        axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
+    axes.set_xticks(range(len(bins)), bins)
+    return tidy(axes, "Mismatch by position", "position in the completion, tokens", "KL, nats a token", legend="best")

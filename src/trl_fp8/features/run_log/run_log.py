@@ -1,0 +1,53 @@
+"""Keeps `fp8_run.jsonl` while a run goes. Its pictures are of the completions of the process that writes."""
+
+from collections.abc import Callable
+
+from accelerate.logging import get_logger
+from trl import GRPOTrainer
+
+from trl_fp8.features.correction.sample import rollout_sample
+from trl_fp8.run.facts import run_facts
+from trl_fp8.run.feature import Batch, Feature
+
+from .log_file import FILE, append, begin, settle
+
+
+logger = get_logger(__name__)
+
+
+class RunLog(Feature):
+    """The main process writes: facts when training begins, each log, and a line for each generation."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        super().__init__(trainer)
+        self.writes = trainer.accelerator.is_main_process
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        if self.writes:
+            self._write(begin, state.global_step, run_facts(self.trainer))
+
+    def on_log(self, args, state, control, **kwargs) -> None:
+        if self.writes and state.log_history:
+            self._write(append, "log", state.log_history[-1])
+
+    def extend_batch(self, batch: Batch) -> None:
+        if not (self.writes and self.trainer.model.training):
+            return
+        row = {"step": self.trainer.state.global_step}
+        if batch.ratio is not None:
+            row |= rollout_sample(batch.ratio).read()
+        self._write(append, "rollouts", row | batch.record)
+
+    def save(self, folder: str) -> None:
+        """A checkpoint is of a step that is done, whether its log was due or not. A resumed run goes on from it."""
+        if self.writes:
+            self._write(settle)
+
+    def _write(self, write: Callable, *line) -> None:
+        """A full disk ends the log, with a warning, and not the run."""
+        folder = self.trainer.args.output_dir
+        try:
+            write(folder, *line)
+        except OSError as error:
+            self.writes = False
+            logger.warning(f"{folder}/{FILE} cannot be written, and there will be no more of it: {error}")

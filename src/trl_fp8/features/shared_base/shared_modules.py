@@ -1,0 +1,110 @@
+"""Frozen layers of a policy that hold no weight: they compute with FP8 codes that somebody else keeps, an engine.
+
+    forward     y = x @ W.T + bias, W dequantized for the call, in the dtype that the layer would have computed in
+    backward    dX = dY @ W, W dequantized once more: no copy of a weight outlives a call
+
+Modules stay the objects that they are (flow/swapped.py), so names, adapters and gradient checkpointing work as before.
+Where a weight was stands a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and whoever
+computed with it would notice. PEFT, which would merge adapters into it, is told what can.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torchao.quantization import Float8Tensor
+
+from trl_fp8.features.one_forward.modules.own_gradient import holding, own_gradient
+from trl_fp8.policy.swapped import swap
+from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.recipe.names import TRANSFORMERS
+
+
+class AbsentWeight(Tensor):
+    """Shape, dtype and device of a weight; its values are NaN."""
+
+    def __iadd__(self, other: Tensor) -> Tensor:  # a merge of PEFT's
+        raise ValueError(
+            "fp8_base=True: the base's FP8 weights live in the engine, so that PEFT cannot merge adapters into them. "
+            "Use trainer.merge_and_export(folder), which reads the original weights again, or trainer.save_model() "
+            "and then PEFT's merge_and_unload() on the original model."
+        )
+
+
+class SharedLinear:
+    """Mixed into the class of an `nn.Linear`."""
+
+    codes: Float8Tensor | None  # of the weight `[N, K]`; None until they are there
+    absent: Tensor
+
+    @property
+    def weight(self) -> Tensor:
+        return self.absent
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.codes is None:
+            raise RuntimeError("fp8_base=True: the policy has no weights before its trainer's engine holds its base.")
+        dtype = _computed_in(input)
+        y = _DequantizedLinear.apply(input.to(dtype), self.codes)
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+
+def _held_or_absent(name: str) -> property:
+    return property(lambda module: module._parameters.get(name, module.absent[name]))
+
+
+class SharedExperts:
+    """Mixed into the class of all experts of a layer, `[E, N, K]` each."""
+
+    codes: dict[str, Float8Tensor] | None  # by the name of the parameter
+    absent: dict[str, Tensor]
+    gate_up_proj, down_proj = map(_held_or_absent, TRANSFORMERS.fused)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        inputs = hidden_states.to(_computed_in(hidden_states)), top_k_index, top_k_weights
+        return own_gradient(self.dequantized, self.dequantized, *inputs, dtype=inputs[0].dtype)
+
+    def dequantized(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The module's own computation with dequantized weights, which are gone afterwards."""
+        weights = {name: dequantize_weight(codes, hidden_states.dtype) for name, codes in self.codes.items()}
+        with holding(self, weights):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+def share_linear(module: nn.Linear) -> None:
+    """Take the weight out of a linear layer. Idempotent."""
+    if not isinstance(module, SharedLinear):
+        swap(module, SharedLinear, codes=None, absent=_absent(module._parameters.pop("weight")))
+
+
+def share_experts(module: nn.Module) -> None:
+    """Take the weights out of all experts of a layer. Idempotent."""
+    if not isinstance(module, SharedExperts):
+        absent = {name: _absent(module._parameters.pop(name)) for name in TRANSFORMERS.fused}
+        swap(module, SharedExperts, codes=None, absent=absent)
+
+
+def _absent(weight: Tensor) -> Tensor:
+    """A NaN of a tensor's shape, without memory; on the host where the tensor has no place."""
+    device = "cpu" if weight.is_meta else weight.device
+    nan = torch.full((), torch.nan, dtype=weight.dtype, device=device)
+    return nan.expand(weight.shape).as_subclass(AbsentWeight)
+
+
+def _computed_in(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class _DequantizedLinear(torch.autograd.Function):
+    """`x @ W.T` of x `[..., K]`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, codes: Float8Tensor) -> Tensor:
+        ctx.codes = codes
+        return F.linear(x, dequantize_weight(codes, x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy @ dequantize_weight(ctx.codes, dy.dtype), None

@@ -1,0 +1,76 @@
+"""Which tokens top-k, top-p and min-p left to be sampled from, for every token of every rollout.
+
+vLLM's second model runner (CUDA) returns them with each completion (`return_sampling_mask`). On CPU it has the first
+one only; there `SamplerCapture` looks at the log-probs that its sampler draws from.
+"""
+
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import nn
+from vllm import LLM, RequestOutput
+
+from trl_fp8.engine.protocol import Survivors
+from trl_fp8.engine.vllm.rollout_log import RolloutLog
+from trl_fp8.upstream import vllm as upstream
+
+
+class SurvivorLog(RolloutLog[Survivors]):
+    """Survivors of everything generated since `clear`."""
+
+    unknown = "nobody knows which tokens top_p, top_k and min_p left"
+    otherwise = "sample from the full distribution (top_p=1.0, top_k=0, min_p=None)"
+
+    def merged(self, notes: list[Survivors], length: int) -> Survivors:
+        """Turns of a conversation follow each other; what another rollout shares with it is a part of one of them."""
+        turns = [(int(np.flatnonzero(note.counts_T)[0]), note) for note in notes if note.counts_T.any()]
+        counts_T, ids, end = np.zeros(length, np.int32), [np.zeros(0, np.int32)], 0
+        for start, note in sorted(turns, key=lambda turn: (turn[0], -len(turn[1].counts_T))):
+            if start >= end:
+                counts = note.counts_T[start:length]
+                end = start + len(counts)
+                counts_T[start:end] = counts
+                ids.append(note.ids_E[: counts.sum()])
+        return Survivors(counts_T, np.concatenate(ids))
+
+
+def returned_survivors(outputs: list[RequestOutput]) -> list[Survivors]:
+    """Those that vLLM itself returned."""
+    masks = [output.outputs[0].sampling_mask for output in outputs]
+    if any(mask is None for mask in masks):
+        raise RuntimeError("vLLM returned no sampling masks although return_sampling_mask was set.")
+    return [_survivors(output, mask.token_ids) for output, mask in zip(outputs, masks, strict=True)]
+
+
+class SamplerCapture:
+    """Looks on as an engine with the first model runner samples."""
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self._chunks: dict[str, dict[int, np.ndarray]] = {}  # request -> tokens before a token -> its survivors
+        upstream.sampler(llm).register_forward_hook(self._capture)
+
+    def __call__(self, outputs: list[RequestOutput]) -> list[Survivors]:
+        """Survivors of the requests that just finished; none where a token was not drawn (temperature 0)."""
+        chunks, self._chunks = self._chunks, {}
+        found = []
+        for output in outputs:
+            start, of_request = len(output.prompt_token_ids), chunks.get(output.request_id, {})
+            sampled = range(start, start + len(output.outputs[0].token_ids))
+            found.append(_survivors(output, [of_request.get(position, ()) for position in sampled]))
+        return found
+
+    def _capture(self, sampler: nn.Module, args: tuple, output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        survives = output[1] > -torch.inf
+        ids = survives.nonzero()[:, 1].int().split(survives.sum(-1).tolist())
+        # A row for each request, also where a chunk of its prompt, or of what was preempted, ends: what is drawn there
+        # is thrown away. So a token keeps the survivors that were noted first
+        for of_row, (request, position, start, end) in zip(ids, upstream.scheduled_tokens(self._llm), strict=True):
+            self._chunks.setdefault(request, {}).setdefault(position + end - start, of_row.numpy())
+
+
+def _survivors(output: RequestOutput, of_completion: list) -> Survivors:
+    counts_T = np.zeros(len(output.prompt_token_ids) + len(of_completion), np.int32)
+    counts_T[len(output.prompt_token_ids) :] = [len(ids) for ids in of_completion]
+    return Survivors(counts_T, np.fromiter(chain.from_iterable(of_completion), np.int32, counts_T.sum()))

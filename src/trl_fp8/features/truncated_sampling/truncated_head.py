@@ -1,0 +1,163 @@
+"""TRL's fused output head over what truncated sampling left: log-probs of the distribution that was sampled.
+
+vLLM takes what top-k, top-p and min-p drop out of the logits and normalizes what is left. So does this head, with the
+engine's choice of tokens: the trainer's own, from logits that are a little different, would drop others at the border,
+the sampled one among them. Only survivors get a gradient, so their log-probs are all that the backward needs.
+
+Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of these, K hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _addmm_fp32
+from trl.trainer.utils import maybe_gather_lm_head_ctx
+
+from trl_fp8.features.one_forward.head import TOKENS, engine_logits
+from trl_fp8.features.one_forward.one_forward import OneForward
+
+
+ALIGNED = 8  # columns; a GEMM in 16 bits wants rows that begin at 16 bytes
+
+
+@dataclass
+class Rows:
+    """Survivors of the tokens that TRL's head is going to get, in its order, chunk by chunk."""
+
+    counts_N: Tensor  # int64, on the device; 0: nobody sampled this token
+    ids_E: Tensor  # int64
+
+    def take(self, tokens: int) -> tuple[Tensor, Tensor]:
+        """Counts and ids of the next `tokens`."""
+        if tokens > len(self.counts_N):
+            raise RuntimeError(
+                f"TRL's output head scores {tokens} tokens, and {len(self.counts_N)} are left whose survivors are "
+                "known (TRL 1.16 scores all of a batch on CPU, and the completions' elsewhere)."
+            )
+        counts_N, self.counts_N = self.counts_N[:tokens], self.counts_N[tokens:]
+        survivors = int(counts_N.sum())
+        ids_E, self.ids_E = self.ids_E[:survivors], self.ids_E[survivors:]
+        return counts_N, ids_E
+
+
+def truncated_head(survivors: Rows, flow: OneForward | None = None) -> type[torch.autograd.Function]:
+    """What TRL 1.16 calls as its `ChunkedLogProbFunction`; the logits are those of `flow`, if the policy has one.
+
+    Log-probs and entropies are of the survivors, renormalized, and zero for tokens that nobody sampled.
+    """
+
+    class TruncatedHead(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
+        ) -> tuple[Tensor | None, ...]:
+            """hidden `[N, K]`, weight `[V, K]`, targets `[N]` -> log-probs and, if wanted, entropy, FP32 `[N]`."""
+            assert set(outputs) <= {"log_probs", "entropy"}, outputs  # all that GRPO asks for
+            ctx.set_materialize_grads(False)  # of an entropy that is only logged
+            device = hidden.device
+            enabled = torch.is_autocast_enabled(device.type)
+            dtype = torch.get_autocast_dtype(device.type) if enabled else hidden.dtype
+            if flow is None:
+                logits = _own_logits(weight.to(dtype), bias, logit_scale, final_logit_softcapping)
+            else:
+                logits, dtype = engine_logits(flow, weight, bias), torch.bfloat16
+            counts_N, ids_E = survivors.take(len(hidden))
+            sampled_R = counts_N.nonzero()[:, 0]
+            counts_R = counts_N[sampled_R]
+            log_probs, entropy = (torch.zeros(len(hidden), device=device) for _ in range(2))
+            kept, slopes = [], []  # of each survivor: log-prob, and how fast its logit follows the projection
+            for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS):
+                tokens = sampled_R[start : start + len(counts)]
+                all_TV = logits(hidden[tokens]).float()
+                left_TV = torch.full_like(all_TV, -torch.inf)
+                left_TV[rows, ids] = all_TV[rows, ids] / temperature
+                log_p = left_TV.log_softmax(-1)
+                log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
+                entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
+                kept.append(log_p[rows, ids])
+                if final_logit_softcapping is not None:
+                    slopes.append(1 - (all_TV[rows, ids] / final_logit_softcapping).square())
+            log_p_E = torch.cat(kept) if kept else log_probs[:0]
+            slope_E = torch.cat(slopes) if slopes else None
+            ctx.save_for_backward(hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy)
+            ctx.dtype, ctx.chunk_size, ctx.slope = dtype, chunk_size, logit_scale / temperature
+            return log_probs, entropy if "entropy" in outputs else None, None, None, None
+
+        @staticmethod
+        def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+            hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy = ctx.saved_tensors
+            token_E = sampled_R.repeat_interleave(counts_R)
+            hidden_RK, p_E, grad_E = hidden[sampled_R], log_p_E.exp(), torch.zeros_like(log_p_E)
+            if grad_log_probs is not None:
+                grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
+            if grad_entropy is not None:
+                grad_E -= grad_entropy[token_E] * p_E * (log_p_E + entropy[token_E])
+            grad_E *= ctx.slope if slope_E is None else ctx.slope * slope_E
+            with maybe_gather_lm_head_ctx(weight, bias):
+                grads = [  # in FP32: added up over many tiles
+                    torch.zeros(x.shape, device=x.device) if x is not None and needed else None
+                    for x, needed in zip((hidden_RK, weight, bias), ctx.needs_input_grad, strict=False)
+                ]
+                _add_gradients(grads, grad_E, hidden_RK, weight, (counts_R, ids_E), ctx.chunk_size, ctx.dtype)
+            if grads[0] is not None:
+                grads[0] = torch.zeros(hidden.shape, device=hidden.device).index_copy_(0, sampled_R, grads[0])
+            given = zip(grads, (hidden, weight, bias), strict=True)
+            return *(None if grad is None else grad.to(x.dtype) for grad, x in given), *([None] * 6)
+
+    return TruncatedHead
+
+
+def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Callable[[Tensor], Tensor]:
+    """hidden `[T, K]` -> the policy's logits `[T, V]` as TRL's head makes them, in the dtype of `weight`."""
+
+    def logits(hidden: Tensor) -> Tensor:
+        made = F.linear(hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)).float()
+        made *= scale
+        return made if cap is None else cap * torch.tanh(made / cap)
+
+    return logits
+
+
+def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """(first token, row within the tile of each survivor, counts, values) for tiles of so many tokens."""
+    counts = counts_R.split(tokens) if len(counts_R) else ()
+    sizes = torch.stack([each.sum() for each in counts]).tolist() if counts else []
+    for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):
+        rows = torch.arange(len(each), device=each.device).repeat_interleave(each)
+        yield number * tokens, rows, each, values
+
+
+def _add_gradients(
+    grads: list[Tensor | None],
+    grad_E: Tensor,
+    hidden_RK: Tensor,
+    weight: Tensor,
+    survivors: tuple[Tensor, Tensor],
+    chunk_size: int,
+    dtype: torch.dtype,
+) -> None:
+    """Add to those of hidden states, weight and bias (None: not wanted) what comes of `grad_E`, of survivors' logits.
+    Tile by tile, over tokens and vocabulary: GEMMs with the survivors in their places and zeros elsewhere.
+    """
+    grad_hidden, grad_weight, grad_bias = grads
+    counts_R, ids_E = survivors
+    places = torch.arange(len(ids_E), device=ids_E.device)
+    for first, rows, counts, here in _tiles(counts_R, places, TOKEN_CHUNK_SIZE):
+        hidden = hidden_RK[first : first + len(counts)].to(dtype)
+        for start in range(0, len(weight), chunk_size):
+            part = weight[start : start + chunk_size].to(dtype)
+            column = ids_E[here] - start
+            inside = (column >= 0) & (column < len(part))
+            tile = torch.zeros(len(counts), len(part) + ALIGNED, dtype=dtype, device=hidden.device)
+            # survivors of another part of the vocabulary: zeros, in a column that is cut off
+            tile[rows, column.where(inside, len(part))] = grad_E[here].where(inside, 0).to(dtype)
+            tile = tile[:, : len(part)]
+            if grad_hidden is not None:
+                _addmm_fp32(grad_hidden[first : first + len(counts)], tile, part)
+            if grad_weight is not None:
+                _addmm_fp32(grad_weight[start : start + chunk_size], tile.t(), hidden)
+            if grad_bias is not None:
+                grad_bias[start : start + chunk_size] += tile.sum(0, dtype=torch.float32)

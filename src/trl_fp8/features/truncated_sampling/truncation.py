@@ -1,0 +1,116 @@
+"""Top-k, top-p and min-p: the trainer's log-probs are of the tokens that survived them, which the engine remembers.
+
+    generated      -> survivors of each token of each rollout                   `after_generation`
+    scoring        -> old log-probs, reference and loss normalize over them     `scoring`, `reference`
+    batch          -> a row per sequence, which TRL shuffles and splits         `extend_batch`
+
+With other updates on the same batch its survivors stay what they are: ratios of the policy to its old self compare two
+distributions over the same tokens, and so does the KL divergence from a reference.
+
+Shape letters: B sequences, S tokens of a padded one, T of its completion, M survivors of one sequence (padded).
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
+import trl.trainer.utils as trl_utils
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from trl import GRPOTrainer
+
+from trl_fp8.engine.protocol import Survivors
+from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.head import scored_by
+from trl_fp8.features.one_forward.one_forward import OneForward
+from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.metric import mean_of
+
+from .truncated_head import Rows, truncated_head
+
+
+class OfBatch(NamedTuple):
+    """Survivors of the completions of a batch, on the trainer's device."""
+
+    counts_BT: Tensor  # int32; 0: nobody sampled this token
+    ids_BM: Tensor  # int32, those of one token behind those of another; 0 behind the last
+
+    def rows(self, mask_BS: Tensor, columns: int) -> Rows:
+        """For the tokens that TRL's head gets under an attention mask whose last `columns` are of completions."""
+        counts_BT = F.pad(self.counts_BT, (0, columns - self.counts_BT.shape[1])).long()
+        real_BT = mask_BS[:, -columns:] != 0  # without those that mask_truncated_completions takes out
+        used_BM = torch.arange(self.ids_BM.shape[1], device=mask_BS.device) < counts_BT.sum(1, keepdim=True)
+        ids_E = self.ids_BM[used_BM].long()[real_BT.flatten().repeat_interleave(counts_BT.flatten())]
+        counts_BT *= real_BT
+        if trl_utils._use_triton(mask_BS.device):  # TRL scores these rows and no others
+            return Rows(counts_BT[real_BT], ids_E)
+        return Rows(F.pad(counts_BT, (mask_BS.shape[1] - 1 - columns, 0)).flatten(), ids_E)
+
+
+class Truncation(Feature):
+    """From the engine's answer to the output heads of policy and reference."""
+
+    def __init__(self, trainer: GRPOTrainer):
+        super().__init__(trainer)
+        self._now: OfBatch | None = None  # of the batch that is scored
+
+    def after_generation(self, rollouts: Rollouts) -> None:
+        survivors = self.trainer.vllm_generation.llm.survivors.of(rollouts.sequences)
+        self._now = of_batch(survivors, [len(prompt) for prompt in rollouts.prompt_ids])
+        self._now = OfBatch(*(tensor.to(self.trainer.accelerator.device) for tensor in self._now))
+
+    def scoring(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
+        flow = self.trainer.feature(Flow)
+        return self._truncated(mask, logits_to_keep, flow and flow.forward)
+
+    def reference(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
+        flow = self.trainer.feature(Flow)
+        return self._truncated(mask, logits_to_keep, flow and flow.followed_reference.forward)
+
+    def extend_batch(self, batch: Batch) -> None:
+        tensors, counts_BT = batch.tensors, self._now.counts_BT
+        counts_BT = F.pad(counts_BT, (0, tensors["completion_ids"].shape[1] - counts_BT.shape[1]))
+        scored = tensors["completion_mask"] * tensors.get("tool_mask", 1) != 0
+        scored &= ~tensors["sampling_per_token_logps"].isnan()
+        if lost := int((scored & (counts_BT == 0)).sum()):
+            raise RuntimeError(
+                f"the engine returned log-probs of {int(scored.sum())} tokens, and for {lost} of them no token that "
+                "top_p, top_k and min_p left. Set top_p=1.0, top_k=0, min_p=None."
+            )
+        tensors["survivor_counts"], tensors["survivor_ids"] = counts_BT, self._now.ids_BM
+        totals = torch.stack([counts_BT.sum(), (counts_BT > 0).sum()])
+        survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()
+        batch.metrics["sampling/survivors_mean"] = mean_of(survivors, tokens)
+        self._now = None
+
+    def begin_loss(self, inputs: Mapping[str, Tensor]) -> None:
+        self._now = OfBatch(inputs["survivor_counts"], inputs["survivor_ids"])
+
+    def end_loss(self) -> None:
+        self._now = None
+
+    def _truncated(self, mask_BS: Tensor, columns: int, flow: OneForward | None) -> AbstractContextManager:
+        if self._now is None:
+            return nullcontext()
+        return _scored(self._now.rows(mask_BS, columns), flow)
+
+
+@contextmanager
+def _scored(rows: Rows, flow: OneForward | None) -> Iterator[None]:
+    with scored_by(truncated_head(rows, flow)):
+        yield
+    if len(rows.counts_N):
+        raise RuntimeError(
+            f"TRL's output head left out {len(rows.counts_N)} tokens whose survivors are known (TRL 1.16 scores all "
+            "of a batch on CPU, and the completions' elsewhere)."
+        )
+
+
+def of_batch(survivors: list[Survivors], prompts: list[int]) -> OfBatch:
+    """Of sequences whose first `prompts` tokens are their prompts, which another rollout may have sampled."""
+    pairs = list(zip(survivors, prompts, strict=True))
+    counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
+    ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]
+    return OfBatch(*(pad_sequence(each, batch_first=True) for each in (counts, ids)))

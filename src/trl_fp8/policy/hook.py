@@ -1,0 +1,265 @@
+"""A hook on the policy's attention: it sees q, k, v where the KV cache does, and hands on what that would hold.
+
+transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
+caches. The hook sits in front of that function; the model's code, weights and parameter names are not touched:
+
+    q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
+
+MLA's k and v are expanded from a latent, and that is what is cached: the hook also sits in front of the expansion.
+
+    latent and rotated key  ->  [observation, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
+
+Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
+hook; eager attention has no entry in transformers' table and gets one of our own.
+
+Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trl_fp8.features.kv_cache.observation import QKVObservation
+from trl_fp8.features.one_forward.modules.packed_attention import packed_attention
+from trl_fp8.features.one_forward.modules.sequences import Sequences
+from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of
+
+from .model import transformers_model
+
+
+if TYPE_CHECKING:
+    from trl_fp8.features.one_forward.one_forward import OneForward
+
+
+EAGER = "trl_fp8_eager"
+_HOOK = "_trl_fp8_hook"
+# A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
+SEQUENCES = "trl_fp8_sequences"
+SINKS = "s_aux"  # transformers' keyword for attention sinks
+_HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
+
+
+class AttentionHook:
+    """Installed on a policy, in whatever wrappings, until `remove`. Idle but inside `observing` or under scales."""
+
+    def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
+        self.base = transformers_model(model)
+        self.layers: int = self.base.config.get_text_config().num_hidden_layers
+        self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
+        self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
+        self.observation: QKVObservation | None = None
+        self.query_rounded = False  # the simulated cache's attention rounds q, too
+        self._flow: OneForward | None = None
+        self._aligned = False
+        self._note: Callable | None = None
+        self.skip(skip_layers)
+        self._real_BT: Tensor | None = None  # which tokens are no padding; None: all
+        self._latents: dict[int, Tensor] = {}  # layer of MLA -> what it caches, until it attends
+        decoder = self.base.get_decoder()
+        # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
+        # layer that calls no registered function is not hooked, and calibration then raises for it by number.
+        self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
+        self.implementation = self.base.config.get_text_config()._attn_implementation
+        if self.implementation == "eager":
+            self.base.set_attn_implementation(EAGER)
+        else:
+            _wrap_registered(self.implementation)
+        for module in self.attention:
+            setattr(module, _HOOK, self)
+            if hasattr(module, "expand_kv"):
+                module.expand_kv = partial(self._expand, module.layer_idx, module.expand_kv)
+        # A vision-language model makes other masks of the mask of padding before it calls its decoder
+        note = self.base.base_model.register_forward_pre_hook(self._note_padding, with_kwargs=True)
+        self._handles = note, decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+
+    def skip(self, layers: Collection[int]) -> None:
+        """Observe these layers, and never simulate them: their KV cache is not FP8."""
+        self.skip_layers = frozenset(layers)
+
+    def align(self) -> None:
+        """Count positions as the engine does in every forward. A forward that is observed and one that is not then
+        give the same log-probs.
+        """
+        self._aligned = True
+
+    def follow(self, flow: "OneForward | None") -> None:
+        """Compute attention as the engine that `flow` calls, while it is on; None: never."""
+        self._flow = flow
+
+    @contextmanager
+    def watched(self, note: Callable[..., None]) -> Iterator[None]:
+        """Inside the block attention is eager, so that every layer gets its mask, and `note(attend, module, states,
+        mask, options, output)` follows each call: `attend` is the attention function of the model's file, `states` are
+        q, k, v `[B, H, T, D]` as the cache holds them, `mask` has `sees`, which says of any two positions whether the
+        first one sees the second.
+        """
+        self._note = note
+        self.base.set_attn_implementation(EAGER)
+        try:
+            yield
+        finally:
+            self._note = None
+            self.base.set_attn_implementation(EAGER if self.implementation == "eager" else self.implementation)
+
+    def round_queries(self, rounded: bool) -> None:
+        """While an FP8 cache is simulated, whether its attention rounds q, too."""
+        self.query_rounded = rounded
+
+    def simulate(self, scales_L3: Tensor | None) -> None:
+        """From now on attention sees k and v as an FP8 cache under these scales holds them; None: as they are."""
+        # in force until the backward is through: gradient checkpointing runs the forward again in it
+        self.scales_L3 = scales_L3
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self.attention:
+            delattr(module, _HOOK)
+            vars(module).pop("expand_kv", None)
+        if self.implementation == "eager":
+            self.base.set_attn_implementation("eager")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.base.parameters()).device
+
+    @contextmanager
+    def observing(self, observation: QKVObservation) -> Iterator[QKVObservation]:
+        """Fill `observation` with the forwards inside the block."""
+        self.observation = observation
+        try:
+            yield observation
+        finally:
+            self.observation = None
+
+    def attend(
+        self,
+        attend: Callable,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **kwargs,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The attention function `attend` behind the hook; q, k, v are `[B, H, T, D]`."""
+        layer = module.layer_idx
+        if self.observation is not None:
+            scaling = kwargs.get("scaling") or query.shape[-1] ** -0.5
+            latent = self._latents.pop(layer, None)
+            cached = (key, value) if latent is None else (latent, latent)
+            self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
+        sequences = kwargs.pop(SEQUENCES, None)
+        states = query, key, value
+        if not hasattr(module, "expand_kv"):
+            states = self._as_cached(layer, *states)
+        if self._followed:
+            output = self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
+        else:
+            output = attend(module, *states, attention_mask, **kwargs)
+        if self._note is not None:
+            self._note(attend, module, states, attention_mask, kwargs, output[0])
+        return output
+
+    def _expand(self, layer: int, expand: Callable, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v of a layer of MLA from its latent `[B, 1, T, R]` and the rotated part of its key `[B, 1, T, P]`."""
+        both = torch.cat([latent, rotated], -1)
+        if self.observation is not None:
+            self._latents[layer] = both
+        if self._simulates(layer):
+            both = cache_round_trip(both, self.scales_L3[layer, 1])
+        return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
+
+    def _attend_as_engine(
+        self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
+    ) -> Tensor:
+        """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
+        engine = self._flow.kernels.attention(layer)
+        scales = self.scales_L3[layer] if self._simulates(layer) else None
+        starts, longest = sequences.starts, sequences.longest
+
+        def kernel(*states: Tensor) -> tuple:
+            return engine(*states, starts, longest, scales)
+
+        states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
+        mask = engine.scaling, engine.window, engine.softcap
+        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask, sinks_H))
+
+    @property
+    def _followed(self) -> bool:
+        return self._flow is not None and self._flow.on
+
+    def _simulates(self, layer: int) -> bool:
+        return self.scales_L3 is not None and layer not in self.skip_layers
+
+    def _as_cached(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self._simulates(layer):
+            q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
+            key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
+            if self.query_rounded:
+                query = cache_round_trip(query, q_scale)
+        return query, key, value
+
+    def _note_padding(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        mask = kwargs.get("attention_mask")
+        self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+
+    def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        """Give real tokens the positions that they have in the engine: observed, under scales, and while following."""
+        ours = {}
+        if self._followed:
+            tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
+            ours[SEQUENCES] = Sequences.of(self._real_BT, *tokens.shape[:2], tokens.device)
+        idle = not (self._aligned or self._followed) and self.scales_L3 is None and self.observation is None
+        if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
+            return args, kwargs | ours
+        # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
+        # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
+        return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
+
+
+def _wrap_registered(name: str) -> None:
+    attend = ALL_ATTENTION_FUNCTIONS[name]
+    if attend in _HOOKED:
+        return
+
+    @wraps(attend)
+    def attention(module, *args, **kwargs):
+        return _through_hook(attend, module, *args, **kwargs)
+
+    _HOOKED.add(attention)
+    AttentionInterface.register(name, attention)
+
+
+def _eager(module, *args, **kwargs):
+    attend = next(
+        function
+        for cls in type(module).__mro__  # the file that defines the attention class defines its eager function
+        if (function := getattr(sys.modules[cls.__module__], "eager_attention_forward", None)) is not None
+    )
+    return _through_hook(attend, module, *args, **kwargs)
+
+
+def _through_hook(attend, module, *args, **kwargs):
+    hook = getattr(module, _HOOK, None)  # none: a vision tower, or a model made from a hooked model's config
+    return attend(module, *args, **kwargs) if hook is None else hook.attend(attend, module, *args, **kwargs)
+
+
+def _eager_mask(*args, mask_function: Callable = causal_mask_function, **kwargs) -> Tensor:
+    mask = eager_mask(*args, mask_function=mask_function, **kwargs)
+    mask.sees = mask_function  # (sequence, head, position, other position); of any length, unlike the mask
+    return mask
+
+
+AttentionInterface.register(EAGER, _eager)
+AttentionMaskInterface.register(EAGER, _eager_mask)

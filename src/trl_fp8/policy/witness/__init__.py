@@ -1,1 +1,0 @@
-"""Proof that an engine computes the model that the policy is."""

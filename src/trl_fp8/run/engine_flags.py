@@ -1,0 +1,173 @@
+"""Flags of the colocated vLLM engine, `generation_kwargs` among them: they have vLLM's names, not transformers'."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trl import GRPOConfig
+
+from .flag import flag
+
+
+# What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
+RESERVED_ENGINE_KWARGS = (
+    *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
+    *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
+    *("model_impl", "trust_remote_code", "enable_return_routed_experts", "aux_output_config"),
+    *("mm_device_do_normalize", "return_sampling_mask"),
+)
+# Public fields of vLLM 0.31's SamplingParams
+VLLM_NAMES = frozenset(
+    """
+    n presence_penalty frequency_penalty repetition_penalty temperature watermarking top_p top_k min_p seed stop
+    stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs prompt_logprob_token_ids
+    prompt_logprob_start logprob_token_ids flat_logprobs detokenize skip_special_tokens
+    spaces_between_special_tokens include_stop_str_in_output output_kind stream_interval skip_clone
+    output_text_buffer_length structured_outputs logit_bias allowed_token_ids extra_args bad_words
+    skip_reading_prefix_cache thinking_token_budget repetition_detection routed_experts_prompt_start
+    trace_decode_token_ids
+    """.split()
+)
+# transformers' name -> what does the same here
+_INSTEAD = {
+    "eos_token_id": "generation_kwargs={'stop_token_ids': [...]}",
+    "max_length": "max_completion_length",
+    "max_new_tokens": "max_completion_length",
+    "num_return_sequences": "num_generations",
+    "stop_strings": "generation_kwargs={'stop': [...]}",
+}
+# What the trainer sets itself -> why no other value goes
+_THE_TRAINERS = {
+    "n": "num_generations decides how many completions a prompt has",
+    "seed": "every completion of a prompt would be the same; the config's seed decides what is sampled",
+    "logprobs": "the correction reads the sampled token's",
+}
+
+
+@dataclass
+class EngineFlags:
+    """Whether rollouts come from vLLM, and what else it is told. To be inherited beside `GRPOConfig`."""
+
+    vllm_engine_kwargs: dict | str | None = flag(
+        None,
+        "Further keyword arguments of `vllm.LLM` for the colocated engine, e.g. "
+        "'{\"enforce_eager\": true}'. What the trainer sets itself (quantization, KV cache type, parallelism, "
+        "seed, ...) is refused; dictionaries within are merged with the trainer's, setting by setting.",
+    )
+    use_vllm: bool | None = flag(
+        None,
+        "Whether to generate completions with vLLM. Not set: True if anything is FP8, else False, as in TRL.",
+    )
+
+    def resolve_engine(self, any_fp8: bool) -> None:
+        if self.use_vllm is None:
+            self.use_vllm = True if any_fp8 else GRPOConfig.use_vllm
+
+    def check_engine(self, fp8: str | None, own_engine: bool) -> None:
+        """Raise `ValueError` for what cannot be; `fp8` are the flags that make anything FP8, with their values."""
+        if fp8:
+            self._check_rollouts(fp8)
+        if own_engine:
+            self._check_sizes()
+            self._check_engine_kwargs()
+            check_generation_kwargs(self.generation_kwargs or {}, self.temperature)
+
+    def _check_rollouts(self, flags: str) -> None:
+        off = "fp8_weights=False with kv_cache_dtype='auto'"
+        if not self.use_vllm:
+            raise ValueError(
+                f"use_vllm=False with {flags}: FP8 rollouts run in vLLM. Set use_vllm=True, or switch FP8 off: {off}."
+            )
+        if self.vllm_mode != "colocate":
+            raise ValueError(
+                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer reads every FP8 weight and KV scale back "
+                "from the engine after each sync, which it can do in its own process only, and TRL's transfer to a "
+                "server neither quantizes weights nor carries KV scales. Set vllm_mode='colocate' "
+                "(vllm_enable_sleep_mode=True frees its memory during the optimizer step), or keep the "
+                f"server in BF16: {off}."
+            )
+        if self.fsdp and int(self.fsdp_plugin_args.get("fsdp_version", 2)) == 1:
+            raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))
+
+    def _check_sizes(self) -> None:
+        if not 0 < self.vllm_gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"vllm_gpu_memory_utilization={self.vllm_gpu_memory_utilization}: it is the share of a GPU's memory "
+                "that the engine takes, above 0 and up to 1. Set it to 0.3, for example."
+            )
+        if self.vllm_max_model_length is not None and self.vllm_max_model_length <= self.max_completion_length:
+            raise ValueError(
+                f"vllm_max_model_length={self.vllm_max_model_length} with max_completion_length="
+                f"{self.max_completion_length}: the engine's context holds a prompt and its completion, and leaves no "
+                "room for a prompt. Raise vllm_max_model_length to the longest prompt's tokens plus "
+                "max_completion_length, or leave it out."
+            )
+
+    def _check_engine_kwargs(self) -> None:
+        names = ("use_transformers_continuous_batching", "transformers_continuous_batching_config")
+        if others := [f"{name}={getattr(self, name)!r}" for name in names if getattr(self, name)]:
+            raise ValueError(
+                f"{', '.join(others)} with use_vllm={self.use_vllm}: rollouts come from vLLM, which has continuous "
+                "batching of its own, and transformers' would be ignored. Remove it, or take rollouts from "
+                "transformers (fp8_weights=False, kv_cache_dtype='auto', use_vllm=False)."
+            )
+        if self.vllm_model_impl == "transformers":
+            raise ValueError(
+                "vllm_model_impl='transformers': the engine would hold its tensors otherwise than vLLM's own class of "
+                "the model, which is the one that is known. Set vllm_model_impl='vllm'; where vLLM has no class it "
+                "takes transformers' all the same."
+            )
+        if reserved := sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS)):
+            raise ValueError(
+                f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
+                "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
+            )
+        additional = (self.vllm_engine_kwargs or {}).get("additional_config", {})
+        if not isinstance(additional, dict) or "trl_fp8" in additional:
+            raise ValueError(
+                f"vllm_engine_kwargs sets additional_config={additional!r}: the trainer writes under 'trl_fp8' in it "
+                "what vLLM has to know of adapters and kernels before it reuses compiled code. Pass a dictionary "
+                "without 'trl_fp8'; it is merged with the trainer's."
+            )
+        if (self.vllm_engine_kwargs or {}).get("enable_lora"):
+            raise ValueError(
+                "vllm_engine_kwargs sets enable_lora=True: the trainer brings adapters to the engine itself, and "
+                "vLLM's own LoRA would rename the layers that it writes to. Remove it; with fp8_base=True adapters "
+                "stay apart from their base."
+            )
+        if (self.vllm_engine_kwargs or {}).get("enable_expert_parallel"):
+            raise ValueError(
+                "vllm_engine_kwargs sets enable_expert_parallel=True: ranks would hold different experts, and the "
+                "audit knows parts of every expert only. Remove it; vllm_tensor_parallel_size splits each expert."
+            )
+
+
+def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> None:
+    """Raise `ValueError` for what vLLM's `SamplingParams` does not have, or the trainer sets.
+
+    The trainer divides its log-probs by the config's `temperature`.
+    """
+    if taken := [name for name in given if name in _THE_TRAINERS]:
+        reasons = "; ".join(f"{name}: {_THE_TRAINERS[name]}" for name in taken)
+        raise ValueError(f"generation_kwargs sets {taken}, which the trainer sets itself ({reasons}). Remove them.")
+    if given.get("temperature", temperature) != temperature:
+        raise ValueError(
+            f"generation_kwargs sets temperature={given['temperature']}, and the config temperature={temperature}: "
+            "rollouts and the trainer's log-probs would be of two distributions. Set "
+            f"temperature={given['temperature']} in the config instead."
+        )
+    if unknown := [name for name in given if name not in VLLM_NAMES]:
+        use = [f"{_INSTEAD[name]} for {name}" for name in unknown if name in _INSTEAD]
+        raise ValueError(
+            f"generation_kwargs sets {unknown}, but rollouts come from vLLM, whose SamplingParams has no such names "
+            "(transformers' GenerationConfig may have; vLLM always samples). "
+            + (f"Use {', '.join(use)}; remove them from generation_kwargs." if use else "Remove them.")
+        )
+
+
+def fsdp1_message(given: str, remedy: str) -> str:
+    """Why FSDP1 is refused, for the flag or launcher setting `given` and its `remedy`."""
+    return (
+        f"{given} selects FSDP1, under which TRL 1.16 leaves embeddings, final norm and output head out of the weight "
+        f"sync, so the engine would sample from a wrong policy. Use FSDP2: {remedy}."
+    )

@@ -1,0 +1,152 @@
+"""What the engine is told before it generates, which prompts it takes, and what its syncs came to."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelerate.logging import get_logger
+from datasets import Dataset
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from trl import GRPOTrainer
+
+from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.sync.delivery import SyncReport
+
+from .feature import Feature, Rollouts
+from .metric import highest, lowest, mean_of
+
+
+logger = get_logger(__name__)
+
+PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the device that it ran on
+
+
+class Syncs(Feature):
+    """Metrics of each sync, once for training and once for evaluation, whichever of them needed it; everything in them
+    is on the host already. Warns of weights that went dead.
+    """
+
+    def __init__(self, trainer: GRPOTrainer):
+        super().__init__(trainer)
+        self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
+        self._dead: set[str] = set()
+        self._require_longest_prompt()
+        if not trainer.args.fp8_base and (worn := merged_into_bf16(trainer.model)):
+            logger.warning(
+                f"{len(worn)} layers with adapters have a base in BF16: {listed(worn, 1)}. Each sync merges adapters "
+                "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."
+            )
+
+    def _require_longest_prompt(self) -> None:
+        """What `before_turn` would say of it in the middle of a run. What TRL makes of images, and of rows whose tools
+        differ, is only known then.
+        """
+        trainer = self.trainer
+        most, budget = trainer.args.vllm_max_model_length, trainer.args.max_completion_length
+        if most is None or trainer.environment_factories is not None or trainer.rollout_func is not None:
+            return
+        if not (prompt := longest_prompt(trainer.train_dataset)):
+            return
+        (prompt_ids,) = trainer._tokenize_prompts([prompt])[0]
+        require_prompts([prompt_ids], most)
+        if len(prompt_ids) + budget > most:
+            logger.warning(
+                f"vllm_max_model_length={most}: the longest prompt has {len(prompt_ids)} tokens, and its completions "
+                f"end after {most - len(prompt_ids)} of max_completion_length={budget}. For whole ones raise "
+                f"vllm_max_model_length to {len(prompt_ids) + budget}."
+            )
+
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
+        self.forget()  # of another `train`, whose steps were counted from 0, too
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.forget()  # load_best_model_at_end has brought other weights
+
+    def forget(self) -> None:
+        """Let the next generation sync: TRL takes weights of the same step for the same."""
+        self.trainer._last_loaded_step = -1
+
+    def before_generation(self, prompts: list) -> None:
+        trainer = self.trainer
+        several_turns = trainer.tools or trainer.environments or trainer.rollout_func
+        trainer.vllm_generation.llm.begin(
+            occasion=(trainer.state.global_step, int(trainer.model.training)),
+            keep_weights=bool(several_turns) or not trainer.model.training,
+        )
+
+    def before_turn(self, prompt_ids: list[list[int]]) -> None:
+        require_prompts(prompt_ids, self.trainer.args.vllm_max_model_length)
+
+    def after_generation(self, rollouts: Rollouts) -> None:
+        sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
+        if self._logged.get(training) is sync:
+            return
+        self._logged[training] = sync
+        if new := [name for name in sync.dead_blocks if name not in self._dead]:
+            self._dead.update(new)
+            dead = listed(f"{name} ({sync.dead_blocks[name]} blocks)" for name in new)
+            logger.warning(
+                f"{len(new)} weights ({self.trainer.recipe.format.description}) have blocks that the engine holds as "
+                f"good as zero: {dead}. Usual causes: experts that get no tokens, pruned weights."
+            )
+        rollouts.metrics |= {
+            "fp8/sync_seconds": mean_of(sync.seconds),
+            "fp8/quantize_seconds": mean_of(sync.quantize_seconds),
+            "fp8/audited_tensors": lowest(sync.audited_tensors),  # the same at every sync, or one was not whole
+            "fp8/sync_bytes": mean_of(sync.bytes_sent),
+        }
+        if self.trainer.recipe.fp8_weights:
+            rollouts.metrics["fp8/weight_relative_error"] = highest(sync.weight_relative_error)
+            rollouts.metrics["fp8/dead_blocks"] = highest(sum(sync.dead_blocks.values()))
+
+    def save(self, folder: str) -> None:
+        if self.trainer.accelerator.is_main_process:
+            Path(folder, PINNED).write_text(json.dumps(self.trainer.vllm_generation.pinned))
+
+    def load(self, folder: str) -> None:
+        """Engines start before a trainer is told what it resumes from: all that is left is to say so."""
+        path, now = Path(folder, PINNED), self.trainer.vllm_generation.pinned
+        before = json.loads(path.read_text()) if path.exists() else {}
+        if before and before != now:
+            logger.warning(
+                f"the engine of resume_from_checkpoint={str(folder)!r} had {before}, this one has {now}: its kernels "
+                "round elsewhere, so that the run does not continue exactly as it would have. With "
+                f"vllm_engine_kwargs={before} it does."
+            )
+
+
+def merged_into_bf16(model: nn.Module) -> list[str]:
+    """Checkpoint names of layers that PEFT merges adapters into, and whose own weight is in 16 bits."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer))
+    weights = ((name, getattr(layer.get_base_layer(), "weight", None)) for name, layer in layers)
+    return [checkpoint_name(name) for name, weight in weights if weight is not None and weight.itemsize < 4]
+
+
+def longest_prompt(dataset: object) -> str | list[dict] | None:
+    """The prompt with most characters of a dataset whose rows are at hand; None if they are not, or have images."""
+    columns = set(dataset.column_names) if isinstance(dataset, Dataset) else set()
+    if "prompt" not in columns or columns & {"image", "images"}:
+        return None
+    return max(dataset["prompt"][:], key=_characters, default=None)  # row by row it takes 40 times as long
+
+
+def _characters(prompt: str | list[dict] | None) -> int:
+    return (
+        len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt or ())
+    )
+
+
+def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:
+    """Raise `ValueError` for prompts without tokens, or with more than the engine's context holds (None: unknown)."""
+    if empty := sum(not prompt for prompt in prompt_ids):
+        raise ValueError(
+            f"{empty} of {len(prompt_ids)} prompts are empty: there is no token to continue from. Filter them out of "
+            "train_dataset, or put a system message before them."
+        )
+    longest = max(map(len, prompt_ids), default=0)
+    if max_model_length is not None and longest > max_model_length:
+        raise ValueError(
+            f"vllm_max_model_length={max_model_length}, but a prompt has {longest} tokens, and its completion comes "
+            "on top. Raise vllm_max_model_length, or filter long prompts out of train_dataset."
+        )

@@ -1,0 +1,56 @@
+"""Flags of the engine's FP8 weights."""
+
+from dataclasses import dataclass
+
+from trl_fp8.quantization.e4m3 import check_scale_format
+from trl_fp8.quantization.formats import FORMATS, format_named
+from trl_fp8.quantization.formats.blocks import BLOCKS
+
+from .flag import flag
+
+
+@dataclass
+class WeightFlags:
+    """Which weights of the engine are FP8, and how they are scaled."""
+
+    fp8_weights: bool = flag(
+        True,
+        "Whether the engine runs the policy's linear layers in FP8 (W8A8). Weights are quantized from the policy at "
+        "every sync.",
+    )
+    fp8_weight_format: str = flag(
+        "blocks", "Format of FP8 weights: " + " ".join(f"{name!r}: {spec.help}" for name, spec in FORMATS.items())
+    )
+    fp8_scale_format: str = flag(
+        "pow2",
+        "Format of the weight scales: 'pow2' (powers of two: exact in BF16, and lossless where vLLM's "
+        "DeepGEMM path requantizes) or 'fp32' (amax / 448).",
+    )
+    fp8_base: bool = flag(
+        False,
+        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, "
+        "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
+    )
+    fp8_ignored_modules: list[str] | None = flag(
+        None,
+        "Linear layers and experts to keep in high precision, by exact name, e.g. "
+        "'model.layers.0.mlp.down_proj' or 'model.layers.0.mlp.experts'. Layers that vLLM fuses with a named one "
+        "(q, k, v and gate, up) are kept too.",
+    )
+
+    def check_weights(self) -> None:
+        """Raise `ValueError` for an unknown format."""
+        if format_named(self.fp8_weight_format) is not BLOCKS and not self.fp8_weights:
+            raise ValueError(
+                f"fp8_weight_format={self.fp8_weight_format!r} with fp8_weights=False: there are no FP8 weights that "
+                "it would concern. Set fp8_weights=True, or remove it."
+            )
+        if self.fp8_base and not self.fp8_weights:
+            raise ValueError(
+                "fp8_base=True with fp8_weights=False: the base that trainer and engine share is the engine's FP8 "
+                "weights. Set fp8_weights=True, or fp8_base=False."
+            )
+        try:
+            check_scale_format(self.fp8_scale_format)
+        except ValueError as error:
+            raise ValueError(f"fp8_{error}") from None
