@@ -1,5 +1,6 @@
 """What an optional part of a step is to the trainer: an object with these hooks. Each of them does nothing by itself.
 
+    engine_part()                    the engine is about to start: what does it have to have?
     engine_started(numerics, kernels) the engine can say how it computes, and be called
     before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
     before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
@@ -21,6 +22,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback
@@ -32,6 +34,10 @@ from trl_fp8.features.correction.apply import batch_log_ratio
 
 from .log_ratio import LogRatio
 from .metric import Metric
+
+
+if TYPE_CHECKING:
+    from trl_fp8.engine.vllm.part import EnginePart
 
 
 @dataclass
@@ -68,6 +74,10 @@ class Feature(TrainerCallback):
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
+
+    def engine_part(self) -> "EnginePart | None":
+        """What this feature needs of the engine; asked once, before the engine starts."""
+        return None
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None: ...
 
