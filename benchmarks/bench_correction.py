@@ -14,7 +14,7 @@ from transformers import TrainerCallback
 
 from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.features.correction.correction import correction
+from trl_fp8.features.correction import correction
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.run import feature
 
@@ -33,7 +33,9 @@ def main() -> None:
 
     class Meter(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            trainer.correction = PRESETS[NAMES[max(0, state.global_step - WARM_UP) // steps]].correction
+            trainer.feature(correction.Correction).correction = PRESETS[
+                NAMES[max(0, state.global_step - WARM_UP) // steps]
+            ].correction
             spent.clear()
             began[0] = time.perf_counter()
 

@@ -11,8 +11,9 @@ from transformers import TrainerCallback
 from testing import oracles
 from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
+from trl_fp8.features.correction import apply, health, importance, mismatch
 from trl_fp8.features.correction.apply import apply_correction, batch_log_ratio
-from trl_fp8.features.correction.correction import apply, health, importance, mismatch
+from trl_fp8.features.correction.correction import Correction
 from trl_fp8.features.correction.mismatch import BIN_EDGES
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
@@ -37,7 +38,7 @@ def test_every_loss_trains_with_rejection_under_both_denominators(checkpoint, tm
     class Next(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             trainer.loss_type, trainer.importance_sampling_level, denominator = turns[state.global_step]
-            trainer.correction = correction_from(BAND | {"denominator": denominator})
+            trainer.feature(Correction).correction = correction_from(BAND | {"denominator": denominator})
 
     args = arguments(tmp_path, rollout_correction="monitor", beta=0.01, max_steps=len(turns))
     with training(checkpoint("qwen3"), args, callbacks=[Next()]) as trainer:
@@ -140,7 +141,7 @@ def test_every_preset_trains(checkpoint, tmp_path):
 
     class Next(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            trainer.correction = corrections[names[state.global_step]]
+            trainer.feature(Correction).correction = corrections[names[state.global_step]]
 
     args = arguments(tmp_path, rollout_correction="monitor", max_steps=len(names))
     with training(checkpoint("qwen3"), args, callbacks=[Next()]) as trainer:
@@ -159,7 +160,7 @@ def test_a_preset_that_trl_could_express_is_what_the_loss_gets(checkpoint, tmp_p
     batches = []
     narrow = '{"bound": "mask", "bound_min": 0.95, "bound_max": 1.05}'
     with training(checkpoint("qwen3"), arguments(tmp_path, rollout_correction=narrow, max_steps=1)) as trainer:
-        assert trainer.correction.trl_mode == "token_mask"
+        assert trainer.args.correction.trl_mode == "token_mask"
         original = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = lambda inputs: batches.append(original(inputs)) or batches[0]
         trainer.train()

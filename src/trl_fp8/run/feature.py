@@ -12,10 +12,12 @@
     begin_loss(inputs)               a forward for the loss is about to start
     end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
     save(folder), load(folder)       a checkpoint is written or read, on every rank
+    facts(), export_options(), merge_note(what), str()   what a log, an export, its card, the console say of it
 
 `mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
 
-The trainer calls a hook of all features in the order of `trainer.ORDER`. A feature is a callback of the trainer, too.
+The trainer calls a hook of all features in the order of features/__init__.py. A feature is a callback of the trainer,
+too.
 """
 
 from collections.abc import Mapping
@@ -100,6 +102,30 @@ class Feature(TrainerCallback):
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None: ...
 
     def end_loss(self) -> None: ...
+
+    def keeps_adapters_apart(self) -> bool:
+        """Whether a sync merges no adapters into the policy's weights."""
+        return False
+
+    def facts(self) -> dict[str, object]:
+        """What the head of the run's log and the model card say of it (run/facts.py)."""
+        return {}
+
+    def export_options(self) -> dict[str, object]:
+        """What an FP8 checkpoint holds of it: arguments of `export.export.export_fp8`. `ValueError` if that is not
+        known yet.
+        """
+        return {}
+
+    def merge_note(self, what: str) -> str:
+        """For the card of a checkpoint that `what` writes: what adapters were merged into. Warns if that is not what
+        the run started from.
+        """
+        return ""
+
+    def __str__(self) -> str:
+        """What the start of a run says of the trainer's own computing; empty for nothing."""
+        return ""
 
     def save(self, folder: str) -> None: ...
 

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
@@ -22,10 +21,6 @@ from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollout
 from .facts import run_facts
 
 
-if TYPE_CHECKING:
-    from trl_fp8.features.shared_base.held_base import SharedBase
-
-
 logger = get_logger(__name__)
 
 
@@ -39,7 +34,7 @@ class Saving:
         of W as for `merge_and_export`.
 
         A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
-        one at a time; adapters are merged while it lasts. See `trl_fp8.hub.export_fp8`.
+        one at a time; adapters are merged while it lasts. See `trl_fp8.export.export.export_fp8`.
 
         Raises:
             ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
@@ -48,13 +43,8 @@ class Saving:
         """
         if self.recipe is None or self.recipe.quantization_config is None:
             raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
-        sync = self.vllm_generation.last_sync
-        if self.recipe.fp8_kv_cache and sync is None:
-            raise ValueError(
-                "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
-            )
-        scales = sync.kv_scales if sync else None
-        self._export("save_fp8_model", partial(export_fp8, folder=folder, kv_scales=scales, recipe=self.recipe))
+        held = {name: value for feature in self.features for name, value in feature.export_options().items()}
+        self._export("save_fp8_model", partial(export_fp8, folder=folder, recipe=self.recipe, **held))
 
     def merge_and_export(self, folder: str | Path) -> None:
         """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
@@ -84,7 +74,7 @@ class Saving:
                 try:
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
-                    words = {"card": card, "merge": _merge(generation.base, what)}
+                    words = {"card": card, "merge": "".join(one.merge_note(what) for one in self.features)}
                     export(transformers_model(self.model), self.processing_class, parameters=parameters, **words)
                 except (ValueError, OSError, SafetensorError) as error:
                     failure = error
@@ -173,20 +163,6 @@ class Saving:
             feature.load(checkpoint)
         if rollouts := load_rollouts(checkpoint, self.accelerator):
             self._step, self._buffered_inputs = rollouts
-
-
-def _merge(base: "SharedBase | None", what: str) -> str:
-    """For a model card: what adapters were merged into. Warns where that is not the original weights."""
-    if base is None:
-        return ""
-    into = "the original weights"
-    if isinstance(base.original, str):
-        into = "dequantized FP8 weights"
-        logger.warning(f"{what}: adapters are merged into {into}, because {base.original}.")
-    return (
-        f"Adapters are merged into {into}: W + s B A, in FP32. The engine that they were trained with computed "
-        "Q(W) x + B A x, Q to FP8. "
-    )
 
 
 def _require_success(what: str, failure: Exception | None) -> None:

@@ -41,8 +41,8 @@ FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite", "ll
 FAMILIES += ("qwen3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
-        "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
-        "trl.trainer.grpo_trainer.create_model_from_path": ("trainer.py", "TRL loads a whole model by this name."),
+        "trl.trainer.grpo_trainer.VLLMGeneration": ("rollouts.py", "TRL constructs it by this name; no factory."),
+        "trl.trainer.grpo_trainer.create_model_from_path": ("rollouts.py", "TRL loads a whole model by this name."),
         "accelerate.commands.launch.simple_launcher": (
             "commands/train.py",
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",

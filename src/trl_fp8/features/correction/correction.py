@@ -1,5 +1,7 @@
 """The correction in force, applied to each generation batch, with what it gives reason to worry about."""
 
+from dataclasses import asdict
+
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
@@ -18,10 +20,14 @@ class Correction(Feature):
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
+        self.correction = trainer.args.correction
         self._warned: set[str] = set()
 
+    def facts(self) -> dict[str, object]:
+        return {"correction": asdict(self.correction)}
+
     def extend_batch(self, batch: Batch) -> None:
-        trainer, correction = self.trainer, self.trainer.correction
+        trainer, correction = self.trainer, self.correction
         for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
             trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
         metrics = apply_correction(batch.tensors, batch.ratio, correction, trainer.accelerator)

@@ -33,7 +33,7 @@ FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks fo
 
 
 class KVCache(Feature):
-    """Installed before the engine starts; its `recipe` is the run's, with kv_cache_skip_layers='auto' resolved."""
+    """Installed before the engine starts; makes the run's recipe that with kv_cache_skip_layers='auto' resolved."""
 
     def __init__(self, trainer: GRPOTrainer, recipe: FP8Recipe):
         super().__init__(trainer)
@@ -45,9 +45,9 @@ class KVCache(Feature):
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
                 errors = layers_with_outliers(trainer.model, self.hook, tokens, reduce_max, fused_lm_head=True)
-            recipe = args.recipe_for(trainer.model, tuple(errors))
+            recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(errors))
             self.hook.skip(recipe.kv_cache_skip_layers)
-        self.recipe = recipe
+        trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
         reference = trainer.ref_model if args.simulate_kv_cache else None
         self.reference_hook = reference and AttentionHook(reference, recipe.kv_cache_skip_layers)
         self.calibrator = KVCalibrator(
@@ -138,6 +138,13 @@ class KVCache(Feature):
 
     def end_loss(self) -> None:
         self._simulate(None)
+
+    def export_options(self) -> dict[str, object]:
+        if (sync := self.trainer.vllm_generation.last_sync) is None:
+            raise ValueError(
+                "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
+            )
+        return {"kv_scales": sync.kv_scales}
 
     def save(self, folder: str) -> None:
         self.calibrator.save(folder, self.trainer.accelerator.process_index)

@@ -154,7 +154,7 @@ class Flow(Feature):
         """
         if self._checked:
             return
-        if self.trainer.correction is None:
+        if self.trainer.args.correction is None:
             self._checked = True
             logger.warning(
                 f"fp8_forward={self.trainer.args.fp8_forward!r} with vllm_importance_sampling_correction=False: the "
