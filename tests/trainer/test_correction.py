@@ -10,10 +10,11 @@ from transformers import TrainerCallback
 
 from testing import oracles
 from testing.runs import arguments, dataset, rows, training
-from trl_fp8 import FP8GRPOConfig, RolloutCorrection
+from trl_fp8 import FP8GRPOConfig
 from trl_fp8.features.correction import apply, health, importance, mismatch
 from trl_fp8.features.correction.apply import apply_correction, batch_log_ratio
 from trl_fp8.features.correction.correction import Correction
+from trl_fp8.features.correction.importance import RolloutCorrection
 from trl_fp8.features.correction.mismatch import BIN_EDGES
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
