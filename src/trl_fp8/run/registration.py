@@ -8,6 +8,7 @@ The core calls it in this order. All but the flags may stay empty.
                  (their `engine_part()` is what the engine gets for them)
 """
 
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,10 +42,21 @@ def _none(trainer: "FP8Rollouts") -> "Iterable[Feature]":
 
 
 @dataclass(frozen=True)
+class Command:
+    """A word of the console script."""
+
+    word: str
+    text: str  # for --help
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], str]  # what is printed
+
+
+@dataclass(frozen=True)
 class Registration:
     """One optional capability."""
 
     flags: type[FlagGroup] | None = None
     construct: Callable[["FP8Rollouts", Construction], AbstractContextManager[None]] = _nothing
     features: Callable[["FP8Rollouts"], "Iterable[Feature]"] = _none
+    commands: tuple[Command, ...] = ()
     needs: str = ""  # a field of TRL's config without which a trainer cannot have this feature

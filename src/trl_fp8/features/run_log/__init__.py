@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trl_fp8.run.registration import Registration
+from trl_fp8.run.registration import Command, Registration
 
+from .report import report_command
 from .run_log_flags import RunLogFlags
 
 
@@ -19,4 +20,7 @@ def _features(trainer) -> "Iterator[Feature]":
         yield RunLog(trainer)
 
 
-REGISTRATION = Registration(flags=RunLogFlags, features=_features)
+_REPORT = Command(
+    "report", "draw reward, mismatch, KV scales and times of runs", report_command.add_arguments, report_command.run
+)
+REGISTRATION = Registration(flags=RunLogFlags, features=_features, commands=(_REPORT,))
