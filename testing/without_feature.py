@@ -75,7 +75,6 @@ def tried(feature: str, model: str, folder: Path) -> dict:
 
 def main(model: str, folder: str, *features: str) -> None:
     import torch
-    import trl.trainer.grpo_trainer
     import vllm  # noqa: F401
 
     torch.set_num_threads(1)
