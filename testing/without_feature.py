@@ -13,6 +13,7 @@ import pkgutil
 import shutil
 import sys
 import traceback
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 
@@ -63,11 +64,10 @@ def train(model: str, output: Path) -> dict:
 def tried(feature: str, model: str, folder: Path) -> dict:
     """What becomes of a copy without the feature, in this process."""
     copy_without(feature, folder)
-    sys.path.insert(0, str(folder))
-    import trl_fp8
-
-    if not Path(trl_fp8.__file__).is_relative_to(folder):
-        raise RuntimeError(f"imported is {trl_fp8.__file__}, and not the copy in {folder}.")
+    where = [str(folder / "trl_fp8")]
+    spec = spec_from_file_location("trl_fp8", folder / "trl_fp8" / "__init__.py", submodule_search_locations=where)
+    sys.modules["trl_fp8"] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["trl_fp8"])
     from trl_fp8.commands import cli
 
     return {"failed": import_all(), "plan": cli.main(["plan", model])} | train(model, folder / "run")
@@ -85,7 +85,8 @@ def main(model: str, folder: str, *features: str) -> None:
                 result = tried(feature, model, Path(folder, feature))
             except BaseException:
                 result = {"error": traceback.format_exc()}
-            print(json.dumps({"feature": feature} | result), flush=True)
+            sys.stdout.write(json.dumps({"feature": feature} | result) + "\n")
+            sys.stdout.flush()
             os._exit(0)
         os.waitpid(child, 0)
 

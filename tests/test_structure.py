@@ -119,10 +119,21 @@ NAMES_THAT_ARE_WRITTEN = {
 }
 
 
+def for_type_checkers(tree):
+    """Ids of all parts of what only a type checker reads."""
+    blocks = (
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    return {id(part) for block in blocks for part in ast.walk(block)}
+
+
 def imports():
     for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        for node in ast.walk(ast.parse(path.read_text())):
+        parts, tree = path.relative_to(PACKAGE).with_suffix("").parts, ast.parse(path.read_text())
+        hidden = for_type_checkers(tree)
+        for node in ast.walk(tree):
+            if id(node) in hidden:
+                continue
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = list(parts[: len(parts) - node.level])
                 target = base + (node.module.split(".") if node.module else [])
@@ -163,15 +174,10 @@ def modules():
     return found
 
 
-def imports_of(name, path, known, tree=None):
+def imports_of(name, path, known):
     """Modules of ours that one imports anywhere, inside functions too, but not for the eyes of a type checker."""
-    tree = tree or ast.parse(path.read_text())
-    hidden = {
-        id(part)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for part in ast.walk(node)
-    }
+    tree = ast.parse(path.read_text())
+    hidden = for_type_checkers(tree)
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for node in ast.walk(tree):
         if id(node) in hidden:
@@ -196,7 +202,6 @@ def imports_of(name, path, known, tree=None):
 
 def circles(arrows):
     """Sets of modules that import each other, directly or through others."""
-    reached = {}
 
     def reach(start):
         found, due = set(), list(arrows[start])
@@ -207,15 +212,12 @@ def circles(arrows):
         return found
 
     reached = {node: reach(node) for node in arrows}
-    return {
-        frozenset({other for other in reached[node] if node in reached[other]})
-        for node in arrows
-        if node in reached[node]
-    }
+    tied = {node: frozenset(other for other in reached[node] if node in reached[other]) for node in arrows}
+    return {together for node, together in tied.items() if node in together}
 
 
 def test_no_modules_import_each_other():
-    """In any folder, by imports inside functions, too. A folder's `__init__` is left out: it is there before its modules."""
+    """In any folder, by imports inside functions, too. A folder's `__init__` is left out: it comes before its modules."""
     known = modules()
     leaves = {name: path for name, path in known.items() if path.name != "__init__.py"}
     arrows = {name: {to for to in imports_of(name, path, known) if to in leaves} for name, path in leaves.items()}
@@ -224,7 +226,7 @@ def test_no_modules_import_each_other():
 
 
 def test_features_do_not_import_each_other():
-    """A feature asks for another through hooks (run/feature.py), so that either can be deleted. The core knows none."""
+    """A feature asks for another through hooks (run/feature.py), so that each can be deleted. The core knows none."""
     known, wrong = modules(), []
     for name, path in known.items():
         of = name.split(".")[1] if name.startswith("features.") else None
