@@ -22,8 +22,10 @@ STEPS = 3
 
 
 def copy_without(feature: str, folder: Path) -> None:
-    """The package in `folder`, without the feature."""
+    """The package in `folder`, without the feature; "nothing": all of it."""
     shutil.copytree(PACKAGE, folder / "trl_fp8", ignore=shutil.ignore_patterns("__pycache__"))
+    if feature == "nothing":
+        return
     shutil.rmtree(folder / "trl_fp8" / "features" / feature)
     registry = folder / "trl_fp8" / "features" / "__init__.py"
     lines = registry.read_text().splitlines(keepends=True)

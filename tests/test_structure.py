@@ -217,7 +217,7 @@ def circles(arrows):
 
 
 def test_no_modules_import_each_other():
-    """In any folder, by imports inside functions, too. A folder's `__init__` is left out: it comes before its modules."""
+    """In any folder, by imports inside functions, too. A folder's `__init__` is left out: it runs first."""
     known = modules()
     leaves = {name: path for name, path in known.items() if path.name != "__init__.py"}
     arrows = {name: {to for to in imports_of(name, path, known) if to in leaves} for name, path in leaves.items()}
