@@ -13,11 +13,11 @@ from time import perf_counter
 import torch
 from transformers import TrainerCallback
 
+from testing import record
 from testing.processes import free_port
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.quantization.kv_scales import KVScales
 
-from .. import record
 from .formats import SIMULATED, SimulatedFormat, rounded_weights
 from .grid import FOLDER, Cell
 from .precision import EMULATED, ComputesIn

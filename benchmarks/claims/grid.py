@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from .. import record
+from testing import record
 
 
 FOLDER = record.RESULTS / "claims"

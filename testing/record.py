@@ -13,10 +13,7 @@ import torch
 from trl_fp8.run.facts import hardware, versions
 
 
-RESULTS = Path(__file__).with_name("results")
-# Two-sided 95 % quantiles of Student's t for the mean of n runs
-T_95 = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-T_95 |= {11: 2.228, 12: 2.201, 13: 2.179, 14: 2.160, 15: 2.145, 16: 2.131}
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -25,8 +22,12 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def interval(values: list[float]) -> dict[str, float]:
-    """Mean of at least two measurements, and the ends of its 95 % interval."""
-    mean, half = fmean(values), T_95[len(values)] * stdev(values) / len(values) ** 0.5
+    """Mean of at least two measurements, and the ends of its 95 % interval (Student's t)."""
+    from scipy.stats import (
+        t,  # a GPU host with the packages of gpu/requirements.txt has no scipy and needs no interval
+    )
+
+    mean, half = fmean(values), t.ppf(0.975, len(values) - 1).item() * stdev(values) / len(values) ** 0.5
     return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
