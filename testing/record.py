@@ -38,8 +38,13 @@ def path(name: str, folder: Path = RESULTS) -> Path:
 def write(name: str, n: int, results: dict, folder: Path = RESULTS) -> Path:
     """Write FOLDER/NAME_<cpu|gpu>.json, by default in benchmarks/results, and return its path."""
     written = path(name, folder)
-    written.write_text(json.dumps(_provenance(n) | {"results": results}, indent=2) + "\n")
+    written.write_text(json.dumps(made(n, results), indent=2) + "\n")
     return written
+
+
+def made(n: int, results: dict) -> dict:
+    """`results` with where they come from."""
+    return _provenance(n) | {"results": results}
 
 
 def held(name: str, n: int, folder: Path = RESULTS) -> dict | None:
