@@ -13,12 +13,11 @@ import torch
 from transformers import TrainerCallback
 
 from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
+from testing import record
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.features.correction import correction
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.run import feature
-
-from . import record
 
 
 WARM_UP = 3

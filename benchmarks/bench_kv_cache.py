@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import record
+from testing import record
 
 
 def observation_cost(repeats: int) -> dict:

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 from vllm import SamplingParams
 
+from testing import record
 from trl_fp8.features.kv_cache.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.features.router_replay.replay import RouterReplay, RouteTally
 from trl_fp8.features.router_replay.routes import RolloutRoutes
 
-from . import harness, record
+from . import harness
 from .bench_demo import run_demo
 from .rollouts import Rollouts, score
 

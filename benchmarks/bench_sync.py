@@ -32,7 +32,9 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import harness, record, shapes
+from testing import record
+
+from . import harness, shapes
 
 
 DEEP = dict(

@@ -528,3 +528,10 @@ def test_no_paths_of_a_developers_machine():
         path = ROOT / name
         if path.suffix in {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".sh", ""} and path.is_file():
             assert not pattern.search(path.read_text(errors="ignore")), f"{name} holds a path of one machine"
+
+
+def test_testing_imports_no_benchmark():
+    """Benchmarks import testing: the other way round it would be a circle."""
+    for path in (ROOT / "testing").rglob("*.py"):
+        found = [name for name in imported(path) if name.partition(".")[0] == "benchmarks"]
+        assert not found, f"{path} imports {found}"

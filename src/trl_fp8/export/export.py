@@ -4,7 +4,7 @@
       model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too), others BF16
       model.safetensors.index.json       name -> file
       config.json                        with `quantization_config`: the format, exact names of what is not FP8
-      checksums.json                     file -> SHA-256, see `checksums.py`
+      checksums.json                     file -> SHA-256, see `file_checksums.py`
       generation_config.json, tokenizer files, README.md
 
 Tensors are quantized one by one and written shard by shard, so that one shard is in memory, into a temporary folder
