@@ -9,12 +9,12 @@ import torch
 from torchao.quantization import Float8Tensor
 
 from tests.quantization.interpreted import Launches, cast_as_torch, results_of
-from trl_fp8.quantization import block_kernels as kernels
-from trl_fp8.quantization import blockwise, kernel_check
-from trl_fp8.quantization.block_kernels import ROWS, _dequantize, _quantize, dequantize_blocks, quantize_blocks
-from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec import blockwise, kernel_check
+from trl_fp8.quantization.codec.blockwise import _quantize_by_torch, dequantize_weight
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.kernels import block_kernels as kernels
+from trl_fp8.quantization.kernels.block_kernels import ROWS, _dequantize, _quantize, dequantize_blocks, quantize_blocks
 
 
 SHAPES = {

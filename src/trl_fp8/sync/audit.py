@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.names import listed
 
 from .pieces import Layout

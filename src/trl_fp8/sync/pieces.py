@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trl_fp8.quantization.digest import Table
+from trl_fp8.quantization.codec.digest import Table
 from trl_fp8.recipe.names import listed
 
 

@@ -20,7 +20,8 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, get_rank, get_world_size
 from torch.distributed.tensor import DTensor, Shard
 
-from trl_fp8.quantization.blockwise import Destination, quantize_into
+from trl_fp8.quantization.codec.blockwise import Destination, quantize_into
+from trl_fp8.quantization.codec.weights import joined_halves
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout, Piece
@@ -204,7 +205,7 @@ def _plan(
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
     if block and piece and (rows := rows_of_codes(shape, ranks, block)):
         both = held[recipe.engine_name(name)], held[recipe.scale_name(name)]
-        both = [t.view(len(t), -1, t.shape[-1]) if t.dim() == 4 else t for t in both]  # gate and up of all experts
+        both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
         return [_Part(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
     dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.local.dtype
     return [_Part(Rows(shape[0], ranks), shape[1:], dtype)]

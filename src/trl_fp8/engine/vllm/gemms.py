@@ -34,9 +34,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fused
+from trl_fp8.quantization.facts.scaling import ScaleFormat
+from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -99,12 +101,12 @@ class Gemm:
         kernel.process_weights_after_loading(layer)
         if reason := why_linear_unverifiable(kernel, layer):
             raise ValueError(reason)
-        [codes] = self.spec.quantize_weights([weight], self.scale_format)
+        [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
-            quantized = self.spec.quantize_activation(x[:rows], kernel_scaling(kernel))
+            quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel))
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
             # A rounding to BF16 is off by 2^-9 at most. Tensor cores cut the products of 32 elements, and what they
