@@ -68,9 +68,8 @@ def test_large_tensors_are_cast_in_parts(monkeypatch):
 
 def test_what_a_table_of_pointers_can_read():
     odd = sample(torch.bfloat16, (4, 9))
-    assert list(map(_holds_words, (odd, odd[0], odd[0, 0], odd[:, :4], odd[0, 1:3], odd.float()[:, :3]))) == [
-        *(False, False, False, True, False, True)
-    ]
+    assert not any(map(_holds_words, (odd, odd[0], odd[0, 0], odd[0, 1:3])))
+    assert all(map(_holds_words, (odd[:, :4], odd.float()[:, :3])))
 
 
 def test_a_cast_is_part_of_the_checksum():

@@ -66,27 +66,14 @@ def quantize_blocks(
     height, warps = (BLOCK, 8) if square else (ROWS, 4)
     if values.numel():
         with torch.cuda.device_of(values):
-            _quantize[triton.cdiv(rows, height), blocks, count](
-                matrices,
-                code_matrices,
-                scale_matrices,
-                sums,
-                rows,
-                columns,
-                *matrices.stride(),
-                *code_matrices.stride(),
-                *scale_matrices.stride(),
-                *first_rows,
-                amax_floor,
-                SQUARE=square,
-                POW2=scale_format == "pow2",
-                BF16=round_to_bf16 and values.dtype != torch.bfloat16,
-                HEIGHT=height,
-                WIDTH=BLOCK,
-                LIMIT=E4M3_MAX,
-                WHOLE_WORDS=columns % 4 == 0,
-                num_warps=warps,
-            )
+            tensors = matrices, code_matrices, scale_matrices
+            strides = [stride for tensor in tensors for stride in tensor.stride()]
+            constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK}
+            constants |= {"LIMIT": E4M3_MAX, "WHOLE_WORDS": columns % 4 == 0}
+            constants["BF16"] = round_to_bf16 and values.dtype != torch.bfloat16
+            numbers = rows, columns, *strides, *first_rows, amax_floor
+            grid = triton.cdiv(rows, height), blocks, count
+            _quantize[grid](*tensors, sums, *numbers, **constants, num_warps=warps)
     return codes, scale
 
 

@@ -27,26 +27,13 @@ def add_magnitudes(
     beyond: torch.Tensor | None,
 ) -> None:
     """As `codec.magnitudes.add_magnitudes`."""
-    batch, heads, tokens, channels = states.shape
-    real_BT = real_BT.expand(batch, tokens).view(torch.uint8)
+    real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
     if states.numel():
         grid, tile = _tiles(states)
         with torch.cuda.device_of(states):
-            _add_magnitudes[grid](
-                states,
-                real_BT,
-                amax.view(torch.int32),
-                elements,
-                limit,
-                beyond,
-                heads,
-                tokens,
-                channels,
-                *states.stride(),
-                *real_BT.stride(),
-                limit is not None,
-                *tile,
-            )
+            sizes, strides = states.shape[1:], (*states.stride(), *real_BT.stride())
+            figures = amax.view(torch.int32), elements, limit, beyond
+            _add_magnitudes[grid](states, real_BT, *figures, *sizes, *strides, limit is not None, *tile)
 
 
 def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtype = tl.float8e4nv) -> torch.Tensor:
@@ -58,18 +45,13 @@ def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtyp
         scale = torch.full((), scale, device=states.device)
     scale = scale.to(states.device, torch.float32).reshape(())
     result = torch.empty_like(states)  # dense, so that it can be viewed wherever `states` can
-    source, target = _by_head(states), _by_head(result)
+    source, target = (each[(None,) * (4 - each.dim())] for each in (states, result))  # [B, H, T, D], views
     if states.numel():
         grid, tile = _tiles(source)
         with torch.cuda.device_of(states):
             sizes, strides = source.shape[1:], (*source.stride(), *target.stride())
             _round_trip[grid](source, target, scale, *sizes, *strides, codes, E4M3_MAX, *tile)
     return result
-
-
-def _by_head(tensor: torch.Tensor) -> torch.Tensor:
-    """`[B, H, T, D]`, a view."""
-    return tensor[(None,) * (4 - tensor.dim())]
 
 
 def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
