@@ -141,7 +141,7 @@ class Gemm:
         """vLLM's kernel, which makes a `ValueError` if there is none for this, and a layer as it is loaded."""
         if blocks := self.spec.weight_block:
             weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*blocks))
-            activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, blocks[1]))
+            activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
         else:
             weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
         with self._configured():
@@ -167,7 +167,7 @@ class _Layer(nn.Module):
         self.weight_block_size = spec.weight_block and list(spec.weight_block)
         self.input_scale = None
         codes = torch.randint(0x7F, shape, dtype=torch.uint8, device=device).view(E4M3)  # all are finite
-        blocks = [size // block for size, block in zip(shape, spec.weight_block or (), strict=False)]
+        blocks = spec.scale_shape(shape) if spec.weight_block else ()
         self.weight = nn.Parameter(codes if spec.weight_block else codes.t(), requires_grad=False)
         self.scale_name = f"weight{spec.scale_suffix}"
         self.register_parameter(self.scale_name, nn.Parameter(torch.ones(blocks, device=device), requires_grad=False))
