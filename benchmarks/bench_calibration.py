@@ -20,7 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 from testing import record
 from trl_fp8.features.kv_cache.calibration import KVCalibrator
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 
 from . import harness, shapes
 

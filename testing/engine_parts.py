@@ -15,7 +15,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from trl_fp8.engine.vllm.platforms import platform_of
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

@@ -25,7 +25,7 @@ from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.export.export import published
 from trl_fp8.features.kv_cache.engine_scales import attention_layers, write_kv_scales
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
-from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model

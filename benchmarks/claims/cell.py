@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from testing import record
 from testing.processes import free_port
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 
 from . import run_table
 from .formats import SIMULATED, SimulatedFormat, rounded_weights

@@ -14,7 +14,7 @@ from testing import tiny_models
 from trl_fp8.engine.vllm import compiled
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
-from trl_fp8.quantization.formats.tensor import TENSOR
+from trl_fp8.quantization.facts.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

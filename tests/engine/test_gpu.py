@@ -17,7 +17,7 @@ from testing import engines, tiny_models
 from testing.rollouts import agreement, sample
 from trl_fp8.engine.vllm.gemms import Gemm
 from trl_fp8.features.kv_cache.engine_scales import attention_layers
-from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.upstream.vllm import engine_model
 
 

@@ -24,7 +24,7 @@ from trl_fp8.features.kv_cache.calibration import (
     outlier_message,
 )
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
+from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
 
 
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]

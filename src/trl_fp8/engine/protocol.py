@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trl_fp8.quantization.formats.spec import ActivationScaling
+from trl_fp8.quantization.facts.scaling import ActivationScaling
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trl_fp8.quantization.e4m3 import check_scale_format
-from trl_fp8.quantization.formats import FORMATS, format_named
-from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.facts import FORMATS, format_named
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.scaling import check_scale_format
 
 from .flag import FlagGroup, flag
 

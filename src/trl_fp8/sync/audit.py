@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.names import listed
 
 from .pieces import Layout
@@ -82,6 +82,7 @@ def audit(
     With `replicas` a collective, which also compares the `kv_scales` that were sent, and whether they arrived on this
     rank. Every rank lists all names.
     """
+    # 1. What is held, what was sent, and with replicas how KV scales fared: one int64 each, on the device
     names, sent = layout.names, written.sums
     held = layout.sums()
     nothing = torch.zeros((), dtype=torch.int64, device=held.device)
@@ -91,9 +92,11 @@ def audit(
         labels += ["KV cache scales", "KV cache scales (in the engine)"]
         values.append(nothing if kv_scales is None else digest(kv_scales.values).to(held.device))
         values.append(nothing + int(kv_scales_arrived))
+    # 2. Their extremes over the ranks that have to agree, and one transfer of all to the host
     own = torch.stack(values) if values else held
     largest, smallest = replicas.extremes(own) if replicas else (own, own)
     own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
+    # 3. The verdict, by name
     held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
     differ = zip(names, held_values, sent_values, strict=True)
     problems = {

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 

@@ -9,7 +9,7 @@ from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers, verify
 from trl_fp8.features.one_forward.engine_part.vllm_kernels import VLLMKernels
 from trl_fp8.features.shared_base.adapter_tensors import A, B
 from trl_fp8.features.shared_base.engine_adapters import slots_of
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of, persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe

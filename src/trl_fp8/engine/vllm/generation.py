@@ -33,7 +33,7 @@ from trl_fp8.features.shared_base.adapter_tensors import (
     room_for,
 )
 from trl_fp8.features.shared_base.engine_adapters import adapters_installed
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.from_model import of_adapter, outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -21,7 +21,9 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.features.shared_base.adapter_tensors import A, B
-from trl_fp8.quantization.kv_scales import QKV
+from trl_fp8.quantization.codec.kv_scales import QKV
+from trl_fp8.quantization.facts import FORMATS
+from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
@@ -30,6 +32,9 @@ from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
 Shard = tuple[str, Span | Joined | None, Span | None, int]
 SCALES = tuple(f"_{which}_scale" for which in QKV)  # of vLLM's attention modules
+# Parameters of a linear that hold the scales of its blocks, and the one of a whole weight
+BLOCK_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if spec.weight_block}
+WHOLE_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if not spec.weight_block}
 SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
 ADAPTERS = {A: "lora_a", B: "lora_b"}  # layers of a linear with room for adapters, see adapters.py
 
@@ -90,7 +95,7 @@ def _why_packed(module: nn.Module) -> str | None:
         if getattr(backend, "name", None) != "TRITON" and method.experts_cls is not ReferenceUnquantizedExperts:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
-        for number, kind in product((0, 1), (("scale", "weight_scale_inv"), ("bias", "bias"))):
+        for number, kind in product((0, 1), (("scale", f"weight{BLOCKS.scale_suffix}"), ("bias", "bias"))):
             read, held = getattr(config, f"w{number + 1}_{kind[0]}", None), f"{HELD[number]}_{kind[1]}"
             if read is not None and read.data_ptr() != getattr(module, held).data_ptr():
                 return f"experts compute with a copy of {held} ({backend})"
@@ -111,11 +116,11 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
         yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
         return
     for name, rows, columns, offset in parts:
-        if (rows is None and columns is None) or attribute == "weight_scale":
+        if (rows is None and columns is None) or attribute in WHOLE_SCALES:
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
         sent, held = (rows, columns), (Span(offset, rows.size) if rows else None, None)
-        if attribute == "weight_scale_inv":
+        if attribute in BLOCK_SCALES:
             sent, held = (
                 tuple(span and span.blocks(block) for span, block in zip(spans, module.weight_block_size, strict=True))
                 for spans in (sent, held)

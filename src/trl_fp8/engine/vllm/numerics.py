@@ -9,7 +9,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.engine_scales import quantizes_query
-from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:

@@ -31,7 +31,7 @@ from trl_fp8.features.one_forward.engine_part.cpu_packed import PackedAttention
 from trl_fp8.features.one_forward.engine_part.invariance import SWITCH, Invariance
 from trl_fp8.features.one_forward.engine_part.norms import register_cuda_norms
 from trl_fp8.features.one_forward.engine_part.tiles import pin_tiles
-from trl_fp8.quantization.kernel_check import require_exact_kernels
+from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.names import WRAPPED

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.servable import REMEDY
 

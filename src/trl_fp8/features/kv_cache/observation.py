@@ -6,9 +6,9 @@ Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as
 import torch
 from torch import Tensor
 
-from trl_fp8.quantization.e4m3 import E4M3_MAX
-from trl_fp8.quantization.kv_scales import logit_error
-from trl_fp8.quantization.magnitudes import add_magnitudes
+from trl_fp8.quantization.codec.kv_scales import logit_error
+from trl_fp8.quantization.codec.magnitudes import add_magnitudes
+from trl_fp8.quantization.facts.scaling import E4M3_MAX
 
 
 class QKVObservation:

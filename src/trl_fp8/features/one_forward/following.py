@@ -20,7 +20,7 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.modules.gemm import require_backend
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.run.feature import Batch, Feature, Rollouts
 
 from .backward import FP8Flow

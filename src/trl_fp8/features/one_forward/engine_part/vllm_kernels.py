@@ -25,7 +25,8 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 from trl_fp8.engine.vllm.layout import ADAPTERS
 from trl_fp8.features.kv_cache.engine_scales import attention_layers
 from trl_fp8.features.shared_base.adapter_tensors import A
-from trl_fp8.quantization.formats.spec import FormatSpec
+from trl_fp8.quantization.codec.weights import held_weight
+from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.upstream.vllm import choose_experts
@@ -103,14 +104,8 @@ class EngineLinear:
 
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
     """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
-    codes, scale = layout.held[name], layout.held.get(name + spec.scale_suffix)
-    if scale is None:
-        return None
-    if codes.dim() == 4:  # gate and up projection of all experts
-        codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
-    scale = scale if scale.dim() > 1 else scale.view(1, 1)
-    block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
-    return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
+    scale = layout.held.get(name + spec.scale_suffix)
+    return None if scale is None else held_weight(layout.held[name], scale, spec)
 
 
 class EngineRotary:

@@ -8,6 +8,9 @@ torchao's own `Float8Tensor.from_hp` takes the scale in the input's dtype, turns
 ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in temporary memory. On aligned weights with
 fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tests/quantization/test_blockwise.py.
 
+On a GPU with e4m3 instructions 128x128 blocks and groups of 128 are quantized by kernels/block_kernels.py, which read
+a tensor once. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
+
 Shape letters: N out-features, K in-features, `...` any leading dims (experts), n x k blocks.
 """
 
@@ -18,11 +21,12 @@ from typing import NamedTuple
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
-from trl_fp8.quantization.formats.spec import ACTIVATION_AMAX_FLOOR, ScaleFormat
+from trl_fp8.quantization.facts.blocks import BLOCK, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, ScaleFormat, check_scale_format
 
+from .batches import in_batches
 from .digest import digest, digests
-from .e4m3 import E4M3, casts_in_hardware, check_scale_format, saturating_cast_, scale_from_amax
+from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
 
 
 _TOGETHER = 2**19  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
@@ -42,7 +46,7 @@ def quantize_weight(
 
     Args:
         weight: `[..., N, K]` in BF16, FP16 or FP32; blocks that N or K do not fill count as padded with zeros.
-        scale_format: `"pow2"` or `"fp32"`; see `trl_fp8.quantization.e4m3`.
+        scale_format: `"pow2"` or `"fp32"`; see `trl_fp8.quantization.codec.e4m3`.
         block: Rows and columns that share a scale.
         amax_floor: Smallest amax that a block is given.
         amax: Largest magnitude of every block, 0-d. None: of each block, what it holds.
@@ -60,6 +64,7 @@ def quantize_weight(
     if weight.dim() < 2:
         raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
     tensor = _quantize(weight, block, name, scale_format, amax_floor, amax)
+    # NaN and infinity survive the search for amax and the division by 448, so that the few scales tell of all elements
     if check_finite and (bad := ~torch.isfinite(tensor.scale)).any():
         first = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
@@ -82,7 +87,7 @@ def quantize_activation(
 
     Args:
         activation: `[..., K]`, floating point; a group that K does not fill counts as padded with zeros.
-        scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `formats.spec.ActivationScaling`.
+        scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `facts.scaling.ActivationScaling`.
         group: Elements that share a scale.
 
     Returns:
@@ -122,29 +127,29 @@ def quantize_into(
         if block == (BLOCK, BLOCK) and casts_in_hardware(device):
             return _quantize_by_kernel(destinations, scale_format, amax_floor)
         return torch.cat([_quantize_batch([destination], *options) for destination in destinations])
-    alike: dict[tuple, list[int]] = {}
-    for index, (weight, _, _, amax, rows) in enumerate(destinations):
-        alike.setdefault((weight.shape, weight.dtype, rows, amax is not None and index), []).append(index)
-    order, sums = [], []
-    for (shape, *_), members in alike.items():
-        together = max(1, _TOGETHER // shape.numel())
-        for start in range(0, len(members), together):
-            order += (batch := members[start : start + together])
-            sums.append(_quantize_batch([destinations[index] for index in batch], *options))
-    places = sorted(range(len(order)), key=order.__getitem__)
-    return torch.cat(sums)[places]
+    # A stack of weights is quantized with one amax: weights that are given one go alone
+    kinds = [
+        (one.weight.shape, one.weight.dtype, one.rows_before, one.amax is not None and number)
+        for number, one in enumerate(destinations)
+    ]
+    return in_batches(
+        kinds,
+        lambda number: _TOGETHER // destinations[number].weight.numel(),
+        lambda batch: _quantize_batch([destinations[number] for number in batch], *options),
+    )
 
 
 def _quantize_by_kernel(
     destinations: Sequence[Destination], scale_format: ScaleFormat, amax_floor: float
 ) -> torch.Tensor:
-    from .block_kernels import quantize_blocks  # Triton compiles for GPUs only
+    from trl_fp8.quantization.kernels.block_kernels import quantize_blocks
 
     sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
     for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
         options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
         quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
-        # As torch's own writes do: a backward through what was there before is then an error
+        # Autograd does not see what a kernel writes. Counted as torch's own writes are, a backward through what was
+        # there before is an error, and not a gradient by the new weight
         torch.autograd.graph.increment_version([codes, scale])
     return sums
 
@@ -156,6 +161,8 @@ def _quantize_batch(
     first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
     rows_before, scales_before = first.rows_before
     if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
+        # In parts, so that copies of a part are alive and not of the weight. Checksums of parts add up to that of the
+        # whole; scales are few, and are summed and written at the end
         scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
         for where, scales_where, row in _row_parts(first.weight.shape, block):
             part = first.weight[where].detach().to(torch.bfloat16)
@@ -166,6 +173,7 @@ def _quantize_batch(
         return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
     stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
     codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
+    # What is written to are views all over the engine; one call copies to all of them
     torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
     torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
     return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
@@ -190,7 +198,7 @@ def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) ->
     """
     blocks = tuple(size for size in tensor.block_size if size > 1)
     if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
-        from .block_kernels import dequantize_blocks  # Triton compiles for GPUs only
+        from trl_fp8.quantization.kernels.block_kernels import dequantize_blocks
 
         return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
     values, view, _ = _padded_blocks(tensor.qdata, blocks)
@@ -214,11 +222,12 @@ def _quantize(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> Float8Tensor:
+    """`values` in `blocks`, rows and columns or columns alone, that share a scale; by the kernel where it can."""
     check_scale_format(scale_format)
     if not values.is_floating_point() or values.dtype == E4M3:
         raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
     if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and amax is None and not reciprocal:
-        from .block_kernels import quantize_blocks  # Triton compiles for GPUs only
+        from trl_fp8.quantization.kernels.block_kernels import quantize_blocks
 
         qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)
     else:
@@ -235,15 +244,24 @@ def _quantize_by_torch(
     amax: torch.Tensor | None = None,
     reciprocal: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales; what kernels.py computes on a GPU."""
-    scaled, view, reduced = _padded_blocks(values, blocks)
+    """Codes and scales; what kernels/block_kernels.py computes on a GPU."""
+    # 1. An FP32 copy, padded to whole blocks and viewed by blocks: `[..., n, N / n, k, K / k]`
+    scaled, view, inside = _padded_blocks(values, blocks)
+    # 2. The largest magnitude of each block: two reductions, where `view.abs()` would be a second copy. NaN passes
+    # through maximum and amax, and so into the scale
     if amax is None:
-        amax = torch.maximum(view.amax(reduced), -view.amin(reduced))  # no |values| temporary; NaN passes through
+        amax = torch.maximum(view.amax(inside), -view.amin(inside))
     else:
-        amax = amax.expand([size for dim, size in enumerate(view.shape) if dim - view.dim() not in reduced])
+        amax = amax.expand([size for dim, size in enumerate(view.shape) if dim - view.dim() not in inside])
+    # 3. The scale, in FP32: torchao's, in the dtype of the values, would be rounded to 8 bits in BF16
     scale = scale_from_amax(amax, scale_format, amax_floor)
+    # 4. Codes, in the copy itself. A product with the rounded reciprocal is not the quotient: some engine kernels
+    # compute the one, some the other, and codes next to a tie differ
     divisor = _expandable(scale, len(blocks))
-    view.mul_(divisor.reciprocal()) if reciprocal else view.div_(divisor)
+    if reciprocal:
+        view.mul_(divisor.reciprocal())
+    else:
+        view.div_(divisor)
     return saturating_cast_(_crop(scaled, values.shape)).contiguous(), scale
 
 
@@ -253,6 +271,8 @@ def _padded_blocks(
     """An fp32 copy of `values`, zero-padded to whole blocks; its view by blocks; the dims inside a block."""
     lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
     padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
+    # Zeros change no amax, so that a ragged block gets the scale of what it holds. Filling costs a pass: only where
+    # something is padded
     allocate = torch.empty if padded == list(tail) else torch.zeros
     copy = allocate((*lead, *padded), dtype=torch.float32, device=values.device)
     _crop(copy, values.shape).copy_(values)

@@ -1,12 +1,16 @@
 """Checksums of tensors' bytes that stay on the device, for comparing what was sent with what arrived.
 
-A tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1 and all
-products are summed modulo 2**64. Since each key is odd, changing any one word always changes the sum; since keys
-differ between positions, exchanging words, rows or whole tensors does too, except by a coincidence of 2**-32 or rarer.
-It protects against mistakes, not against an adversary. Keys factor into rows and columns: two integer sums over the
-bytes are all the work. Sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
+A tensor is read as 32-bit words in a matrix [R, C]. Word (r, c) is multiplied by the odd key 2 (r + c P) + 1, where P
+is `COLUMN_STEP`, and all products are summed modulo 2**64. Each key is odd, and an odd number has an inverse modulo
+2**64: changing any one word always changes the sum. Keys differ between positions: exchanging words, rows or whole
+tensors changes it too, except by a coincidence of 2**-32 or rarer. It protects against mistakes, not an adversary.
 
-On a GPU a kernel reads many tensors in one launch (checksums.py); on CPU those of one shape are summed together.
+Two properties make it cheap. Keys are a number of the row plus a number of the column, so that two plain sums over the
+bytes, by row and by column, are all the work: sum w (2r + 1 + 2cP) = sum_r (2r + 1) sum_c w + sum_c 2cP sum_r w. And
+sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
+
+On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py); on CPU those of one shape are summed
+together. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +18,11 @@ from functools import lru_cache
 
 import torch
 
+from trl_fp8.quantization.facts.keys import COLUMN_STEP
 
-_P = 0x1E3779B97F4A7C15  # any large odd number that fits into int64
+from .batches import in_batches, places
+
+
 _PART = 2**18  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small
 
 
@@ -43,20 +50,20 @@ class Table:
         self._rest = [tensor.detach() for tensor in tensors]  # what is stacked, and padded, each time
         self._table = None
         if tensors and tensors[0].is_cuda:
-            from .checksums import table_of  # Triton compiles for GPUs only
+            from trl_fp8.quantization.kernels.checksum_kernels import table_of
 
             order = sorted(range(len(tensors)), key=lambda index: not _holds_words(tensors[index]))
             in_table = sum(map(_holds_words, tensors))
             self._table = table_of([self._rest[index] for index in order[:in_table]]) if in_table else None
             self._rest = [self._rest[index] for index in order[in_table:]]
-            self._places = torch.tensor(_places(order)).to(tensors[0].device)
+            self._places = torch.tensor(places(order)).to(tensors[0].device)
 
     def sums(self) -> torch.Tensor:
         """int64 `[n]` on the device: `digest` of each tensor as it is now."""
-        rest = _in_batches(self._rest, lambda batch, row: _sums(_words(batch), row))
+        rest = _looked_at(self._rest, lambda batch, row: _sums(_words(batch), row))
         if self._table is None:
             return rest
-        from .checksums import sum_table
+        from trl_fp8.quantization.kernels.checksum_kernels import sum_table
 
         sums = sum_table(self._table)
         return torch.cat([sums, rest])[self._places] if self._rest else sums
@@ -68,43 +75,41 @@ def _holds_words(tensor: torch.Tensor) -> bool:
     return size % 4 == 0 or (tensor.shape[-1:].numel() * size % 4 == 0 and tensor.data_ptr() % 4 == 0)
 
 
-def _places(order: Sequence[int]) -> list[int]:
-    """Where in `order` each number is."""
-    return sorted(range(len(order)), key=order.__getitem__)
-
-
 def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
     if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
-        from .checksums import sum_sent  # Triton compiles for GPUs only
+        from trl_fp8.quantization.kernels.checksum_kernels import sum_sent
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
         return sums, bad == 0
     found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
     for dtype in dict.fromkeys(dtypes):
         members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
-        found[members] = _in_batches([tensors[index].detach() for index in members], _sent_as(dtype), dtype)
+        found[members] = _looked_at([tensors[index].detach() for index in members], _sent_as(dtype), dtype)
     return found[:, 0], found[:, 1] == 0
 
 
 def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Checksum of each of `[G, ...]` in `dtype`, and a number that is 0 if all of it is finite: `[G, 2]`."""
+
     def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
-        """Checksum of each of `[G, ...]`, and how many of its extremes, in FP8 of all, are not finite: `[G, 2]`."""
         batch = batch.to(dtype).contiguous()
         flat = batch.view(len(batch), batch.shape[1:].numel())
         bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
         if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch no order of it
             bad = flat.isnan().sum(1)
-        elif batch.is_floating_point() and flat.shape[1]:  # a norm would need 15 times as long
+        elif batch.is_floating_point() and flat.shape[1]:
+            # NaN and infinity show in the extremes, whichever element they are. In a norm they would, too, but that
+            # takes 15 times as long on CPU
             bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
         return torch.stack([_sums(_words(batch), row), bad], 1)
 
     return looked_at
 
 
-def _in_batches(
+def _looked_at(
     tensors: Sequence[torch.Tensor],
     look: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype | None = None,
@@ -112,28 +117,21 @@ def _in_batches(
     """What `look` finds of each tensor, in order: it gets stacks of one shape, or parts of one tensor and their row,
     over which it is added up. `dtype` is that of the words, if `look` casts.
     """
-    alike: dict[tuple, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        alike.setdefault((tensor.dtype, *tensor.shape), []).append(index)
-    order, found = [], []
-    for members in alike.values():
-        size = max(tensors[members[0]].nbytes // 4, 1)
-        together = max(_PART // size, 1)
-        for start in range(0, len(members), together):
-            batch = members[start : start + together]
-            order += batch
-            if len(batch) > 1 or size <= _PART:
-                found.append(look(torch.stack([tensors[index] for index in batch]), 0))
-            else:
-                tensor = tensors[batch[0]]
-                found.append(sum(look(part[None], row) for part, row in _parts(tensor, dtype or tensor.dtype)))
-    return torch.cat(found)[_places(order)] if found else torch.zeros(0, dtype=torch.int64)
+    words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
+
+    def looked_at(batch: list[int]) -> torch.Tensor:
+        first = tensors[batch[0]]
+        if len(batch) == 1 and words[batch[0]] > _PART:
+            return sum(look(part[None], row) for part, row in _parts(first, dtype or first.dtype))
+        return look(torch.stack([tensors[number] for number in batch]), 0)
+
+    return in_batches([(t.dtype, *t.shape) for t in tensors], lambda number: _PART // words[number], looked_at)
 
 
 def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
     """Checksums `[G]` of int32 words `[G, R, C]`."""
     if words.is_cuda:
-        from .checksums import sum_table, table_of  # Triton compiles for GPUs only
+        from trl_fp8.quantization.kernels.checksum_kernels import sum_table, table_of
 
         return sum_table(table_of(list(words), first_row=first_row))
     wide = words.long()  # each sum would make its own, more slowly
@@ -148,7 +146,7 @@ def _row_keys(first: int, count: int) -> torch.Tensor:
 
 @lru_cache(256)
 def _column_keys(count: int) -> torch.Tensor:
-    return 2 * _P * torch.arange(count)  # wraps modulo 2**64, as do the products
+    return 2 * COLUMN_STEP * torch.arange(count)  # wraps modulo 2**64, as do the products
 
 
 def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, int]]:

@@ -1,13 +1,14 @@
-"""Are the GPU kernels what they were tested to be? Asked on the user's device, Triton and driver before an audit
-relies on them: a kernel that gave the same checksum for everything would prove nothing, without a word.
+"""Checks, on the user's device, Triton and driver, that the GPU kernels give the bytes that were tested.
+
+An audit relies on them: a kernel that gave the same checksum for everything would prove nothing, without a word.
 """
 
 from importlib.metadata import version
 
 import torch
 
-from trl_fp8.quantization.formats.blocks import BLOCK, WEIGHT_AMAX_FLOOR
-from trl_fp8.quantization.formats.spec import SCALE_FORMATS
+from trl_fp8.quantization.facts.blocks import BLOCK, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.facts.scaling import SCALE_FORMATS
 
 from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
 from .digest import Table, digest, digests_of_sent

@@ -6,36 +6,16 @@ and no scale is below FP16's smallest normal number: then both of vLLM's roundin
 an engine that loads a checkpoint holds the bytes that a sync writes (tests/quantization/test_tensor_format.py).
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 from .spec import FormatSpec
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torchao.quantization import Float8Tensor
-
-
-class _TensorSpec(FormatSpec):
-    def common_amax(self, weights: Sequence["Tensor"]) -> "Tensor":
-        import torch
-
-        # of the values rounded to BF16, which rounding is monotonic
-        largest = torch.stack([torch.stack(torch.aminmax(weight.detach())).abs().amax() for weight in weights]).amax()
-        return largest.to(torch.bfloat16)
-
-    def sent_scale(self, codes: "Float8Tensor") -> "Tensor":
-        return codes.scale.view(1)
-
-
-TENSOR = _TensorSpec(
+TENSOR = FormatSpec(
     name="tensor",
     description="e4m3 per tensor",
     help="one scale per weight, common to those that vLLM fuses, and one per token; experts stay in high precision.",
     weight_block=None,
-    activation_scope="token",
-    weight_amax_floor=448 * 2**-14,
+    activation_group=None,
+    weight_amax_floor=448 * 2**-14,  # 2^-14 is FP16's smallest normal number
     scale_suffix="_scale",
     alignment=16,
     requirement="have sides that are multiples of 16",
@@ -43,5 +23,7 @@ TENSOR = _TensorSpec(
     readers="vLLM reads it as it is.",
     linear_backend="cutlass",
     why_no_experts="vLLM quantizes the input of per-tensor FP8 experts with one scale per batch",
-    fused_share_scale=True,
+    why_no_start=(
+        "one scale per weight (no weight_block_size in its config), which transformers reads without its scales"
+    ),
 )

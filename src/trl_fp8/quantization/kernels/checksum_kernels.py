@@ -1,4 +1,4 @@
-"""Triton kernels for checksums (see digest.py) of many tensors in one launch, over a table of pointers.
+"""Triton kernels for checksums (see codec/digest.py) of many tensors in one launch, over a table of pointers.
 
 A sync proves hundreds of tensors: with launches of their own, most of which read a few KiB, the host would take
 longer than the device. A program sums up 128 KiB of one tensor; an int32 map of programs, 1/32768 of the bytes, says
@@ -12,19 +12,19 @@ import torch
 import triton
 import triton.language as tl
 
-from .digest import _P
+from trl_fp8.quantization.facts import keys
 
 
 LANES = 256  # elements that a program loads with one instruction, one per thread: of one row, or of several short ones
 STEPS = 128  # of a program, down its columns
 AT_ONCE = 8  # steps whose loads are under way together
-COLUMN_STEP = tl.constexpr(_P)
+COLUMN_STEP = tl.constexpr(keys.COLUMN_STEP)
 FIELDS = tl.constexpr(10)  # of an entry
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
-class Table:
+class Pointers:
     """Where tensors are, on their device. It holds them alive: no other tensor can come to lie where they were."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -32,7 +32,7 @@ class Table:
     programs: torch.Tensor  # int32 [programs]: the entry of each
 
 
-def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Table:
+def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Pointers:
     """The table of at least one tensor, all on one device, of any dtype and any dims.
 
     Rows of dtypes of less than 4 bytes need to be whole words without gaps. Leading dims may step through memory in
@@ -45,7 +45,7 @@ def table_of(tensors: Sequence[torch.Tensor], *, first_row: int = 0) -> Table:
     return _table(tensors, [_words(tensor) for tensor in tensors], list(range(len(tensors))), first_row)
 
 
-def sum_table(table: Table) -> torch.Tensor:
+def sum_table(table: Pointers) -> torch.Tensor:
     """int64 `[n]`: the checksum of each tensor as its bytes are now, in one launch that the host does not wait for."""
     sums = torch.zeros(len(table.tensors), dtype=torch.int64, device=table.entries.device)
     _launch(table, sums, None, tl.int32, tl.int32)
@@ -97,7 +97,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 def _table(
     tensors: Sequence[torch.Tensor], elements: Sequence[torch.Tensor], slots: Sequence[int], first_row: int = 0
-) -> Table:
+) -> Pointers:
     entries, programs, taken = [], [], 0
     for tensor, slot in zip(elements, slots, strict=True):
         entry, count = _entry(tensor)
@@ -110,7 +110,7 @@ def _table(
     device = tensors[0].device
     owners = torch.arange(len(entries), dtype=torch.int32, device=device)
     owners = owners.repeat_interleave(counts.to(device, non_blocking=True), output_size=taken)
-    return Table(tuple(tensors), on_host.to(device, non_blocking=True), owners)
+    return Pointers(tuple(tensors), on_host.to(device, non_blocking=True), owners)
 
 
 def _entry(tensor: torch.Tensor) -> tuple[list[int], int]:
@@ -135,7 +135,7 @@ def _described(tensor: torch.Tensor) -> str:
     return f"a tensor of shape {tuple(tensor.shape)}, strides {tensor.stride()} and dtype {tensor.dtype}"
 
 
-def _launch(table: Table, sums: torch.Tensor, bad: torch.Tensor | None, source: tl.dtype, target: tl.dtype) -> None:
+def _launch(table: Pointers, sums: torch.Tensor, bad: torch.Tensor | None, source: tl.dtype, target: tl.dtype) -> None:
     if len(table.programs):
         with torch.cuda.device_of(table.programs):
             grid = (len(table.programs),)
@@ -175,16 +175,19 @@ def _sum_entries(
     place = start + matrix * matrix_stride + (first + row) * row_stride + column * column_stride
     lane_rows = tl.where(column < columns, rows_left - row, 0)
 
-    # The key is 2 (row + COLUMN_STEP word) + 1: what is the same in all steps is multiplied once, at the end
+    # The key of a word is 2 (row + COLUMN_STEP word number) + 1. A lane stays in its column, and its row rises by
+    # `height` with each step, so that sum w key = key of its first row * sum w + 2 height * sum w step: the loop adds
+    # two sums, and 64-bit products of keys, of which a GPU makes one out of several, are taken once, at the end
     plain, by_step = tl.zeros([LANES], tl.int64), tl.zeros([LANES], tl.int64)
     largest = tl.zeros([LANES], tl.int32)
     for begin in range(0, (rows_left + height - 1) // height, AT_ONCE):
-        for ahead in tl.static_range(AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):  # unrolled: all of the loads are under way before the first is used
             step = begin + ahead
             value = tl.load(place + step * height * row_stride, mask=step * height < lane_rows, other=0)
             if TARGET.primitive_bitwidth == 16:
                 half = value.to(TARGET).to(tl.int16, bitcast=True).to(tl.int32)
                 largest = tl.maximum(largest, half & 0x7FFF)
+                # Two elements are one word, and two lanes have them: each adds the word with the other half zero
                 word = tl.where(column % 2 == 0, half & 0xFFFF, half << 16)
             else:
                 word = value.to(TARGET).to(tl.int32, bitcast=True)
@@ -194,5 +197,6 @@ def _sum_entries(
     key = 2 * (first_row + matrix * rows + first + row + column * TARGET.primitive_bitwidth // 32 * COLUMN_STEP) + 1
     tl.atomic_add(sums + slot, tl.sum(plain * key + by_step * (2 * height), axis=0), sem="relaxed")
     if bad is not None:
+        # Without the sign, infinity is the smallest of the bits that are not finite, NaN above it
         infinity: tl.constexpr = 0x7F80 if TARGET == tl.bfloat16 else 0x7C00 if TARGET == tl.float16 else 0x7F800000
         tl.store(bad + slot, 1, mask=tl.max(largest, axis=0) >= infinity)

@@ -1,4 +1,4 @@
-"""The e4m3 number format: its limits, a cast that saturates, power-of-two scales, and the round trip of a KV cache.
+"""The e4m3 number format: a cast that saturates, power-of-two scales, and the round trip of a KV cache.
 
 e4m3 (`torch.float8_e4m3fn`) has 4 exponent and 3 mantissa bits, no infinity, and a largest value of 448. Two facts
 decide how it is used here:
@@ -13,19 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from trl_fp8.quantization.formats.spec import SCALE_FORMATS, ScaleFormat
+from trl_fp8.quantization.facts.scaling import E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
-E4M3_MAX = 448.0
-
-
-def check_scale_format(scale_format: str) -> None:
-    if scale_format not in SCALE_FORMATS:
-        raise ValueError(
-            f"scale_format={scale_format!r} is not a scale format: expected 'pow2' (a power of two, exact in BF16) or "
-            "'fp32' (amax / 448, one rounding less but inexact in BF16)."
-        )
 
 
 def casts_in_hardware(device: torch.device) -> bool:
@@ -35,26 +26,30 @@ def casts_in_hardware(device: torch.device) -> bool:
 
 def saturating_cast_(values: torch.Tensor) -> torch.Tensor:
     """Cast `values` to e4m3: overflow and infinities go to +-448, NaN stays NaN. Clamps in place."""
-    # torch before 2.12 casts overflow to NaN
+    # e4m3 has no infinity, and torch before 2.12 casts overflow to NaN: one element that its scale misses would make
+    # every product with it NaN. The clamp lets NaN pass, so that what diverged stays visible
     return values.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def e4m3_values(codes: torch.Tensor, scale: torch.Tensor | float = 1.0, nan: bool = True) -> torch.Tensor:
     """The numbers that `codes` (or their bytes) stand for, times `scale`, in FP32; without `nan`, NaN reads as +-480.
 
-    On CPU six times as fast as torch's cast, which is not vectorized: with its sign, a zero and its other 7 bits in
-    front, a code is an FP16 number 2^-8 times as large, also where both are subnormal.
+    Six times as fast on CPU as torch's cast, which is not vectorized.
     """
+    # A code has the bits seeeemmm. Shifted by 7, with a zero between the sign and the rest, they are s0eeeemmm0000000,
+    # an FP16 number of the same mantissa. FP16's exponent has a bias of 15 where e4m3's is 7: the number is 2^-8 times
+    # as large, also where both are subnormal, and the factor 256 is exact
     halves = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
-    if nan:  # all of the 7 bits are set: one more carries over to the zero
+    if nan:  # NaN is the code whose 7 bits are all set: one more carries over to the zero, and FP16's exponent is full
         halves |= (halves + 0x80).bitwise_and_(0x4000)
     return halves.view(torch.float16).float().mul_(256 * scale)
 
 
 def ceil_pow2(values: torch.Tensor) -> torch.Tensor:
     """Smallest power of two that is not below each element of `values` (fp32, positive; NaN and inf pass through)."""
-    # Of exponent bits: `exp2(ceil(log2(x)))` depends on how log2 rounds
+    # By exponent bits: `exp2(ceil(log2(x)))` would depend on how log2 rounds next to a power of two
     mantissa, exponent = torch.frexp(values)  # values = mantissa * 2**exponent, mantissa in [0.5, 1)
+    # The next power of two is 2**exponent, but a power of two, whose mantissa is 0.5, is its own
     power = torch.ldexp(torch.ones_like(values), exponent - (mantissa == 0.5).to(exponent.dtype))
     return torch.where(torch.isfinite(values), power, values)
 
@@ -77,6 +72,8 @@ def cache_codes(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tens
 
 
 class _StraightThrough(torch.autograd.Function):
+    """A rounding has a gradient of zero almost everywhere; this one passes the gradient on unchanged."""
+
     @staticmethod
     def forward(ctx, values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         return rounding(values)
@@ -86,17 +83,12 @@ class _StraightThrough(torch.autograd.Function):
         return gradient, None
 
 
-def straight_through(values: torch.Tensor, rounding: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`rounding(values)`, of the same shape; the gradient passes unchanged."""
-    return _StraightThrough.apply(values, rounding)
-
-
 def cache_round_trip(states: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
     """`states` as attention reads them from an FP8 KV cache: same shape and dtype; the gradient passes unchanged, of
     saturated elements too (arXiv 2601.14243), which `fp8/kv_saturation_fraction` counts.
     """
     if casts_in_hardware(states.device):
-        from .cache_kernels import round_trip  # Triton compiles for GPUs only
+        from trl_fp8.quantization.kernels.cache_kernels import round_trip  # hosts without a GPU may have no Triton
 
-        return straight_through(states, lambda s: round_trip(s, scale))
-    return straight_through(states, lambda s: e4m3_values(cache_codes(s, scale), scale).to(s.dtype))
+        return _StraightThrough.apply(states, lambda s: round_trip(s, scale))
+    return _StraightThrough.apply(states, lambda s: e4m3_values(cache_codes(s, scale), scale).to(s.dtype))

@@ -27,27 +27,16 @@ def add_magnitudes(
         beyond: With `limit`: 0-d, fp64; the number of elements whose magnitude is above it is added.
     """
     if states.is_cuda:
-        from .cache_kernels import add_magnitudes as by_kernel  # Triton compiles for GPUs only
+        from trl_fp8.quantization.kernels.cache_kernels import add_magnitudes as by_kernel  # needs Triton
 
         by_kernel(states, real_BT, amax, elements, limit, beyond)
-    else:
-        _add_magnitudes_by_torch(states, real_BT, amax, elements, limit, beyond)
-
-
-def _add_magnitudes_by_torch(
-    states: torch.Tensor,
-    real_BT: torch.Tensor,
-    amax: torch.Tensor,
-    elements: torch.Tensor,
-    limit: torch.Tensor | None,
-    beyond: torch.Tensor | None,
-) -> None:
-    """What cache_kernels.py does on a GPU."""
+        return
     padded_BT = ~real_BT
     values = states.abs()  # vector_norm needs no temporary, but takes ten times as long on CPU
+    # Padding is left out of the B x T results: to leave it out of the states would copy them once more
     largest = values.amax((1, 3)).masked_fill_(padded_BT, 0).amax().float()
     torch.maximum(amax, largest, out=amax)
     elements.add_(real_BT.sum() * (values.shape[1] * values.shape[3]))
     if limit is not None:
-        beyond_BT = values.gt_(limit).sum((1, 3), dtype=torch.float32)
+        beyond_BT = values.gt_(limit).sum((1, 3), dtype=torch.float32)  # ones and zeros, in the states' own dtype
         beyond.add_(beyond_BT.masked_fill_(padded_BT, 0).sum())

@@ -12,7 +12,9 @@ from math import log
 
 import torch
 
-from .e4m3 import E4M3_MAX, ceil_pow2
+from trl_fp8.quantization.facts.scaling import E4M3_MAX
+
+from .e4m3 import ceil_pow2
 
 
 QKV = ("q", "k", "v")

@@ -2,7 +2,7 @@
 
 torch's operations would launch up to 18 kernels for the one and seven for the other, and most of them read or write
 the whole tensor. Here it is read once, in the strides in which attention gets it. Results equal those of
-magnitudes.py and e4m3.py on CPU, bit for bit: neither a maximum nor a count depends on the order of
+codec/magnitudes.py and codec/e4m3.py on CPU, bit for bit: neither a maximum nor a count depends on the order of
 programs.
 
 Shape letters: B sequences, H heads, T tokens, D head size.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .e4m3 import E4M3_MAX
+from trl_fp8.quantization.facts.scaling import E4M3_MAX
 
 
 ELEMENTS = 4096  # per program, whole tokens
@@ -26,20 +26,18 @@ def add_magnitudes(
     limit: torch.Tensor | None,
     beyond: torch.Tensor | None,
 ) -> None:
-    """As `magnitudes.add_magnitudes`."""
-    batch, heads, tokens, channels = states.shape
-    real_BT = real_BT.expand(batch, tokens).view(torch.uint8)
+    """As `codec.magnitudes.add_magnitudes`."""
+    real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
     if states.numel():
         grid, tile = _tiles(states)
         with torch.cuda.device_of(states):
-            _add_magnitudes[grid](
-                *(states, real_BT, amax.view(torch.int32), elements, limit, beyond, heads, tokens, channels),
-                *(*states.stride(), *real_BT.stride(), limit is not None, *tile),
-            )
+            sizes, strides = states.shape[1:], (*states.stride(), *real_BT.stride())
+            figures = amax.view(torch.int32), elements, limit, beyond
+            _add_magnitudes[grid](states, real_BT, *figures, *sizes, *strides, limit is not None, *tile)
 
 
 def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtype = tl.float8e4nv) -> torch.Tensor:
-    """What `e4m3.cache_round_trip` returns for `states`, any strides, in a layout like theirs.
+    """What `codec.e4m3.cache_round_trip` returns for `states`, any strides, in a layout like theirs.
 
     `scale` is a number or a tensor of one; `codes` is the type that elements divided by it are rounded to.
     """
@@ -47,18 +45,13 @@ def round_trip(states: torch.Tensor, scale: torch.Tensor | float, codes: tl.dtyp
         scale = torch.full((), scale, device=states.device)
     scale = scale.to(states.device, torch.float32).reshape(())
     result = torch.empty_like(states)  # dense, so that it can be viewed wherever `states` can
-    source, target = _by_head(states), _by_head(result)
+    source, target = (each[(None,) * (4 - each.dim())] for each in (states, result))  # [B, H, T, D], views
     if states.numel():
         grid, tile = _tiles(source)
         with torch.cuda.device_of(states):
             sizes, strides = source.shape[1:], (*source.stride(), *target.stride())
             _round_trip[grid](source, target, scale, *sizes, *strides, codes, E4M3_MAX, *tile)
     return result
-
-
-def _by_head(tensor: torch.Tensor) -> torch.Tensor:
-    """`[B, H, T, D]`, a view."""
-    return tensor[(None,) * (4 - tensor.dim())]
 
 
 def _tiles(states: torch.Tensor) -> tuple[tuple[int], tuple[int, int]]:
@@ -106,8 +99,9 @@ def _add_magnitudes(
     place = place + token[:, None] * token_stride + channel[None, :] * channel_stride
     values = tl.load(place, mask=is_real[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
 
-    # As integers, so that NaN, the largest of them, is not skipped. Atomics of all programs meet in one place: most
-    # of them have nothing to add to it
+    # Magnitudes as integers: without the sign bit, FP32 numbers are ordered as their bits are, and NaN is above all
+    # others, where a maximum of floats would skip it. Atomics of all programs meet in one place and wait for each
+    # other: programs look first, as most have nothing to add to it
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
     tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
@@ -145,6 +139,7 @@ def _round_trip(
     place = states + batch * batch_stride + head * head_stride
     place = place + token[:, None] * token_stride + channel[None, :] * channel_stride
     factor = tl.load(scale)
+    # Rounded to BF16 first, in which the engine computes q, k and v
     values = tl.load(place, mask=inside, other=0.0).to(tl.bfloat16).to(tl.float32)
     # Triton's `/` may be off by two units in the last place
     scaled = tl.clamp(tl.div_rn(values, factor), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
