@@ -16,7 +16,8 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fp8.recipe.names import NOWHERE
-from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, ROUTES, Batch, Rollouts
+from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import Metric, mean_of
 
 from .replay import RouterReplay, RouteTally
@@ -39,15 +40,15 @@ class Routes(Feature):
         return self.routes.old_log_probs(mask.shape, logits_to_keep, self.trainer.accelerator.device)
 
     def extend_batch(self, batch: Batch) -> None:
-        prompt_columns = batch.tensors["prompt_ids"].shape[1]
-        columns = prompt_columns + batch.tensors["completion_ids"].shape[1]
+        prompt_columns = batch.tensors[PROMPT_IDS].shape[1]
+        columns = prompt_columns + batch.tensors[COMPLETION_IDS].shape[1]
         if (routes := self.routes.batch_field(prompt_columns, columns)) is not None:
-            batch.tensors["routed_experts"] = routes
+            batch.tensors[ROUTES] = routes
         batch.metrics |= self.routes.metrics(lambda sums: self.trainer.accelerator.reduce(sums, "sum"))
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if "routed_experts" in inputs:
-            self.replay.begin(inputs["routed_experts"], replay=True)
+        if ROUTES in inputs:
+            self.replay.begin(inputs[ROUTES], replay=True)
 
     def end_loss(self) -> None:
         self.replay.end()
