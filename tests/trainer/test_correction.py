@@ -10,6 +10,7 @@ from transformers import TrainerCallback
 
 from testing import oracles
 from testing.runs import arguments, dataset, rows, training
+from trl_fp8 import FP8GRPOConfig
 from trl_fp8.features.correction import health
 from trl_fp8.features.correction.correction import Correction, apply_correction
 from trl_fp8.features.correction.importance import RolloutCorrection

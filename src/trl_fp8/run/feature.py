@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 class Feature(TrainerCallback):
     """Base of all features; `trainer` is the one whose step they take part in."""
 
+    keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
+
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
 

@@ -50,7 +50,7 @@ class Correction(Feature):
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                if trainer.args.fp8_run_log:  # one batch says little, and the report averages
+                if any(feature.keeps_log for feature in trainer.features):  # one batch says little, a report averages
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
 

@@ -19,6 +19,8 @@ logger = get_logger(__name__)
 class RunLog(Feature):
     """The main process writes: facts when training begins, each log, and a line for each generation."""
 
+    keeps_log = True
+
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
         self.writes = trainer.accelerator.is_main_process
