@@ -115,16 +115,8 @@ class KVState:
     def after_rollouts(
         self, how: Calibration, sequences: Sequence[Sequence[int]], scales: KVScales, step: int | None
     ) -> "KVState":
-        """New rollouts are there.
-
-        Args:
-            how: See `Calibration`.
-            sequences: Token ids of prompt and completion.
-            scales: Those that they were sampled under.
-            step: Of training; None: in an evaluation.
-
-        Raises:
-            RuntimeError: No scales were made yet, or a forward over earlier rollouts is under way.
+        """Note rollouts (token ids of prompt and completion), the scales that they were sampled under, and at what
+        step of training; None: in an evaluation. Raises `RuntimeError` if no scales were made yet, and as `observed`.
         """
         if self.margin is None:
             raise RuntimeError("rollouts arrived before next_scales() has made any scales for the engine.")
@@ -144,13 +136,11 @@ class KVState:
         return self.new.observation.watching(hook) if self.new else nullcontext()
 
     def observed(self, how: Calibration) -> tuple[Tensor | None, "KVState"]:
-        """Account for new rollouts if a forward saw them. A collective then.
+        """Account for new rollouts if a forward saw them; a collective then. Too large a share of saturated elements
+        is warned of, and in training it widens the margin.
 
-        Returns their share `[L, 2]` of k and v beyond their scales, of the worst rank, and the state; None as long as
-        no forward saw them. Too large a share is warned of, and in training widens the margin.
-
-        Raises:
-            RuntimeError: A forward over them is under way.
+        Returns the share `[L, 2]` of k and v beyond their scales, of the worst rank, or None without such a forward;
+        and the state. Raises `RuntimeError` while a forward over them is under way.
         """
         new = self.new
         if new is None:
@@ -204,12 +194,7 @@ class KVState:
 
 
 def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVScales, KVState]:
-    """Make the scales for the policy as it is now. A collective.
-
-    Args:
-        state: Accounts for new rollouts here, if a forward saw them.
-        how: See `Calibration`.
-        model: As the trainer calls it.
+    """Make the scales for the policy as it is now; `model` is what the trainer calls. A collective.
 
     Raises:
         ValueError: As `kv_scales_from_amax`, or no sequence has a token.

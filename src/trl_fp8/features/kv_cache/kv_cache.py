@@ -121,7 +121,7 @@ class KVCache(Feature):
         """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
         before = self.hook.scales_L3
         if before is None and self.trainer.args.simulate_kv_cache:
-            self._simulate(self._scales_in_force)
+            self.hook.simulate(self._scales_in_force)
         try:
             yield
         finally:
@@ -139,10 +139,10 @@ class KVCache(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         if KV_SCALES in inputs:
-            self._simulate(inputs[KV_SCALES][0])
+            self.hook.simulate(inputs[KV_SCALES][0])
 
     def end_loss(self) -> None:
-        self._simulate(None)
+        self.hook.simulate(None)
 
     def export_options(self) -> dict[str, object]:
         if (sync := self.trainer.vllm_generation.last_sync) is None:
@@ -161,10 +161,6 @@ class KVCache(Feature):
     @property
     def _scales_in_force(self) -> torch.Tensor:
         return self.trainer.vllm_generation.last_sync.kv_scales.values.to(self.trainer.accelerator.device)
-
-    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
-        if self.trainer.args.simulate_kv_cache:
-            self.hook.simulate(scales_L3)
 
     def _first_prompts(self) -> list[list[int]]:
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]
