@@ -27,7 +27,7 @@ LOSS_WEIGHTS = "importance_sampling_ratio"  # [B, T] or [B, 1]: factors of the l
 LOSS_TOKENS = "num_items_in_batch"  # 0-d: tokens that the loss averages over, on all ranks
 
 # Keys that features add. TRL shuffles and splits a batch by sequence, so each tensor has a row for each sequence
-KV_SCALES = "kv_scales"  # [B, L, 3] fp32: the KV scales in force, the same in every row
+SCALES_IN_FORCE = "kv_scales"  # [B, L, 3] fp32: the KV scales in force, the same in every row
 ROUTES = "routed_experts"  # [B, S, L, K]: experts that the loss's forward uses
 SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: nobody sampled it
 SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, those of one position behind those of another

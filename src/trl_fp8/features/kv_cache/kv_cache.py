@@ -21,7 +21,7 @@ from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.kv_scales import KVScales
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.batch import KV_SCALES, PROMPT_IDS, Batch, Rollouts
+from trl_fp8.run.batch import PROMPT_IDS, SCALES_IN_FORCE, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import highest, lowest, mean_of
 from trl_fp8.run.syncs import Syncs
@@ -129,7 +129,7 @@ class KVCache(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
-            batch.tensors[KV_SCALES] = self._scales_in_force.expand(len(batch.tensors[PROMPT_IDS]), -1, -1)
+            batch.tensors[SCALES_IN_FORCE] = self._scales_in_force.expand(len(batch.tensors[PROMPT_IDS]), -1, -1)
         batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
         saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
         if saturated_L2 is not None:
@@ -138,8 +138,9 @@ class KVCache(Feature):
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if KV_SCALES in inputs:
-            self.hook.simulate(inputs[KV_SCALES][0])
+        # Rollouts that an earlier attempt left may have them, where this one does not simulate
+        if self.trainer.args.simulate_kv_cache and SCALES_IN_FORCE in inputs:
+            self.hook.simulate(inputs[SCALES_IN_FORCE][0])
 
     def end_loss(self) -> None:
         self.hook.simulate(None)
