@@ -161,7 +161,7 @@ def test_a_preset_that_trl_could_express_is_what_the_loss_gets(checkpoint, tmp_p
     batches = []
     narrow = '{"bound": "mask", "bound_min": 0.95, "bound_max": 1.05}'
     with training(checkpoint("qwen3"), arguments(tmp_path, rollout_correction=narrow, max_steps=1)) as trainer:
-        assert trainer.args.correction.trl_mode == "token_mask"
+        assert (trainer.args.correction.level, trainer.args.correction.bound) == ("token", "mask")
         original = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = lambda inputs: batches.append(original(inputs)) or batches[0]
         trainer.train()

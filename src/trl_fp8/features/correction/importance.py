@@ -92,16 +92,10 @@ class RolloutCorrection:
             yield "bypass=True changes the old log-probs and monitor_only=True promises to change nothing; choose one"
 
     @classmethod
-    def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None, **others) -> RolloutCorrection:
+    def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None) -> RolloutCorrection:
         """The correction that TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` select."""
         level, _, bound = mode.partition("_")
-        return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max, **others)
-
-    @property
-    def trl_mode(self) -> str | None:
-        """TRL's name for exactly this correction, or `None` if TRL cannot express it."""
-        extras = self.reject or self.batch_normalize or self.bypass or self.monitor_only
-        return None if extras or self.level not in ("token", "sequence") else f"{self.level}_{self.bound}"
+        return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max)
 
     @property
     def fits_vespo(self) -> bool:
