@@ -47,7 +47,7 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
     from vllm import SamplingParams
 
     from testing import engines, tiny_models
-    from trl_fp8.features.kv_cache.calibration import observe_sequences
+    from trl_fp8.features.kv_cache.observation import observe_sequences
     from trl_fp8.policy.hook import AttentionHook
     from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax
 

@@ -6,7 +6,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from vllm import SamplingParams
 
-from trl_fp8.features.kv_cache.calibration import observe_sequences
+from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.head import engine_head
 from trl_fp8.features.one_forward.one_forward import OneForward

@@ -15,8 +15,8 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 from testing import engines, tiny_models
 from testing.chats import ROLES, Keypad, chat_tokenizer, chats, turns
 from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, reward_digits, rows, training
-from trl_fp8.features.kv_cache.calibration import observe_sequences
 from trl_fp8.features.kv_cache.kv_cache import KVCache
+from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.quantization.codec.blockwise import quantize_weight
 from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax
 from trl_fp8.recipe.names import checkpoint_name
@@ -191,7 +191,7 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
     with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2, shuffle_dataset=False), **options) as trainer:
         generations = generate_calls(trainer)
         calibrated = recorded(
-            trainer.vllm_generation, "calibrate", lambda _: trainer.feature(KVCache).calibrator.coming_prompts
+            trainer.vllm_generation, "calibrate", lambda _: trainer.feature(KVCache).kv_state.coming_prompts
         )
         trainer.train()
     asked = [f"user:{row['prompt']}assistant:" for row in dataset(4) for _ in range(4)]

@@ -22,8 +22,6 @@ too.
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,47 +30,18 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.correction.apply import batch_log_ratio
 
-from .log_ratio import LogRatio
-from .metric import Metric
+from .batch import Batch, Rollouts
 
 
 if TYPE_CHECKING:
     from trl_fp8.engine.vllm.part import EnginePart
 
 
-@dataclass
-class Rollouts:
-    """Token ids of one generation, a list for each rollout."""
-
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
-
-    @cached_property
-    def sequences(self) -> list[list[int]]:
-        """Prompt and completion of each rollout."""
-        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
-        return [list(prompt) + list(completion) for prompt, completion in pairs]
-
-
-@dataclass
-class Batch:
-    """One generation batch on its way from TRL's scoring to its loss."""
-
-    tensors: dict[str, torch.Tensor]  # TRL's, whose keys its loss reads
-    metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
-    record: dict = field(default_factory=dict)  # what the run's log keeps of it besides
-
-    @cached_property
-    def ratio(self) -> LogRatio | None:
-        """Log-ratios of the tokens that the policy wrote, as they were before a correction."""
-        return batch_log_ratio(self.tensors)
-
-
 class Feature(TrainerCallback):
     """Base of all features; `trainer` is the one whose step they take part in."""
+
+    keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer

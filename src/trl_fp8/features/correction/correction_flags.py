@@ -1,7 +1,6 @@
 """Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from trl_fp8.run.flag import FlagGroup, flag
 
@@ -10,6 +9,24 @@ from .presets import correction_from
 
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Settings of the sampling that change log-probs -> their values that do not
+NEUTRAL_SAMPLING = {
+    "top_p": (1.0,),
+    "top_k": (0, -1, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+    "vllm_structured_outputs_regex": (None,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "watermarking": (None, False),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None,),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+    "trace_decode_token_ids": (None,),
+}
 
 
 @dataclass
@@ -92,32 +109,16 @@ class CorrectionFlags(FlagGroup):
             self._check_sampling()
             self._check_correction()
 
-    def _not_neutral(self, neutral: dict[str, tuple]) -> dict[str, Any]:
-        """Settings of the sampling, fields or in `generation_kwargs`, that are none of their neutral values."""
-        fields = {name: getattr(self, name) for name in neutral if hasattr(self, name)}
-        given = fields | (self.generation_kwargs or {})
-        return {name: given[name] for name in neutral if name in given and given[name] not in neutral[name]}
-
     def _check_sampling(self) -> None:
         """Correction compares log-probs: what changes those of the rollout must change those of the trainer."""
         if not self.vllm_importance_sampling_correction:
             return
+        fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
+        values = fields | (self.generation_kwargs or {})
         followed = set().union(*(group.followed_sampling(self) for group in self.groups()))
-        changing = self._not_neutral(
-            {
-                **{"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0)},
-                "repetition_penalty": (1.0,),
-                "vllm_structured_outputs_regex": (None,),
-                "presence_penalty": (0.0,),
-                "frequency_penalty": (0.0,),
-                "min_tokens": (0,),
-                "watermarking": (None, False),
-                **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
-                **dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids"), (None,)),
-            }
-        )
-        if changing := {name: value for name, value in changing.items() if name not in followed}:
-            given = ", ".join(f"{name}={value!r}" for name, value in changing.items())
+        unlike = [name for name, neutral in NEUTRAL_SAMPLING.items() if values.get(name, neutral[0]) not in neutral]
+        if changing := [name for name in unlike if name not in followed]:
+            given = ", ".join(f"{name}={values[name]!r}" for name in changing)
             raise ValueError(
                 f"{given} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
                 "distribution than the trainer's, so every importance ratio would be off. Sample without it "

@@ -1,9 +1,9 @@
-"""The engine's FP8 KV cache, from the trainer's side: its scales calibrated, its roundings simulated.
+"""The engine's FP8 KV cache, from the trainer's side: it calibrates the scales and simulates the rounding.
 
-prompts -> coming tokens of a calibration that has no rollouts yet
-rollouts -> the scales that they were sampled under; those of the next ones, from the pass that scores these
-batch -> a copy of the scales in force for each sequence, because TRL shuffles and splits batches by sequence
-loss -> k and v (and q) as the cache held them, under the scales of these rollouts; so does the reference of `beta`
+prompts   a calibration that has no rollouts yet runs them
+rollouts  were sampled under the scales in force; the pass that scores them is observed for the next scales
+batch     gets a copy of the scales in force for each sequence, because TRL shuffles and splits it by sequence
+loss      sees k and v (and q) as the cache held them, under the scales of its rollouts; so does a reference
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,12 +21,13 @@ from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.batch import PROMPT_IDS, SCALES_IN_FORCE, Batch, Rollouts
+from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import highest, lowest, mean_of
 from trl_fp8.run.syncs import Syncs
 from trl_fp8.sync.audit import all_reduce_max
 
-from .calibration import KVCalibrator, layers_with_outliers
+from .calibration import Calibration, KVState, layers_with_outliers, next_scales
 
 
 FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
@@ -50,7 +51,7 @@ class KVCache(Feature):
         trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
         reference = trainer.ref_model if args.simulate_kv_cache else None
         self.reference_hook = reference and AttentionHook(reference, recipe.kv_cache_skip_layers)
-        self.calibrator = KVCalibrator(
+        self.calibration = Calibration(
             self.hook,
             mode=args.kv_calibration,
             margin=args.kv_scale_margin,
@@ -60,12 +61,15 @@ class KVCache(Feature):
             has_images=recipe.decoder == WRAPPED,
             reduce_max=reduce_max,
         )
+        self.kv_state = KVState()
         self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
         self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
     def calibrate(self) -> KVScales:
-        scales = self.calibrator.next_scales(self.trainer.model_wrapped)
-        self._of_evaluation = self.calibrator.runs_prompts and not self.trainer.model.training
+        """Make the scales of the policy as it is now; called in each sync."""
+        scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
+        runs_prompts = self.kv_state.runs_prompts(self.calibration.mode)
+        self._of_evaluation = runs_prompts and not self.trainer.model.training
         return scales
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
@@ -76,15 +80,15 @@ class KVCache(Feature):
         if self._of_evaluation and self.trainer.model.training:
             self.trainer.feature(Syncs).forget()  # TRL synced for the evaluation, with scales for its prompts
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
+            self.kv_state = self.kv_state.expecting(self.trainer._tokenize_prompts(prompts)[0])
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
-        self.calibrator.expect(prompt_ids)
+        self.kv_state = self.kv_state.expecting(prompt_ids)
 
     def after_generation(self, rollouts: Rollouts) -> None:
         sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
         step = self.trainer.state.global_step if training else None
-        self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales, step)
+        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, sync.kv_scales, step)
         if self._logged.get(training) is sync.kv_scales:
             return
         self._logged[training], scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
@@ -92,12 +96,12 @@ class KVCache(Feature):
             "fp8/calibration_seconds": mean_of(sync.calibration_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
             "fp8/kv_scale_max": highest(scales.max().item()),
-            "fp8/kv_margin": highest(self.calibrator.margin_used),
+            "fp8/kv_margin": highest(self.kv_state.margin),
         }
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        with self.calibrator.watching(), self.simulated():
+        with self.kv_state.watching(self.hook), self.simulated():
             yield
 
     @contextmanager
@@ -117,7 +121,7 @@ class KVCache(Feature):
         """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
         before = self.hook.scales_L3
         if before is None and self.trainer.args.simulate_kv_cache:
-            self._simulate(self._scales_in_force)
+            self.hook.simulate(self._scales_in_force)
         try:
             yield
         finally:
@@ -125,19 +129,21 @@ class KVCache(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
-            batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
+            batch.tensors[SCALES_IN_FORCE] = self._scales_in_force.expand(len(batch.tensors[PROMPT_IDS]), -1, -1)
         batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
-        if (saturated_L2 := self.calibrator.saturation()) is not None:
+        saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
+        if saturated_L2 is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
             batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of the worst rank already
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if "kv_scales" in inputs:
-            self._simulate(inputs["kv_scales"][0])
+        # Rollouts that an earlier attempt left may have them, where this one does not simulate
+        if self.trainer.args.simulate_kv_cache and SCALES_IN_FORCE in inputs:
+            self.hook.simulate(inputs[SCALES_IN_FORCE][0])
 
     def end_loss(self) -> None:
-        self._simulate(None)
+        self.hook.simulate(None)
 
     def export_options(self) -> dict[str, object]:
         if (sync := self.trainer.vllm_generation.last_sync) is None:
@@ -147,18 +153,15 @@ class KVCache(Feature):
         return {"kv_scales": sync.kv_scales}
 
     def save(self, folder: str) -> None:
-        self.calibrator.save(folder, self.trainer.accelerator.process_index)
+        _, self.kv_state = self.kv_state.observed(self.calibration)
+        self.kv_state.save(folder, self.trainer.accelerator.process_index)
 
     def load(self, folder: str) -> None:
-        self.calibrator.load(folder, self.trainer.accelerator.process_index)
+        self.kv_state = self.kv_state.loaded(folder, self.trainer.accelerator.process_index)
 
     @property
     def _scales_in_force(self) -> torch.Tensor:
         return self.trainer.vllm_generation.last_sync.kv_scales.values.to(self.trainer.accelerator.device)
-
-    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
-        if self.trainer.args.simulate_kv_cache:
-            self.hook.simulate(scales_L3)
 
     def _first_prompts(self) -> list[list[int]]:
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]

@@ -2,7 +2,7 @@
 
 The forward is the engine's. What is left are weights whose codes an engine holds in parts only, and with
 `backward="fp8"` the operands of both backward GEMMs: rounded to e4m3, weights as their format says
-(`quantization.formats`), the others in groups of 128 along the dim that the GEMM contracts. The fields carry the
+(`quantization.facts`), the others in groups of 128 along the dim that the GEMM contracts. The fields carry the
 values of the flags fp8_backward and fp8_gemm_backend.
 """
 

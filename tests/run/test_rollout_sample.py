@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from trl_fp8.features.correction.sample import BINS, LIMIT, PAIRS, rollout_sample
+from trl_fp8.features.run_log.rollout_sample import BINS, LIMIT, PAIRS, rollout_sample
 from trl_fp8.run.log_ratio import log_ratio
 
 
@@ -14,7 +14,7 @@ def test_each_scored_token_is_in_the_bin_of_its_ratio():
     rollout[1, 3] = float("nan")  # missing
     mask = torch.ones_like(log_r)
     mask[1, 2] = 0  # padding
-    read = rollout_sample(log_ratio(rollout.nan_to_num(-1.0) + log_r, rollout, mask)).read()
+    read = rollout_sample(log_ratio(rollout.nan_to_num(-1.0) + log_r, rollout, mask))
     counts, width = read["log_ratio_counts"], 2 * LIMIT / BINS
     assert len(counts) == BINS + 2 and sum(counts) == 6 and read["log_ratio_limit"] == LIMIT
     for value in (0.0, 0.024, -0.026, 2.99):
@@ -26,7 +26,7 @@ def test_pairs_are_trainer_and_rollout_of_scored_tokens_only():
     torch.manual_seed(0)
     trainer, mask = -torch.rand(8, 64), (torch.rand(8, 64) < 0.5).int()
     rollout = trainer - 0.25
-    pairs = rollout_sample(log_ratio(trainer, rollout, mask)).read()["log_probs"]
+    pairs = rollout_sample(log_ratio(trainer, rollout, mask))["log_probs"]
     allowed = {round(value, 4) for value in trainer[mask.bool()].tolist()}
     assert PAIRS / 2 < len(pairs) <= PAIRS
     assert all(abs(t - r - 0.25) < 2e-5 and min(abs(round(t, 4) - a) for a in allowed) < 2e-4 for t, r in pairs)
@@ -34,6 +34,6 @@ def test_pairs_are_trainer_and_rollout_of_scored_tokens_only():
 
 def test_a_batch_without_tokens_is_an_empty_picture():
     empty = torch.zeros(2, 3)
-    read = rollout_sample(log_ratio(empty, empty, torch.zeros(2, 3))).read()
+    read = rollout_sample(log_ratio(empty, empty, torch.zeros(2, 3)))
     assert sum(read["log_ratio_counts"]) == 0 and read["log_probs"] == []
-    assert rollout_sample(log_ratio(*[torch.zeros(2, 0)] * 3)).read()["log_probs"] == []
+    assert rollout_sample(log_ratio(*[torch.zeros(2, 0)] * 3))["log_probs"] == []
