@@ -21,12 +21,14 @@ import torch
 from transformers import ProgressCallback, TrainerCallback
 from trl.trainer.utils import get_config_model_id
 
+from trl_fp8.run.batch import Batch, Rollouts
+from trl_fp8.run.feature import Feature
+
 from .features import registrations
 from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .policy.processor import make_lists
 from .recipe.recipe import FP8Recipe
-from .run.feature import Batch, Feature, Rollouts
 from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows, require_same_turns
 from .run.lines import slow_step
 from .run.metric import Metric

@@ -21,7 +21,8 @@ from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.modules.gemm import require_backend
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.kv_scales import KVScales
-from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.batch import Batch, Rollouts
+from trl_fp8.run.feature import Feature
 
 from .backward import FP8Flow
 from .comparison import Comparison

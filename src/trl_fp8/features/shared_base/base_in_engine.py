@@ -30,7 +30,7 @@ class BaseInEngine(Feature):
         self.base = SharedBase(trainer.model, source, trainer.accelerator.device)
 
     def engine_part(self) -> "EnginePart":
-        from .engine_base import BasePart
+        from trl_fp8.features.shared_base.engine_base import BasePart
 
         return BasePart(self.base)
 
