@@ -9,7 +9,7 @@ A step, and who takes part in it. Everything optional is a feature: an object wi
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from operator import or_
@@ -65,7 +65,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig
 
-    from .engine.vllm.generation import FP8VLLMGeneration
+    from .engine.protocol import RolloutEngine
+    from .engine.vllm.part import EnginePart
 
 
 AnyDataset = Dataset | IterableDataset
@@ -258,7 +259,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 self._base.restore()
             raise
 
-    def _make_generation(self, **kwargs) -> "FP8VLLMGeneration | trl_grpo.VLLMGeneration":
+    def _make_generation(self, **kwargs) -> "RolloutEngine | trl_grpo.VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: the plan, the engine, and the
         features that follow it.
         """
@@ -267,8 +268,6 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             from trl.generation.vllm_generation import VLLMGeneration
 
             return VLLMGeneration(**kwargs)
-        from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
-
         require_servable(self.model, engine_class)
         require_countable_experts(self.model, args.router_aux_loss_coef)
         if (config := self.model.config).get_text_config() is config:
@@ -282,9 +281,8 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         recipe = self._base.recipe if self._base else args.recipe_for(self.model)
         if self._base:
             require_adaptable(self.model, recipe)
-        kv_cache = self._add(KVCache(self, recipe)) if recipe.fp8_kv_cache else None
-        if kv_cache:
-            recipe = kv_cache.recipe  # with kv_cache_skip_layers="auto" resolved
+        if recipe.fp8_kv_cache:
+            recipe = self._add(KVCache(self, recipe)).recipe  # with kv_cache_skip_layers="auto" resolved
         if args.own_engine:
             self.recipe, self.plan = recipe, plan_for_model(self.model, recipe)
             self._add(Syncs(self))
@@ -300,25 +298,33 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             self._add(KLFloor(self))
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
-            generation = FP8VLLMGeneration(
-                recipe=recipe,
-                calibrate=kv_cache and kv_cache.calibrate,
-                after_sync=self._after_sync,
-                engine_kwargs=args.vllm_engine_kwargs,
-                return_routes=args.routes_returned,
-                return_survivors=args.survivors_returned,
-                share_kernels=args.fp8_forward == "full",
-                base=self._base and SharedBase(self.model, self._base, self.accelerator.device),
-                **kwargs,
-            )
+            parts = [part for feature in self.features if (part := feature.engine_part()) is not None]
+            generation = self._start_engine(recipe, parts, **kwargs)
         for feature in self.features:
-            feature.engine_started(generation.numerics, generation.engine.kernels)
+            feature.engine_started(generation.numerics, generation.kernels)
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
             engine, trainer = ", ".join(kernels) or "high precision", flow or "as TRL computes"
             trainer = f"{trainer}, on the engine's FP8 base; syncs send adapters" if self._base else trainer
             self.accelerator.print(f"Engine: {engine}. Trainer: {trainer}.\n")
         return generation
+
+    def _start_engine(self, recipe: FP8Recipe, parts: "Sequence[EnginePart]", **kwargs) -> "RolloutEngine":
+        """The engine that follows the policy by `recipe`; `kwargs` as for TRL's `VLLMGeneration`."""
+        from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
+
+        args = self.args
+        return FP8VLLMGeneration(
+            recipe=recipe,
+            parts=parts,
+            after_sync=self._after_sync,
+            engine_kwargs=args.vllm_engine_kwargs,
+            return_routes=args.routes_returned,
+            return_survivors=args.survivors_returned,
+            share_kernels=args.fp8_forward == "full",
+            base=self._base and SharedBase(self.model, self._base, self.accelerator.device),
+            **kwargs,
+        )
 
     def _after_sync(self) -> None:
         for feature in self.features:

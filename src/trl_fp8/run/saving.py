@@ -16,6 +16,7 @@ from trl_fp8.export.file_checksums import CHECKSUMS
 from trl_fp8.export.model_card import fp8_section
 from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
+from trl_fp8.quantization.kv_scales import KV_SCALES
 from trl_fp8.sync.policy_checks import require_finite
 
 from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
@@ -53,7 +54,7 @@ class Saving:
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        scales = sync.kv_scales if sync else None
+        scales = sync.carried.get(KV_SCALES) if sync else None
         self._export("save_fp8_model", partial(export_fp8, folder=folder, kv_scales=scales, recipe=self.recipe))
 
     def merge_and_export(self, folder: str | Path) -> None:

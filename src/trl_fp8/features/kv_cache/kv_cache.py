@@ -9,6 +9,7 @@ loss -> k and v (and q) as the cache held them, under the scales of these rollou
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from trl import GRPOTrainer
@@ -18,7 +19,7 @@ from trl.distributed import DistributedBackend
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.kv_scales import KV_SCALES, KVScales
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.feature import Batch, Feature, Rollouts
@@ -27,6 +28,10 @@ from trl_fp8.run.syncs import Syncs
 from trl_fp8.sync.audit import all_reduce_max
 
 from .calibration import KVCalibrator, layers_with_outliers
+
+
+if TYPE_CHECKING:
+    from .engine_scales import EngineScales
 
 
 FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
@@ -63,6 +68,12 @@ class KVCache(Feature):
         self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
         self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
+    def engine_part(self) -> "EngineScales":
+        from .engine_scales import EngineScales  # needs vllm
+
+        self._in_engine = EngineScales(self.calibrate)
+        return self._in_engine
+
     def calibrate(self) -> KVScales:
         scales = self.calibrator.next_scales(self.trainer.model_wrapped)
         self._of_evaluation = self.calibrator.runs_prompts and not self.trainer.model.training
@@ -84,12 +95,13 @@ class KVCache(Feature):
     def after_generation(self, rollouts: Rollouts) -> None:
         sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
         step = self.trainer.state.global_step if training else None
-        self.calibrator.rollouts_arrived(rollouts.sequences, sync.kv_scales, step)
-        if self._logged.get(training) is sync.kv_scales:
+        in_force = self.in_force
+        self.calibrator.rollouts_arrived(rollouts.sequences, in_force, step)
+        if self._logged.get(training) is in_force:
             return
-        self._logged[training], scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
+        self._logged[training], scales = in_force, in_force.values[list(in_force.layers)]
         rollouts.metrics |= {
-            "fp8/calibration_seconds": mean_of(sync.calibration_seconds),
+            "fp8/calibration_seconds": mean_of(sync.prepare_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
             "fp8/kv_scale_max": highest(scales.max().item()),
             "fp8/kv_margin": highest(self.calibrator.margin_used),
@@ -126,7 +138,7 @@ class KVCache(Feature):
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
             batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
-        batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
+        batch.record["kv_scales"] = self.in_force.values.tolist()
         if (saturated_L2 := self.calibrator.saturation()) is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
             batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of the worst rank already
@@ -134,7 +146,9 @@ class KVCache(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         if "kv_scales" in inputs:
-            self._simulate(inputs["kv_scales"][0])
+            scales_L3 = inputs["kv_scales"][0]
+            self._in_engine.resume(scales_L3)
+            self._simulate(scales_L3)
 
     def end_loss(self) -> None:
         self._simulate(None)
@@ -146,8 +160,13 @@ class KVCache(Feature):
         self.calibrator.load(folder, self.trainer.accelerator.process_index)
 
     @property
+    def in_force(self) -> KVScales:
+        """What the engine got at the latest sync."""
+        return self.trainer.vllm_generation.last_sync.carried[KV_SCALES]
+
+    @property
     def _scales_in_force(self) -> torch.Tensor:
-        return self.trainer.vllm_generation.last_sync.kv_scales.values.to(self.trainer.accelerator.device)
+        return self.in_force.values.to(self.trainer.accelerator.device)
 
     def _simulate(self, scales_L3: torch.Tensor | None) -> None:
         if self.trainer.args.simulate_kv_cache:
