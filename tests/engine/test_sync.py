@@ -5,6 +5,7 @@ import torch
 from vllm import SamplingParams
 
 from testing import engines
+from trl_fp8.engine.protocol import Delivery, RolloutEngine
 from trl_fp8.quantization.kv_scales import KV_SCALES
 
 
@@ -75,6 +76,7 @@ def test_buffers_of_the_checkpoint_arrive(checkpoint):
 
 def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    assert isinstance(generation, RolloutEngine) and isinstance(generation.delivery, Delivery)
     generation.sync_weights()
     report = generation.last_sync
     parameters = dict(generation.model.named_parameters())

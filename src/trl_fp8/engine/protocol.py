@@ -55,6 +55,7 @@ class Survivors:
     ids_E: np.ndarray  # int32, those of one token behind those of another
 
 
+@runtime_checkable
 class Delivery(Protocol):
     """The way from a policy to one engine."""
 
