@@ -66,7 +66,7 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
             hook = AttentionHook(generation.model)
             observation = observe_sequences(generation.model, hook, prompts.tolist())
             scales = kv_scales_from_amax(observation.amax_L3)
-            generation.calibrate = lambda scales=scales: scales
+            engines.scales_of(generation).calibrate = lambda scales=scales: scales
             generation.sync_weights()
             score = SamplingParams(max_tokens=1, prompt_logprobs=0)
             inputs = [{"prompt_token_ids": ids} for ids in prompts.tolist()]

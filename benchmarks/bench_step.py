@@ -81,8 +81,8 @@ class Meter(TrainerCallback):
         sync, generate = self.watch.seconds["sync"], self.watch.seconds["generate"]
         row = {"step": seconds, "sync": sync, "generate": generate, "training": seconds - sync - generate}
         last = getattr(self.trainer.vllm_generation, "last_sync", None)
-        if last is not None and last.kv_scales is not None:
-            row["calibration"] = last.calibration_seconds
+        if last is not None and last.carried:
+            row["calibration"] = last.prepare_seconds
         if "verify" in self.watch.seconds:
             row["verify"] = self.watch.seconds["verify"]
         if state.global_step > WARM_UP:

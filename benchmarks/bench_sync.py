@@ -93,7 +93,8 @@ def reload(generation) -> None:
     from trl_fp8.sync.writer import SAMPLED_ROWS
 
     model, recipe, pieces = generation.model, generation.recipe, generation.engine.layout.pieces
-    scales, weights, sent, statistics = generation.calibrate(), dict(model.named_parameters()), {}, []
+    [scales], weights, sent, statistics = generation.delivery.carried, dict(model.named_parameters()), {}, []
+    scales.prepare()
     block, dead_scale = recipe.format.weight_block, dead_scale(recipe.format, recipe.scale_format)
 
     def statistics_of(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -114,13 +115,13 @@ def reload(generation) -> None:
 
     require_finite(model)
     with generation.policy_tensors() as parameters:
-        stream = noted(weight_stream(parameters, recipe, scales))
+        stream = noted(weight_stream(parameters, recipe, scales.value))
         arguments = {"weights_iterator": stream, "is_checkpoint_format": True}
         generation.llm.collective_rpc("reload_weights", kwargs=arguments)
     held = torch.stack([digest(piece.of_engine()) for piece in pieces.values()])
     if held.tolist() != torch.stack([sent[name] for name in pieces]).tolist():
         raise RuntimeError("the engine holds other bytes than were sent")
-    generation.engine.verify_kv_scales(scales)
+    scales.verify()
     generation.engine.reset_prefix_cache()
     torch.stack(statistics).tolist()
 
@@ -229,6 +230,7 @@ def start(name: str, folder: str, options: argparse.Namespace):
     from vllm import LLM
 
     from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+    from trl_fp8.features.kv_cache.engine_scales import EngineScales
     from trl_fp8.quantization.codec.kv_scales import KVScales
     from trl_fp8.recipe.recipe import recipe_for_model
     from trl_fp8.upstream.patches import substituted
@@ -249,7 +251,8 @@ def start(name: str, folder: str, options: argparse.Namespace):
         with substituted(trl_generation, "LLM", lambda **kwargs: LLM(**(kwargs | user))):
             return trl_generation.VLLMGeneration(**arguments)
     recipe = recipe_for_model(model, **shapes.PRECISIONS[name])
-    return FP8VLLMGeneration(recipe=recipe, calibrate=lambda: scales, engine_kwargs=user, **arguments)
+    parts = [EngineScales(lambda: scales)] if recipe.fp8_kv_cache else []
+    return FP8VLLMGeneration(recipe=recipe, parts=parts, engine_kwargs=user, **arguments)
 
 
 def measure_part(options: argparse.Namespace) -> None:
@@ -283,8 +286,9 @@ def parts(generation) -> dict[str, float]:
     watch.time(Writer, "write", "write")
     watch.time(Writer, "inspect", "inspect")
     watch.time(delivery, "audit", "audit")
-    watch.time(generation.engine, "write_kv_scales", "scales")
-    watch.time(generation.engine, "verify_kv_scales", "scales")
+    for carried in generation.delivery.carried:
+        watch.time(carried, "write", "scales")
+        watch.time(carried, "verify", "scales")
     generation.sync_weights()
     return dict(watch.seconds) | {"verify": shapes.seconds_of(generation.delivery.verify)}
 

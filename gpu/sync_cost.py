@@ -165,23 +165,38 @@ class PretendedEngine:
 
     def __init__(self, model: nn.Module, recipe: "FP8Recipe"):
         from trl_fp8.engine.vllm.layout import engine_layout
-        from trl_fp8.features.kv_cache.engine_scales import attention_layers
 
-        self.layout, self._attention = engine_layout(model, recipe.linears), attention_layers(model)
+        self.layout = engine_layout(model, recipe.linears)
 
     def wake(self) -> None: ...
 
     def reset_prefix_cache(self) -> None: ...
 
-    def write_kv_scales(self, scales) -> None:
+
+class PretendedScales:
+    """`sync.delivery.Carried`: the KV scales of such a model, all of them 1."""
+
+    name, value = "KV cache scales", SimpleNamespace(scale=lambda layer, which: 1.0)
+
+    def __init__(self, model: nn.Module):
+        from trl_fp8.features.kv_cache.engine_scales import attention_layers
+
+        self._layers = attention_layers(model)
+
+    def prepare(self) -> None: ...
+
+    def write(self) -> None:
         from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
 
-        write_kv_scales(self._attention, scales)
+        write_kv_scales(self._layers, self.value)
 
-    def verify_kv_scales(self, sent) -> None:
+    def verify(self) -> None:
         from trl_fp8.features.kv_cache.engine_scales import verify_kv_scales
 
-        verify_kv_scales(self._attention, sent)
+        verify_kv_scales(self._layers, self.value)
+
+    def digest(self) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.int64)
 
 
 def vllm_model(folder: str, recipe: "FP8Recipe", config) -> nn.Module:
@@ -280,14 +295,14 @@ def name_parts(counted: Counted) -> None:
     wrap(writer.Writer, "_error_of", STATISTICS)
     wrap(writer.Writer, "inspect", STATISTICS)
     wrap(delivery, "audit", "what is held: summed up, compared")
-    for name in ("write_kv_scales", "verify_kv_scales"):
-        wrap(PretendedEngine, name, "KV scales: written, read back")
+    for name in ("write", "verify"):
+        wrap(PretendedScales, name, "KV scales: written, read back")
 
 
 def count(name: str, dtype: torch.dtype, layers: int | None, folder: Path, counted: Counted) -> dict[str, Cost]:
     """Parts of a sync that is not the first, the check before a generation, and TRL's sync."""
     from trl_fp8.recipe.recipe import recipe_for_model
-    from trl_fp8.sync.delivery import Delivery
+    from trl_fp8.sync.delivery import InPlaceDelivery
 
     policy = policy_on_meta(folder, name, layers).to(dtype)
     recipe = recipe_for_model(policy, expert_kernels=True)
@@ -298,13 +313,12 @@ def count(name: str, dtype: torch.dtype, layers: int | None, folder: Path, count
         for parameter_name, parameter in policy.named_parameters():
             trls.load_weights([(parameter_name, parameter)])
     trls_cost = counted.costs
-    scales = SimpleNamespace(scale=lambda layer, which: 1.0)
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
-        engine, policy = PretendedEngine(on_pretended_device(model), recipe), on_pretended_device(policy)
-        delivery = Delivery(engine, policy, recipe, lambda: nullcontext(policy.named_parameters()))
+        model, policy = on_pretended_device(model), on_pretended_device(policy)
+        delivery = InPlaceDelivery(PretendedEngine(model, recipe), policy, recipe, carried=[PretendedScales(model)])
         for _ in range(2):  # the first also makes what is kept
             counted.costs = {}
-            delivery.deliver(lambda: scales)
+            delivery.deliver(lambda: nullcontext(policy.named_parameters()))
         costs, counted.costs = counted.costs, {}
         delivery.verify()
     return costs | {CHECK: total(counted.costs)} | trls_cost

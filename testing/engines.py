@@ -23,7 +23,7 @@ from vllm.platforms.cpu import CpuPlatform
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration, own_configs
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.export.export import published
-from trl_fp8.features.kv_cache.engine_scales import attention_layers, write_kv_scales
+from trl_fp8.features.kv_cache.engine_scales import EngineScales, attention_layers, write_kv_scales
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.recipe.engine_fields import engine_fields
@@ -60,9 +60,10 @@ def start(
     if torch.cuda.is_available():
         model = model.cuda()
         engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
+    recipe = recipe or recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags))
     return generation(
-        recipe=recipe or recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags)),
-        calibrate=lambda: kv_scales,
+        recipe=recipe,
+        parts=[EngineScales(lambda: kv_scales)] if recipe.fp8_kv_cache else [],
         engine_kwargs=engine_kwargs,
         return_routes=return_routes,
         share_kernels=share_kernels,
@@ -75,6 +76,12 @@ def start(
         max_completion_length=8,
         enable_sleep_mode=sleep,
     )
+
+
+def scales_of(generation: FP8VLLMGeneration) -> EngineScales:
+    """The scales of a generation's FP8 KV cache; set its `calibrate` for other ones at the next sync."""
+    [scales] = generation.delivery.carried
+    return scales
 
 
 def start_on_base(checkpoint: str, lora: LoraConfig, expert_kernels: bool = False, **options):

@@ -81,7 +81,8 @@ def calibrated(generation, prompts=PROMPTS, margin=2.0):
     hook = AttentionHook(generation.model, generation.recipe.kv_cache_skip_layers)
     amax_L3 = observe_sequences(generation.model, hook, prompts).amax_L3
     scales = kv_scales_from_amax(amax_L3, margin, hook.kv_layers)
-    generation.calibrate = lambda: scales
+    if generation.recipe.fp8_kv_cache:
+        engines.scales_of(generation).calibrate = lambda: scales
     generation.sync_weights()
     return hook, scales
 

@@ -105,7 +105,8 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/processor.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
     ("features/router_replay/replay.py", "router.*"): "routers become replayed ones in place",
     ("sync/delivery.py", "part.*"): "a record of its own",
-    ("sync/delivery.py", "self._trained.seal"): "the same",
+    ("sync/delivery.py", "self._trained.*"): "the same",
+    ("sync/delivery.py", "each.value"): "what is carried is the engine's again after an error",
     ("features/one_forward/reference_weights.py", "self._part.seal"): "the same",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }

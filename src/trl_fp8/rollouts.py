@@ -11,7 +11,7 @@ A step, and what features do in it (hooks of run/feature.py, of all features in 
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import reduce
 from operator import or_
@@ -45,6 +45,9 @@ from .upstream.vllm import engine_class
 
 if TYPE_CHECKING:
     from trl.generation.vllm_generation import VLLMGeneration
+
+    from .engine.protocol import RolloutEngine
+    from .engine.vllm.part import EnginePart
 
 
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
@@ -178,7 +181,7 @@ class FP8Rollouts(Saving):
                     del self.logged[name]
         super().log(logs, start_time)
 
-    def _make_generation(self, **kwargs) -> "VLLMGeneration":
+    def _make_generation(self, **kwargs) -> "RolloutEngine | VLLMGeneration":
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: features, plan, engine."""
         args = self.args
         if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
@@ -201,9 +204,11 @@ class FP8Rollouts(Saving):
             self.accelerator.print(self.plan.summary(), flush=True)
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
-            generation = self._start_engine(**kwargs)
+            parts = [part for feature in self.features if (part := feature.engine_part()) is not None]
+            recipe = self.recipe or args.recipe_for(self.model)
+            generation = self._start_engine(recipe, parts, **kwargs)
         for feature in self.features:
-            feature.engine_started(generation.numerics, generation.engine.kernels)
+            feature.engine_started(generation.numerics, generation.kernels)
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
             trainer = [said for feature in self.features if (said := str(feature))]
@@ -212,17 +217,12 @@ class FP8Rollouts(Saving):
             self.accelerator.print(f"Engine: {engine}. Trainer: {', '.join(trainer)}.\n")
         return generation
 
-    def _start_engine(self, **kwargs) -> "VLLMGeneration":
-        """The engine, with what its features need of it."""
+    def _start_engine(self, recipe: FP8Recipe, parts: "Sequence[EnginePart]", **kwargs) -> "RolloutEngine":
+        """The engine that follows the policy by `recipe`; `kwargs` as for TRL's `VLLMGeneration`."""
         from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
-        return FP8VLLMGeneration(
-            recipe=self.recipe or self.args.recipe_for(self.model),
-            **interim(self),
-            after_sync=self._after_sync,
-            engine_kwargs=self.args.vllm_engine_kwargs,
-            **kwargs,
-        )
+        options = {"after_sync": self._after_sync, "engine_kwargs": self.args.vllm_engine_kwargs}
+        return FP8VLLMGeneration(recipe=recipe, parts=parts, **options, **interim(self), **kwargs)
 
     def _after_sync(self) -> None:
         for feature in self.features:
@@ -289,12 +289,10 @@ class FP8Rollouts(Saving):
 
 
 def interim(trainer):
-    from .features.kv_cache.kv_cache import KVCache
     from .features.shared_base.base_in_engine import BaseInEngine
 
-    args, kv, base = trainer.args, trainer.feature(KVCache), trainer.feature(BaseInEngine)
+    args, base = trainer.args, trainer.feature(BaseInEngine)
     return {
-        "calibrate": kv and kv.calibrate,
         "return_routes": args.routes_returned,
         "return_survivors": args.survivors_returned,
         "share_kernels": args.fp8_forward == "full",

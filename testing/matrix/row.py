@@ -19,6 +19,7 @@ from trl_fp8.features.one_forward.same_model import SameModel
 from trl_fp8.features.one_forward.witness.findings import Findings
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.outline import Outline, outline_of_config
@@ -50,7 +51,7 @@ def row(family: Family, folder: Path) -> dict[str, Any]:
 
         def note(result: None) -> None:
             if not synced:
-                engines.write_checkpoint(folder / "first", generation, generation.last_sync.kv_scales)
+                engines.write_checkpoint(folder / "first", generation, generation.last_sync.carried.get(KV_SCALES))
                 synced.append(engines.log_probs(generation.llm))
 
         recorded(generation, "sync_weights", note)

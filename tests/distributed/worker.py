@@ -32,6 +32,7 @@ from trl_fp8.features.one_forward.following import Flow  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
 from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
 from trl_fp8.quantization.codec.digest import digest  # noqa: E402
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES  # noqa: E402
 from trl_fp8.sync import shards, writer  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402
@@ -321,7 +322,7 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     generation = trainer.vllm_generation
     generation.sync_weights()
     if trainer.accelerator.is_main_process:
-        engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.kv_scales)
+        engines.write_checkpoint(folder / "fresh", generation, generation.last_sync.carried.get(KV_SCALES))
     shape = list(engine_model(generation.llm).model.layers[0].self_attn.qkv_proj.weight.shape)
     trainer.accelerator.wait_for_everyone()
     llm = engines.load(folder / "fresh", trainer.recipe, trainer.vllm_generation.pinned)
@@ -370,7 +371,9 @@ def exported(trainer: FP8GRPOTrainer, folder: Path) -> list[str] | None:
     """
     trainer.save_fp8_model(folder)
     generation = trainer.vllm_generation
-    stream = weight_stream(generation._iter_named_params(), trainer.recipe, generation.last_sync.kv_scales)
+    stream = weight_stream(
+        generation._iter_named_params(), trainer.recipe, generation.last_sync.carried.get(KV_SCALES)
+    )
     sent = {name: tensor.clone() for name, tensor in stream}
     if not trainer.accelerator.is_main_process:
         return None
@@ -390,7 +393,7 @@ def described(trainer: FP8GRPOTrainer) -> dict:
         "distributed_type": trainer.accelerator.distributed_type.value,
         "log": rows(trainer),
         "evaluated": [row for row in trainer.state.log_history if "eval_reward" in row],
-        "kv_scales": generation.last_sync.kv_scales.values.tolist(),
+        "kv_scales": generation.last_sync.carried[KV_SCALES].values.tolist(),
         "engine": engine_digest(generation.llm),
         "log_probs": engines.log_probs(generation.llm),
         "audit_failures": generation.audit_failures,

@@ -132,10 +132,10 @@ def test_scales_reach_the_kernel_and_the_cache_holds_their_bytes(checkpoint):
     base = engines.log_probs(generation.llm)
     saturating = engines.some_scales(2, 1)
     saturating.values.div_(64)
-    generation.calibrate = lambda: saturating
+    engines.scales_of(generation).calibrate = lambda: saturating
     generation.sync_weights()
     assert engines.log_probs(generation.llm) != base
-    generation.calibrate = lambda: engines.some_scales(2, 1)
+    engines.scales_of(generation).calibrate = lambda: engines.some_scales(2, 1)
     generation.sync_weights()
     assert engines.log_probs(generation.llm) == base
     engines.shutdown(generation.llm)

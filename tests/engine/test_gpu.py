@@ -68,7 +68,7 @@ def test_two_syncs_equal_fresh_engines(linear_backend, checkpoint, tmp_path):
     results = []
     for step in (1, 2):
         engines.perturb(generation.model, seed=step)
-        generation.calibrate = lambda step=step: engines.some_scales(2, step)
+        engines.scales_of(generation).calibrate = lambda step=step: engines.some_scales(2, step)
         generation.sync_weights()
         results.append(engines.log_probs(generation.llm))
     assert results[0] != results[1]
@@ -79,7 +79,7 @@ def test_two_syncs_equal_fresh_engines(linear_backend, checkpoint, tmp_path):
 def test_scales_reach_the_kernel_under_captured_graphs(checkpoint):
     scales = engines.some_scales(2, 1)
     generation = engines.start(checkpoint("qwen3"), engine_kwargs=COMPILED)
-    generation.calibrate = lambda: scales
+    engines.scales_of(generation).calibrate = lambda: scales
     generation.sync_weights()
     layer = attention_layers(engine_model(generation.llm))[0]
     assert type(layer.impl).__name__ in ("FlashAttentionImpl", "TritonAttentionImpl")
@@ -175,7 +175,7 @@ def test_an_engine_with_a_shared_base_sleeps_and_samples_again(checkpoint):
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 def test_two_syncs_of_fp8_experts_equal_fresh_engines(architecture, checkpoint, tmp_path):
     generation = engines.start(checkpoint(architecture), engine_kwargs=COMPILED)
-    generation.calibrate = lambda: engines.some_scales(2, 1)
+    engines.scales_of(generation).calibrate = lambda: engines.some_scales(2, 1)
     assert generation.recipe.fp8_experts and generation.numerics.kernels["Fp8MoeBackend.TRITON"] == 2
     synced = engines.after_two_syncs(generation)
     engines.require_whole_audit(generation)

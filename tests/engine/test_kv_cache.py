@@ -165,10 +165,10 @@ def test_scales_that_change_between_sync_and_rollout_are_caught_by_name(checkpoi
         generation.generate([PROMPT], None, 1)
 
     generation.sync_weights()
-    earlier = generation.last_sync
-    generation.calibrate = lambda: KVScales(scales.values * 2)
+    of_engine = engines.scales_of(generation)
+    earlier, of_engine.calibrate = of_engine.value, lambda: KVScales(scales.values * 2)
     generation.sync_weights()
-    object.__setattr__(generation.last_sync, "kv_scales", earlier.kv_scales)  # what a stale engine looks like
+    of_engine.value = earlier  # as if a stale engine held the new ones
     with pytest.raises(RuntimeError, match="layer 0 q_scale: device tensor holds .*, sent"):
         generation.generate([PROMPT], None, 1)
     assert generation.audit_failures == 2

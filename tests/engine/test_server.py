@@ -147,7 +147,7 @@ def test_a_server_serves_the_fp8_policy_that_was_streamed_to_it(checkpoint, tmp_
         for step in (1, 2):
             engines.perturb(model, seed=step)
             scales = engines.some_scales(2, step)
-            generation.calibrate = lambda scales=scales: scales
+            engines.scales_of(generation).calibrate = lambda scales=scales: scales
             generation.sync_weights()
 
             def stream(scales=scales):

@@ -5,6 +5,8 @@ import torch
 from vllm import SamplingParams
 
 from testing import engines
+from trl_fp8.engine.protocol import Delivery, RolloutEngine
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 
 
 pytestmark = pytest.mark.engine
@@ -24,7 +26,7 @@ def test_two_syncs_equal_fresh_engines_bit_for_bit(name, checkpoint, tmp_path):
     architecture, options = MODELS[name]
     scales = {}
     generation = engines.start(checkpoint(architecture, **options))
-    generation.calibrate = lambda: scales["now"]
+    engines.scales_of(generation).calibrate = lambda: scales["now"]
     layers = generation.model.config.num_hidden_layers
     results, folders = [], []
     for step in (1, 2):
@@ -74,6 +76,7 @@ def test_buffers_of_the_checkpoint_arrive(checkpoint):
 
 def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
+    assert isinstance(generation, RolloutEngine) and isinstance(generation.delivery, Delivery)
     generation.sync_weights()
     report = generation.last_sync
     parameters = dict(generation.model.named_parameters())
@@ -86,7 +89,7 @@ def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
     # e4m3 rounds to 4 significant bits: uniform relative error of at most 1/16 has an rms of a few percent
     assert 0.02 < report.weight_relative_error < 0.03
     assert generation.numerics.kernels == {"ReferenceFp8BlockKernel": 8}  # qkv, o, gate_up, down in 2 layers
-    assert torch.equal(report.kv_scales.values, engines.some_scales(2, 1).values)
+    assert torch.equal(report.carried[KV_SCALES].values, engines.some_scales(2, 1).values)
     engines.shutdown(generation.llm)
 
 
@@ -117,7 +120,7 @@ def test_prefix_cache_does_not_survive_a_sync(checkpoint):
     generation.sync_weights()
     assert sample()[1] == 0
     assert sample()[1] == 32  # the cache works, so that the next assertion means something
-    generation.calibrate = lambda: engines.some_scales(2, 2)
+    engines.scales_of(generation).calibrate = lambda: engines.some_scales(2, 2)
     engines.perturb(generation.model, seed=3)
     generation.sync_weights()
     after, cached = sample()

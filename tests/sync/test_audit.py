@@ -7,7 +7,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel impo
 from testing import engines
 from trl_fp8.engine.vllm.auditable import require_auditable
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.features.kv_cache.engine_scales import attention_layers
+from trl_fp8.features.kv_cache.engine_scales import attention_layers, write_kv_scales
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
 from trl_fp8.sync.policy_checks import require_same_tensors
@@ -30,8 +30,8 @@ def generation(checkpoint):
 def healthy_afterwards(generation):
     yield
     engines.tamper()
-    vars(generation.engine).pop("write_kv_scales", None)
-    generation.calibrate = lambda: engines.some_scales(2, 1)
+    vars(engines.scales_of(generation)).pop("write", None)
+    engines.scales_of(generation).calibrate = lambda: engines.some_scales(2, 1)
     generation.sync_weights()
 
 
@@ -105,36 +105,35 @@ def test_tensors_that_nobody_sent_or_wanted_are_named(generation, monkeypatch):
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_a_kv_scale_that_does_not_arrive_is_named(generation, which):
     generation.sync_weights()
-    generation.calibrate = lambda: engines.some_scales(2, 2)
-    write = generation.engine.write_kv_scales
+    scales = engines.scales_of(generation)
+    scales.calibrate = lambda: engines.some_scales(2, 2)
 
-    def stale(scales):  # layer 1 keeps the scale of the sync before
-        values = scales.values.clone()
+    def stale():  # layer 1 keeps the scale of the sync before
+        values = scales.value.values.clone()
         values[1, QKV.index(which)] /= 2
-        write(KVScales(values))
+        write_kv_scales(attention_layers(generation.engine.model), KVScales(values))
 
-    generation.engine.write_kv_scales = stale
+    scales.write = stale
     message = sync_with(generation)
     assert f"layer 1 {which}_scale: device tensor" in message and f"layer 1 {which}_scale: host float" in message
     assert "layer 0" not in message
 
 
 def test_swapped_kv_scales_of_two_layers_are_named(generation):
-    write = generation.engine.write_kv_scales
+    scales = engines.scales_of(generation)
 
-    def swapped(scales):
-        values = scales.values.clone()
+    def swapped():
+        values = scales.value.values.clone()
         values[:, 1] = values[:, 1].flip(0)
-        write(KVScales(values))
+        write_kv_scales(attention_layers(generation.engine.model), KVScales(values))
 
-    generation.engine.write_kv_scales = swapped
+    scales.write = swapped
     message = sync_with(generation)
     assert "layer 0 k_scale" in message and "layer 1 k_scale" in message and "v_scale" not in message
 
 
 @pytest.mark.parametrize("copy", ["_k_scale", "_k_scale_float", "_k_scale_cpu", "_v_scale_float", "_q_scale"])
 def test_each_copy_of_a_scale_is_compared(generation, copy):
-    scales = engines.some_scales(2, 1)
     generation.sync_weights()
     layer = attention_layers(engine_model(generation.llm))[1]
     held = getattr(layer, copy)
@@ -143,7 +142,7 @@ def test_each_copy_of_a_scale_is_compared(generation, copy):
     else:
         setattr(layer, copy, held * 2)
     with pytest.raises(RuntimeError, match=f"layer 1 {copy[1]}_scale"):
-        generation.engine.verify_kv_scales(scales)
+        engines.scales_of(generation).verify()
 
 
 def flip_a_byte(model):

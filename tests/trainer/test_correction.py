@@ -19,6 +19,7 @@ from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
 from trl_fp8.features.run_log.log_file import read_run
 from trl_fp8.features.run_log.rollout_sample import BINS
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 from trl_fp8.run import batch as batch_module
 from trl_fp8.run.batch import Batch
 from trl_fp8.run.metric import values_of
@@ -119,7 +120,7 @@ def test_a_log_merges_what_it_covers(checkpoint, tmp_path):
     row, (scales, errors, seconds) = (
         trained[0],
         zip(
-            *[(sync.kv_scales.values, sync.weight_relative_error, sync.seconds) for sync in syncs["train"]],
+            *[(sync.carried[KV_SCALES].values, sync.weight_relative_error, sync.seconds) for sync in syncs["train"]],
             strict=True,
         ),
     )

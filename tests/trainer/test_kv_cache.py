@@ -16,6 +16,7 @@ from testing.runs import arguments, column, dataset, recorded, rows, training, t
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.run_log.log_file import read_run
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 
 
 pytestmark = pytest.mark.engine
@@ -72,7 +73,7 @@ def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoin
 
         def record(model, inputs, *rest, **kwargs):
             loss = compute_loss(model, inputs, *rest, **kwargs)
-            synced = trainer.vllm_generation.last_sync.kv_scales.values
+            synced = trainer.vllm_generation.last_sync.carried[KV_SCALES].values
             seen.append((model.training, trainer.feature(KVCache).hook.scales_L3.clone(), synced))
             return loss
 

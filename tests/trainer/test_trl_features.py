@@ -18,7 +18,7 @@ from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded,
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.quantization.codec.blockwise import quantize_weight
-from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, kv_scales_from_amax
 from trl_fp8.recipe.names import checkpoint_name
 
 
@@ -62,7 +62,7 @@ def test_a_compiled_policy_is_observed_and_scored_as_another_one(checkpoint, tmp
         with training(checkpoint("qwen3", num_hidden_layers=1), args) as trainer:
             trainer.train()
             assert isinstance(trainer.model_wrapped, OptimizedModule) is bool(flags)
-            scales = trainer.vllm_generation.last_sync.kv_scales
+            scales = trainer.vllm_generation.last_sync.carried[KV_SCALES]
             found.append((rows(trainer)[0]["mismatch/logp_difference_mean"], scales.values.tolist()))
     assert found[0][1] == found[1][1] and found[1][0] == pytest.approx(found[0][0], rel=1e-3)
 
@@ -86,7 +86,7 @@ def test_the_next_scales_are_those_of_the_policy_on_whole_rollouts(flags, lora, 
         rollouts = [prompt + list(completion) for prompt, completion in zip(*generations[0], strict=True)]
         seen = observe_sequences(trainer.model, trainer.feature(KVCache).hook, rollouts)
     expected = kv_scales_from_amax(seen.amax_L3, args.kv_scale_margin)
-    assert torch.equal(trainer.vllm_generation.last_sync.kv_scales.values, expected.values)
+    assert torch.equal(trainer.vllm_generation.last_sync.carried[KV_SCALES].values, expected.values)
 
 
 TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
@@ -129,7 +129,7 @@ def test_lora_trains_adapters_and_the_engine_holds_the_merged_weights(lora, tied
     assert not torch.equal(merged_codes, base_codes)
 
     source = SimpleNamespace(recipe=trainer.recipe, model=merged, engine_kwargs=None, pinned={})
-    scales = trainer.vllm_generation.last_sync.kv_scales
+    scales = trainer.vllm_generation.last_sync.carried[KV_SCALES]
     assert engines.fresh_log_probs(tmp_path / "fresh", source, scales) == synced
 
 
@@ -191,7 +191,9 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
     with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=2, shuffle_dataset=False), **options) as trainer:
         generations = generate_calls(trainer)
         calibrated = recorded(
-            trainer.vllm_generation, "calibrate", lambda _: trainer.feature(KVCache).kv_state.coming_prompts
+            engines.scales_of(trainer.vllm_generation),
+            "calibrate",
+            lambda _: trainer.feature(KVCache).calibrator.coming_prompts,
         )
         trainer.train()
     asked = [f"user:{row['prompt']}assistant:" for row in dataset(4) for _ in range(4)]

@@ -1,14 +1,39 @@
-"""What any engine tells: after its start how it computes, after a generation what it sampled from.
+"""The contract between a trainer and its engine: who calls what, in which order, and who has to call together.
 
-What a delivery asks of it: `sync.delivery.Engine`.
+    _start_engine(recipe, parts)            trainer, all ranks: afterwards numerics, kernels and pinned are known
+    for each generation:
+        begin(occasion, keep_weights)       run/syncs, each rank: what the generation is for
+        sync_weights()                      TRL, all ranks: if the policy has changed since the last
+            deliver(tensors)                    policy -> engine, and the proof that it arrived
+            after_sync()                        features look at the engine, from which nothing was sampled yet
+        generate(prompts)                   TRL or a rollout_func, ranks of one engine: once a turn
+            verify()                            nobody wrote to the engine since
+        for each loss:                      features read last_sync in between
+            send_weights()                  one forward, all ranks: if the policy has changed since the last
+                deliver(tensors, prepare=False)
+
+Outside of the loop all ranks call `policy_tensors` for exports and hold `reference_weights` around the passes of a
+reference; ranks of one engine call `prefill`. Ranks of different engines do not wait for each other in `generate`.
+
+`RolloutEngine` is what stands at `trainer.vllm_generation`: `FP8VLLMGeneration`, or a small one over transformers in
+`testing/fake_rollout_engine.py`. The seam of a sync is `Delivery`: `InPlaceDelivery` writes into an engine of this
+process, and an engine in another process has one of its own. Kernels that a trainer shares: `engine/kernels.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from torch import nn
 
 from trl_fp8.quantization.facts.scaling import ActivationScaling
+from trl_fp8.sync.audit import Replicas
+from trl_fp8.sync.delivery import SyncReport, Tensors
+from trl_fp8.sync.writer import Named
+
+from .kernels import EngineKernels
 
 
 @dataclass(frozen=True)
@@ -28,3 +53,71 @@ class Survivors:
 
     counts_T: np.ndarray  # int32; how many for each token, 0 where none was sampled (prompts, results of tools)
     ids_E: np.ndarray  # int32, those of one token behind those of another
+
+
+@runtime_checkable
+class Delivery(Protocol):
+    """The way from a policy to one engine."""
+
+    last: SyncReport | None  # of the latest delivery that succeeded
+    failures: int  # deliveries that failed their audit, and engines that were found changed; each raised
+
+    def deliver(self, tensors: Tensors, *, prepare: bool = True) -> SyncReport:
+        """Bring the engine to the policy's weights and prove it; see `InPlaceDelivery.deliver`. A collective."""
+
+    def require_whole(self) -> None:
+        """Raise `RuntimeError` unless the latest delivery succeeded."""
+
+    def verify(self) -> None:
+        """Raise `RuntimeError` unless the engine still holds what was delivered. Of the ranks that share it."""
+
+
+class Reference(Protocol):
+    """The weights of a reference model, in the form in which the engine holds the policy's."""
+
+    def held(self) -> AbstractContextManager[None]:
+        """Inside the block the engine holds the reference, and afterwards the policy again."""
+
+    def outdate(self) -> None:
+        """The reference has changed."""
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """What trainer, features and run ask of an engine. It follows the policy that it was started with."""
+
+    numerics: EngineNumerics
+    kernels: EngineKernels
+    pinned: Mapping[str, str]  # what was chosen on this device, as `vllm_engine_kwargs` would say it
+    replicas: Replicas | None  # the ranks that have to hold the same bytes; None on one process
+    last_sync: SyncReport | None  # `Delivery.last`
+    audit_failures: int  # `Delivery.failures`
+
+    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+        """The next generation belongs to `occasion`: the trainer's step, and 1 if it trains or 0. `keep_weights`: the
+        same weights will generate again, so that an engine that sleeps between turns keeps them.
+        """
+
+    def sync_weights(self) -> None:
+        """Deliver the policy, with all that is carried made anew. Raises as `Delivery.deliver`."""
+
+    def send_weights(self) -> None:
+        """Deliver the policy's weights alone, and what is carried as it is."""
+
+    def generate(
+        self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
+    ) -> tuple[list, list, list, list]:
+        """Continue prompts (token ids), each of which stands there once for each of its completions.
+
+        Returns prompts, completions (token ids), log-probs of their tokens `[completion][token][1]`, and the ids of
+        these tokens in the same form, as TRL's `VLLMGeneration`.
+        """
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        """Compute the layers for a sequence, that of the first rank that shares the engine; returns that sequence."""
+
+    def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
+        """The policy's `(checkpoint name, full tensor)`, merged and gathered."""
+
+    def reference_weights(self, model: nn.Module) -> Reference:
+        """Of a reference model, to be scored as the engine would compute it."""

@@ -11,13 +11,11 @@ in only one of the lists. What is written and what is read back are found by the
 are compared with the policy's at the start; that a layout is right is a matter of tests, against vLLM's own loader.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from trl_fp8.quantization.codec.digest import digest
-from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.names import listed
 
 from .pieces import Layout
@@ -72,15 +70,15 @@ class Seal:
 def audit(
     layout: Layout,
     written: Writer,
-    kv_scales: KVScales | None,
+    carried: Mapping[str, torch.Tensor],
     replicas: Replicas | None = None,
     *,
-    kv_scales_arrived: bool = True,
+    carried_arrived: bool = True,
 ) -> Seal:
     """Compare what was written with what is held; `RuntimeError` names what differs. Waits for the device once.
 
-    With `replicas` a collective, which also compares the `kv_scales` that were sent, and whether they arrived on this
-    rank. Every rank lists all names.
+    With `replicas` a collective, which also compares what was sent beside the weights (`carried`: name -> checksum),
+    and whether all of it arrived on this rank. Every rank lists all names.
     """
     # 1. What is held, what was sent, and with replicas how KV scales fared: one int64 each, on the device
     names, sent = layout.names, written.sums
@@ -89,9 +87,9 @@ def audit(
     values = [*held.unbind(), *(sent.get(name, nothing) for name in names)]
     labels = [*(f"{name} (in the engine)" for name in names), *names]
     if replicas:
-        labels += ["KV cache scales", "KV cache scales (in the engine)"]
-        values.append(nothing if kv_scales is None else digest(kv_scales.values).to(held.device))
-        values.append(nothing + int(kv_scales_arrived))
+        labels += [*carried, *(f"{name} (in the engine)" for name in carried)]
+        values += [each.to(held.device) for each in carried.values()]
+        values += [nothing + int(carried_arrived)] * len(carried)
     # 2. Their extremes over the ranks that have to agree, and one transfer of all to the host
     own = torch.stack(values) if values else held
     largest, smallest = replicas.extremes(own) if replicas else (own, own)

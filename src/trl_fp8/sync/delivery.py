@@ -1,22 +1,24 @@
-"""Bringing an engine to its policy, and keeping it from generating where that did not succeed.
+"""`InPlaceDelivery` writes a policy into the tensors of an engine in this process, and proves that it arrived.
 
-    deliver:   wake -> calibrate KV scales -> [write weights and scales -> finite? -> verify KV scales -> audit]
+    deliver:   wake -> prepare what is carried -> [write weights and carried -> finite? -> verify carried -> audit]
                -> reset prefix cache
     frozen:    parts of a policy that nobody trains are written once, by the first delivery or before it
     failure:   in brackets the engine is neither the old policy nor known to be the new one: require_whole raises until
                a delivery succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
-    generate:  require_whole, and verify: nobody wrote to weights or scales since
+    generate:  require_whole, and verify: nobody wrote to the engine since
+
+`Carried` is what travels beside the weights, such as the scales of an FP8 KV cache. A delivery knows no more of it.
 
 Ranks deliver together and generate apart: with tools one takes more turns than another. So `verify` concerns the ranks
 that share an engine, and no others. An error outside of the brackets is raised where it happens, and no collective
 follows it: the other ranks wait in theirs until the launcher ends the job.
 
-Nothing here knows what an engine is made of: `Engine` is all that is asked of one.
+What any delivery offers, also one to an engine in another process: `engine.protocol.Delivery`.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -24,7 +26,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -39,14 +40,31 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What a delivery asks of an engine, in this order. `RuntimeError` if it cannot."""
+    """What writing in place asks of an engine, in this order. `RuntimeError` if it cannot."""
 
     layout: Layout  # where its weights are
 
     def wake(self) -> bool: ...  # have memory for the weights, if asleep; True: what was there is lost
-    def write_kv_scales(self, scales: KVScales) -> None: ...  # let the KV cache use them
-    def verify_kv_scales(self, sent: KVScales) -> None: ...  # the KV cache uses what was sent
     def reset_prefix_cache(self) -> None: ...  # forget what was computed with other weights
+
+
+class Carried(Protocol):
+    """What a delivery brings to the engine beside the weights. The same on every rank."""
+
+    name: str  # as an audit and a `SyncReport` call it
+    value: object  # what was sent last; None before, and then nothing is sent
+
+    def prepare(self) -> None:
+        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if the policy gives none."""
+
+    def write(self) -> None:
+        """Give `value` to the engine. Waits for no device."""
+
+    def verify(self) -> None:
+        """Raise `RuntimeError` unless the engine holds `value`, in every copy that it keeps."""
+
+    def digest(self) -> torch.Tensor:
+        """Checksum of `value`, an int64 scalar, which is compared over ranks."""
 
 
 Tensors = Callable[[], AbstractContextManager[Iterator[Sent]]]  # opens parameters of a policy, a collective
@@ -57,7 +75,7 @@ class Part:
     """What of an engine is written together."""
 
     layout: Layout
-    tensors: Tensors  # of the policy, all that `layout` has but buffers
+    tensors: Tensors | None  # of the policy, all that `layout` has but buffers; None until they are given
     at_once: bool = False  # as for `Writer`
     survives_sleep: bool = False  # the engine brings it back itself when it wakes
     seal: Seal | None = None  # of what the engine holds; None unless that is the policy's
@@ -77,16 +95,16 @@ class SyncReport:
 
     seconds: float  # wall time; of it:
     quantize_seconds: float  # quantizing and writing, as the host sees it; on a GPU the device may go on
-    calibration_seconds: float
+    prepare_seconds: float  # computing what is carried
     audited_tensors: int  # read back and compared
     bytes_sent: int  # of what was written, as the engine holds it on this rank, scales included
     fp8_weights: int
     weight_relative_error: float  # root of the squared quantization error over the squared weight, of sampled own rows
     dead_blocks: dict[str, int]  # FP8 weight -> number of its blocks that are as good as zero
-    kv_scales: KVScales | None  # None if the KV cache is not FP8
+    carried: Mapping[str, object]  # name -> value of what was sent beside the weights
 
 
-class Delivery:
+class InPlaceDelivery:
     """One engine, which holds no policy yet, and the policy `model` that it follows."""
 
     def __init__(
@@ -94,28 +112,29 @@ class Delivery:
         engine: Engine,
         model: nn.Module,
         recipe: FP8Recipe,
-        tensors: Tensors,
         *,
-        frozen: Sequence[Part] = (),  # what is written once; `tensors` are all others
+        frozen: Sequence[Part] = (),  # what is written once
         at_once: bool = False,  # as for `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
+        carried: Sequence[Carried] = (),
     ):
         self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
         names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
         layout = engine.layout.part(names) if frozen else engine.layout
-        self.frozen, self._trained = frozen, Part(layout, tensors, at_once)
+        self.frozen, self._trained, self.carried = frozen, Part(layout, None, at_once), carried
         self.last: SyncReport | None = None  # of the latest delivery that succeeded
         self.failures = 0  # deliveries that failed their audit, and engines that were found changed (each raised)
 
-    def deliver(self, calibrate: Callable[[], KVScales] | None = None) -> SyncReport:
-        """Bring the engine to the policy's current weights and KV scales, and prove it. With replicas a collective.
+    def deliver(self, tensors: Tensors, *, prepare: bool = True) -> SyncReport:
+        """Bring the engine to the policy's current weights and to what is carried. With replicas a collective.
 
         Args:
-            calibrate: Returns the scales of the current policy, the same on every rank. None: no FP8 KV cache.
+            tensors: Of the policy, all that is trained.
+            prepare: Compute anew what is carried. False: it is sent as it was last.
 
         Raises:
-            ValueError: The policy cannot be calibrated: the engine keeps the previous one, unless it slept without.
-                Or it holds NaN or infinities: that was seen as it was written.
+            ValueError: The policy does not give what is carried: the engine keeps what it has, unless it slept
+                without. Or the policy holds NaN or infinities: that was seen as it was written.
             RuntimeError: Writing (tried twice) or the audit failed, here or on another rank. The next success allows
                 generation.
             GatherFailed: On this rank alone, which enters no further collective.
@@ -125,11 +144,15 @@ class Delivery:
             for part in self._parts:
                 part.seal = part.seal if part.survives_sleep else None
         due = self._due()
-        writing = sum(self.send(part) for part in due)  # first: a policy that shares its base calibrates with it
-        awake = time.perf_counter()
-        kv_scales = self._calibrated(calibrate) if calibrate else None
-        calibrated = time.perf_counter()
-        writing += self.send(self._trained, kv_scales)
+        # The frozen parts come first: a policy that shares its base with the engine runs on them as it is calibrated
+        writing = sum(self.send(part) for part in due)
+        started = time.perf_counter()
+        if prepare:
+            self._prepare()
+        prepared = time.perf_counter()
+        carried = [each for each in self.carried if each.value is not None]
+        self._trained.tensors = tensors
+        writing += self.send(self._trained, carried)
         try:
             self._engine.reset_prefix_cache()
         except RuntimeError:
@@ -139,26 +162,26 @@ class Delivery:
         self.last = SyncReport(
             seconds=time.perf_counter() - start,
             quantize_seconds=writing,
-            calibration_seconds=calibrated - awake,
+            prepare_seconds=prepared - started,
             audited_tensors=sum(len(part.seal.values) for part in sent),
             bytes_sent=sum(part.bytes for part in sent),
             fp8_weights=sum(part.fp8_weights for part in parts),
             weight_relative_error=max(part.weight_relative_error for part in parts),
             dead_blocks={name: count for part in parts for name, count in part.dead_blocks.items()},
-            kv_scales=kv_scales,
+            carried={each.name: each.value for each in carried},
         )
         return self.last
 
-    def send(self, part: Part, kv_scales: KVScales | None = None) -> float:
-        """Write a part, and what is written with it, and prove it. Returns the seconds that the writing took, as the
+    def send(self, part: Part, carried: Sequence[Carried] = ()) -> float:
+        """Write a part, and what is carried with it, and prove it. Returns the seconds that the writing took, as the
         host sees it; on a GPU the device may go on. Raises as `deliver`.
         """
         start, part.seal = time.perf_counter(), None
-        writer = self._written(part, kv_scales)
+        writer = self._written(part, carried)
         seconds = time.perf_counter() - start
         part.weight_relative_error, part.dead_blocks = writer.inspect(self._of_all)
         try:
-            part.seal = self._proven(part, writer, kv_scales)
+            part.seal = self._proven(part, writer, carried)
         except RuntimeError:
             self.failures += 1
             raise
@@ -201,31 +224,38 @@ class Delivery:
             raise own or RuntimeError(theirs)
 
     def _change(self, part: Part) -> RuntimeError | None:
-        """What became of a part on this rank since it was sent."""
+        """The error that says what changed in a part on this rank since it was sent; None if nothing did."""
         try:
             part.seal.require_unbroken()
-            if part is self._trained and self.last.kv_scales is not None:
-                self._engine.verify_kv_scales(self.last.kv_scales)
+            for each in self.carried if part is self._trained else ():
+                if each.name in self.last.carried:
+                    each.verify()
         except RuntimeError as error:
             return error
 
-    def _calibrated(self, calibrate: Callable[[], KVScales]) -> KVScales:
+    def _prepare(self) -> None:
+        """Compute what is carried. After an error the old values stay, which the engine still holds."""
+        values = [each.value for each in self.carried]
         try:
-            return calibrate()
-        except ValueError:
-            # The usual reason, by name. This rank looks alone: others may still be in a collective of the calibration,
-            # and one that this rank begins now would meet that
-            require_finite(self._model)
+            for each in self.carried:
+                each.prepare()
+        except Exception as error:
+            for each, value in zip(self.carried, values, strict=True):
+                each.value = value
+            if isinstance(error, ValueError):
+                # The usual reason is a weight that is not finite, and this error names it. No collective: other ranks
+                # may still be in one of `prepare`, which would take this rank's numbers for its own
+                require_finite(self._model)
             raise
 
-    def _written(self, part: Part, kv_scales: KVScales | None) -> Writer:
-        """Weights and scales written, on all ranks; what was raised in the last attempt is, if one of them failed."""
+    def _written(self, part: Part, carried: Sequence[Carried]) -> Writer:
+        """Write weights and what is carried, on all ranks. If a rank fails twice, the last error is raised on all."""
         attempts = 0
         while True:
-            # What a failed attempt holds is let go of first: memory may be what it lacked
+            # A failed attempt is freed first: its error holds tensors, and memory may be what it lacked
             attempts, writer, error = attempts + 1, None, None
             writer = Writer(part.layout, self._recipe, at_once=part.at_once)
-            error = self._write(part, writer, kv_scales)
+            error = self._write(part, writer, carried)
             code = 0 if error is None else 1 if isinstance(error, RuntimeError) else 2
             [failed] = self._worst([code], self._of_all)
             if not failed:
@@ -240,43 +270,45 @@ class Delivery:
         return self._replicas and self._replicas.reduce_max
 
     def _worst(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
-        """The largest of each over the ranks of `reduce_max`, for whom the host waits. None: over this rank alone."""
+        """The largest of each code over the ranks of `reduce_max`; the host waits for them. None: this rank alone."""
         if reduce_max is None:
             return codes
-        # On the engine's device: that is where ranks can meet. A policy that FSDP2 has not dealt yet is on the host
+        # The backend reduces tensors on the engine's device. The policy may be on the host, before FSDP2 shards it
         engine = next(iter(self._trained.layout.held.values()))
         found = torch.tensor(codes, device=engine.device)
         reduce_max(found)
         return found.tolist()
 
-    def _write(self, part: Part, writer: Writer, kv_scales: KVScales | None) -> Exception | None:
-        """What was raised, if anything was."""
+    def _write(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> Exception | None:
+        """One attempt. Returns the error that it ended with, so that ranks can agree on what to do next."""
         buffers = persistent_buffers(self._model) if part is self._trained else ()
         try:
             with part.tensors() as parameters:
                 try:
                     writer.write(parameters, buffers)
                 except Exception:
-                    for _ in parameters if self._replicas else ():  # gathered together: other ranks wait for this one
+                    # Each parameter may be a collective: other ranks wait in the next one for this rank
+                    for _ in parameters if self._replicas else ():
                         pass
                     raise
-            if kv_scales is not None:
-                self._engine.write_kv_scales(kv_scales)
+            for each in carried:
+                each.write()
         except GatherFailed:
             raise
         except Exception as error:
             return error
 
-    def _proven(self, part: Part, writer: Writer, kv_scales: KVScales | None) -> Seal:
-        """The seal of what was written. `RuntimeError` if weights or KV scales did not arrive, here or on a rank."""
+    def _proven(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> Seal:
+        """The seal of what was written. `RuntimeError` if a tensor or what is carried did not arrive on any rank."""
         lost = None
-        if kv_scales is not None:
-            try:
-                self._engine.verify_kv_scales(kv_scales)
-            except RuntimeError as error:
-                lost = error
         try:
-            seal = audit(part.layout, writer, kv_scales, self._replicas, kv_scales_arrived=lost is None)
+            for each in carried:
+                each.verify()
+        except RuntimeError as error:
+            lost = error
+        digests = {each.name: each.digest() for each in carried}
+        try:
+            seal = audit(part.layout, writer, digests, self._replicas, carried_arrived=lost is None)
         except RuntimeError as differs:
             lost = lost or differs
         # Of ranks that share an engine each audits a part of it, which no other rank may have

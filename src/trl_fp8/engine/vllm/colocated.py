@@ -5,13 +5,10 @@ from collections.abc import Callable
 from torch import nn
 from vllm import LLM
 
-from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers, verify_kv_scales, write_kv_scales
 from trl_fp8.features.one_forward.engine_part.vllm_kernels import VLLMKernels
 from trl_fp8.features.shared_base.adapter_tensors import A, B
 from trl_fp8.features.shared_base.engine_adapters import slots_of
-from trl_fp8.quantization.codec.kv_scales import KVScales
-from trl_fp8.recipe.caches import kv_layers
-from trl_fp8.recipe.from_model import caches_of, persistent_buffers
+from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream import vllm as upstream
@@ -26,7 +23,7 @@ class ColocatedEngine:
     """`sync.delivery.Engine` whose tensors are written in place; `wake` gives them memory if the engine sleeps.
 
     `ValueError` if it holds tensors under other names than the policy's, or where no sync can reach; `RuntimeError` if
-    a kernel or an attention layer does not keep what it is sent.
+    a kernel does not keep what it is sent.
     """
 
     def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], bool]):
@@ -40,19 +37,9 @@ class ColocatedEngine:
         self.slots = {recipe.linears[name]: slot for name, slot in found.items()}  # by the policy's names
         adapters = {f"{name}.{which}.weight" for name in found for which in (A, B)}
         require_same_tensors(policy, recipe, self.layout.part(set(self.layout.names) - adapters))
-        self._attention = {}
-        if recipe.fp8_kv_cache:
-            cached = kv_layers(caches_of(policy.config.get_text_config()))
-            self._attention = fp8_attention_layers(self.model, cached, recipe.kv_cache_skip_layers)
         self.numerics = engine_numerics(self.model)
         tokens = upstream.engine_config(llm).scheduler_config.max_num_batched_tokens
         self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention, tokens)
-
-    def write_kv_scales(self, scales: KVScales) -> None:
-        write_kv_scales(self._attention, scales)
-
-    def verify_kv_scales(self, sent: KVScales) -> None:
-        verify_kv_scales(self._attention, sent)
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

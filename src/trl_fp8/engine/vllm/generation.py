@@ -1,11 +1,11 @@
-"""`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to an FP8 engine and its `Delivery`.
+"""`FP8VLLMGeneration`: TRL's `VLLMGeneration`, wired to an FP8 engine and its `InPlaceDelivery`.
 
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   Platform.arguments
-sync:     Delivery.deliver
-generate: TRL's own, behind Delivery.require_whole; Delivery.verify when the engine is awake
+sync:     InPlaceDelivery.deliver
+generate: TRL's own, behind require_whole; verify when the engine is awake
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,6 +22,7 @@ from torchao.quantization import Float8Tensor
 from transformers import CONFIG_MAPPING
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.features.one_forward.engine_part.invariance import require_invariant_routers
 from trl_fp8.features.one_forward.reference_weights import ReferenceWeights
 from trl_fp8.features.shared_base.adapter_tensors import (
@@ -33,13 +34,12 @@ from trl_fp8.features.shared_base.adapter_tensors import (
     room_for,
 )
 from trl_fp8.features.shared_base.engine_adapters import adapters_installed
-from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.from_model import of_adapter, outline_of
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.audit import Replicas, all_reduce_max
-from trl_fp8.sync.delivery import Delivery, Part, SyncReport
+from trl_fp8.sync.delivery import InPlaceDelivery, Part, SyncReport
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.sync.shards import Sharded, gathered, gathering
 from trl_fp8.sync.writer import Named, Sent
@@ -50,6 +50,7 @@ from .colocated import ColocatedEngine
 from .compiled import TOKENS, stale, unread_adapters
 from .gemms import pinned_gemm
 from .images import leave_image_tokens, require_awake, require_same_prompts
+from .part import EnginePart
 from .platforms import platform_of
 from .rollout_llm import RolloutLLM
 
@@ -88,7 +89,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     Args:
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
-        calibrate: Called once per sync if the KV cache is FP8; see `Delivery.deliver`.
+        parts: What features need of the engine.
         after_sync: Called after each sync for a generation, before anything is sampled.
         engine_kwargs: The user's `vllm_engine_kwargs`.
         return_routes: Let `llm.routes` remember the experts that a mixture of experts' routers choose.
@@ -106,7 +107,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self,
         *,
         recipe: FP8Recipe,
-        calibrate: Callable[[], KVScales] | None = None,
+        parts: Sequence[EnginePart] = (),
         after_sync: Callable[[], None] | None = None,
         engine_kwargs: dict | None = None,
         return_routes: bool = False,
@@ -115,7 +116,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         base: Base | None = None,
         **kwargs,
     ):
-        self.recipe, self.engine_kwargs, self.calibrate = recipe, engine_kwargs, calibrate
+        self.recipe, self.engine_kwargs, self.parts = recipe, engine_kwargs, parts
         self.after_sync = after_sync or (lambda: None)
         self.return_routes, self.return_survivors = return_routes, return_survivors
         self.share_kernels, self.base = share_kernels, base
@@ -167,10 +168,17 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.replicas = Replicas(*place, all_reduce_max, of_engine)
         # What is gathered, or merged, lasts until the next tensor is asked for
         dealt = self._dist.is_zero3 or self._dist.is_fsdp
-        options = {"at_once": dealt or (is_peft_model(self.model) and not self.base), "replicas": self.replicas}
+        carried = (part.carried(self) for part in self.parts)
         base, constants = self._frozen(dealt) if self.base else (), self._constants()
-        frozen, tensors = (*base, constants), self._sent_tensors
-        self.delivery = Delivery(self.engine, self.model, self.recipe, tensors, frozen=frozen, **options)
+        self.delivery = InPlaceDelivery(
+            self.engine,
+            self.model,
+            self.recipe,
+            frozen=(*base, constants),
+            at_once=dealt or (is_peft_model(self.model) and not self.base),
+            replicas=self.replicas,
+            carried=[each for each in carried if each is not None],
+        )
         if not self.enable_sleep_mode:  # else the first sync does, once it has woken the engine
             self.delivery.send(constants)
         if self.base:
@@ -228,6 +236,13 @@ class FP8VLLMGeneration(VLLMGeneration):
     @property
     def audit_failures(self) -> int:
         return self.delivery.failures
+
+    @property
+    def kernels(self) -> EngineKernels:
+        return self.engine.kernels
+
+    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+        self.llm.begin(occasion, keep_weights)
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
         """The policy's `(checkpoint name, full tensor)`, merged and gathered (a collective), in a `with` block. What
@@ -326,7 +341,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                 module.reshard()
 
     def sync_weights(self) -> None:
-        self.delivery.deliver(self.calibrate if self.recipe.fp8_kv_cache else None)
+        self.delivery.deliver(self._sent_tensors)
         if not self._adapters_read:
             self._require_read_adapters()
             self._adapters_read = True
@@ -341,13 +356,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         if found:
             raise stale(unread)
 
-    def send_weights(self, scales: KVScales | None = None) -> None:
-        """Bring the engine to the policy's current weights and leave its KV scales as they are.
-
-        `scales` are for an engine that was never synced: a run may resume between two optimizer steps on one batch.
-        """
-        scales = self.last_sync.kv_scales if self.last_sync else scales
-        self.delivery.deliver(None if scales is None else lambda: scales)
+    def send_weights(self) -> None:
+        """Bring the engine to the policy's current weights, and leave what a sync brings beside them as it is."""
+        self.delivery.deliver(self._sent_tensors, prepare=False)
 
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None

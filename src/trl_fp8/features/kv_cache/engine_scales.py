@@ -4,15 +4,24 @@ vLLM keeps each scale as a device tensor that CUDA kernels read, as a Python flo
 read, and those of k and v as a tensor on the host. A new one may reach only some of them: all are read and compared.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
+from trl_fp8.engine.vllm.part import EnginePart
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales
+from trl_fp8.recipe.caches import kv_layers
+from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.servable import REMEDY
+
+
+if TYPE_CHECKING:
+    from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 
 
 # Attention implementations that read the scales anew in each forward
@@ -20,6 +29,44 @@ READ_EACH_TIME = (
     *("FlashAttentionImpl", "InvariantFlashAttentionImpl", "TritonAttentionImpl", "ReferenceAttentionImpl"),
     *("TritonMLAImpl", "ReferenceLatentImpl"),
 )
+
+
+class EngineScales(EnginePart):
+    """`sync.delivery.Carried`: the scales of an FP8 KV cache, which `calibrate` makes for the policy as it is."""
+
+    name = KV_SCALES
+
+    def __init__(self, calibrate: Callable[[], KVScales]):
+        """`calibrate` raises `ValueError` if the policy cannot be calibrated, and may be a collective."""
+        self.calibrate = calibrate
+        self.value: KVScales | None = None
+        self._layers: Mapping[int, Attention | MLAAttention] = {}
+
+    def carried(self, generation: "FP8VLLMGeneration") -> "EngineScales":
+        """Raises as `fp8_attention_layers`."""
+        cached = kv_layers(caches_of(generation.model.config.get_text_config()))
+        skipped = generation.recipe.kv_cache_skip_layers
+        self._layers = fp8_attention_layers(generation.engine.model, cached, skipped)
+        return self
+
+    def resume(self, scales_L3: torch.Tensor) -> None:
+        """Before the first sync, send these with the weights: a run resumed with rollouts that it had left, which were
+        sampled under them. After a sync this does nothing.
+        """
+        if self.value is None:
+            self.value = KVScales(scales_L3.cpu())
+
+    def prepare(self) -> None:
+        self.value = self.calibrate()
+
+    def write(self) -> None:
+        write_kv_scales(self._layers, self.value)
+
+    def verify(self) -> None:
+        verify_kv_scales(self._layers, self.value)
+
+    def digest(self) -> torch.Tensor:
+        return digest(self.value.values)
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:

@@ -9,6 +9,7 @@ loss      sees k and v (and q) as the cache held them, under the scales of its r
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import torch
 from trl import GRPOTrainer
@@ -18,7 +19,7 @@ from trl.distributed import DistributedBackend
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.codec.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.batch import PROMPT_IDS, SCALES_IN_FORCE, Batch, Rollouts
@@ -28,6 +29,10 @@ from trl_fp8.run.syncs import Syncs
 from trl_fp8.sync.audit import all_reduce_max
 
 from .calibration import Calibration, KVState, layers_with_outliers, next_scales
+
+
+if TYPE_CHECKING:
+    from .engine_scales import EngineScales
 
 
 FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
@@ -65,6 +70,12 @@ class KVCache(Feature):
         self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
         self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
+    def engine_part(self) -> "EngineScales":
+        from .engine_scales import EngineScales  # needs vllm
+
+        self._in_engine = EngineScales(self.calibrate)
+        return self._in_engine
+
     def calibrate(self) -> KVScales:
         """Make the scales of the policy as it is now; called in each sync."""
         scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
@@ -88,12 +99,13 @@ class KVCache(Feature):
     def after_generation(self, rollouts: Rollouts) -> None:
         sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
         step = self.trainer.state.global_step if training else None
-        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, sync.kv_scales, step)
-        if self._logged.get(training) is sync.kv_scales:
+        in_force = self.in_force
+        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, in_force, step)
+        if self._logged.get(training) is in_force:
             return
-        self._logged[training], scales = sync.kv_scales, sync.kv_scales.values[list(sync.kv_scales.layers)]
+        self._logged[training], scales = in_force, in_force.values[list(in_force.layers)]
         rollouts.metrics |= {
-            "fp8/calibration_seconds": mean_of(sync.calibration_seconds),
+            "fp8/calibration_seconds": mean_of(sync.prepare_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
             "fp8/kv_scale_max": highest(scales.max().item()),
             "fp8/kv_margin": highest(self.kv_state.margin),
@@ -130,7 +142,7 @@ class KVCache(Feature):
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
             batch.tensors[SCALES_IN_FORCE] = self._scales_in_force.expand(len(batch.tensors[PROMPT_IDS]), -1, -1)
-        batch.record["kv_scales"] = self.trainer.vllm_generation.last_sync.kv_scales.values.tolist()
+        batch.record["kv_scales"] = self.in_force.values.tolist()
         saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
         if saturated_L2 is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
@@ -139,8 +151,11 @@ class KVCache(Feature):
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         # Rollouts that an earlier attempt left may have them, where this one does not simulate
-        if self.trainer.args.simulate_kv_cache and SCALES_IN_FORCE in inputs:
-            self.hook.simulate(inputs[SCALES_IN_FORCE][0])
+        if SCALES_IN_FORCE in inputs:
+            scales_L3 = inputs[SCALES_IN_FORCE][0]
+            self._in_engine.resume(scales_L3)
+            if self.trainer.args.simulate_kv_cache:
+                self.hook.simulate(scales_L3)
 
     def end_loss(self) -> None:
         self.hook.simulate(None)
@@ -150,7 +165,7 @@ class KVCache(Feature):
             raise ValueError(
                 "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
             )
-        return {"kv_scales": sync.kv_scales}
+        return {"kv_scales": sync.carried[KV_SCALES]}
 
     def save(self, folder: str) -> None:
         _, self.kv_state = self.kv_state.observed(self.calibration)
@@ -160,8 +175,13 @@ class KVCache(Feature):
         self.kv_state = self.kv_state.loaded(folder, self.trainer.accelerator.process_index)
 
     @property
+    def in_force(self) -> KVScales:
+        """What the engine got at the latest sync."""
+        return self.trainer.vllm_generation.last_sync.carried[KV_SCALES]
+
+    @property
     def _scales_in_force(self) -> torch.Tensor:
-        return self.trainer.vllm_generation.last_sync.kv_scales.values.to(self.trainer.accelerator.device)
+        return self.in_force.values.to(self.trainer.accelerator.device)
 
     def _first_prompts(self) -> list[list[int]]:
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]

@@ -20,7 +20,6 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.modules.gemm import require_backend
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.run.batch import Batch, Rollouts
 from trl_fp8.run.feature import Feature
 
@@ -133,19 +132,19 @@ class Flow(Feature):
         return self.followed_reference.scored()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        self._bring_up_to_date(inputs.get("kv_scales"))
+        self._bring_up_to_date()
         # until the backward is through: gradient checkpointing runs the forward again in it
         self.forward.switch(on=True)
 
     def end_loss(self) -> None:
         self.forward.switch(on=False)
 
-    def _bring_up_to_date(self, scales_BL3: torch.Tensor | None = None) -> None:
+    def _bring_up_to_date(self) -> None:
         """Send the weights again where an optimizer step came after the last sync (num_iterations > 1), or no sync was
-        yet: a run resumed with rollouts that it had left, which bring the scales that they were sampled under.
+        yet (a run resumed with rollouts that it had left).
         """
         if self._outdated:
-            self.trainer.vllm_generation.send_weights(None if scales_BL3 is None else KVScales(scales_BL3[0].cpu()))
+            self.trainer.vllm_generation.send_weights()
             self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 import torch
 
 from trl_fp8.recipe.names import listed
-from trl_fp8.sync.delivery import Delivery, Part
+from trl_fp8.sync.delivery import InPlaceDelivery, Part
 
 
 class ReferenceWeights:
     """Made without memory; the first `held` takes as much as `part` has in the engine."""
 
-    def __init__(self, delivery: Delivery, part: Part):
+    def __init__(self, delivery: InPlaceDelivery, part: Part):
         """`part`: What of the engine a trainer computes with, and where the reference's weights for it come from."""
         self._delivery, self._part = delivery, part
         self._away: dict[str, torch.Tensor] = {}  # by name, what the engine does not hold now

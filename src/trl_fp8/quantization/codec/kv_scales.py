@@ -18,6 +18,7 @@ from .e4m3 import ceil_pow2
 
 
 QKV = ("q", "k", "v")
+KV_SCALES = "KV cache scales"  # what a sync that brings them calls them
 
 # Root mean square of e4m3's relative rounding error: a step of 1/8 of the binade, uniform error, log-uniform mantissa
 E4M3_RELATIVE_ERROR = (1 / 8) / 12**0.5 * (3 / 8 / log(2)) ** 0.5

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.report.canvas import RAW, SERIES, STYLES, TREND, Axes, Figure, new_axes, tidy
 
-from .canvas import RAW, SERIES, STYLES, TREND, Axes, Figure, new_axes, tidy
 from .series import moving, series
 
 

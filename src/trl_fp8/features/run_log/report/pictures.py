@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.report.canvas import Figure
 
-from .canvas import Figure
 from .curves import Panel, lines_figure, panel_figure
 from .results import mismatch_key
 from .rollout_pictures import log_prob_figure, position_figure, ratio_figure

@@ -1,0 +1,147 @@
+"""`RolloutEngine` over plain transformers: a second engine behind the contract of `engine/protocol.py`, for tests.
+
+It holds a model of its own, into which a delivery copies the policy as into an engine of another process: one tensor
+after another, each proven by its checksum. FP8 weights are held dequantized, and activations are not quantized. So
+rollouts differ from the policy by the rounding of weights alone.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from time import perf_counter
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from testing.fake_engine import FakeEngine
+from trl_fp8 import FP8GRPOTrainer
+from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.delivery import SyncReport, Tensors
+
+
+class CopyingDelivery:
+    """`Delivery` into `held`, a model of its own. `calls` notes what is called."""
+
+    def __init__(self, held: nn.Module, recipe: FP8Recipe, calls: list[str]):
+        self.held, self._recipe, self._calls = dict(held.named_parameters()), recipe, calls
+        self.last: SyncReport | None = None
+        self.failures = 0
+        self._sent: dict[str, int] | None = None  # checksums; None: the latest delivery did not succeed
+
+    def deliver(self, tensors: Tensors, *, prepare: bool = True) -> SyncReport:
+        self._calls.append("deliver")
+        start, self._sent, sent = perf_counter(), None, {}
+        with tensors() as parameters:
+            for name, tensor in parameters:
+                arriving = self._as_held(name, tensor.detach())
+                sent[name] = digest(arriving).item()
+                self.held[name].copy_(arriving)
+        self._sent = sent
+        self._require_unchanged("weight sync failed its audit")
+        self.last = SyncReport(
+            seconds=perf_counter() - start,
+            quantize_seconds=0.0,
+            prepare_seconds=0.0,
+            audited_tensors=len(sent),
+            bytes_sent=sum(tensor.nbytes for tensor in self.held.values()),
+            fp8_weights=len(self._recipe.fp8_tensors),
+            weight_relative_error=0.0,
+            dead_blocks={},
+            carried={},
+        )
+        return self.last
+
+    def require_whole(self) -> None:
+        if self._sent is None:
+            raise RuntimeError("the engine holds no complete policy")
+
+    def verify(self) -> None:
+        self._calls.append("verify")
+        self.require_whole()
+        self._require_unchanged("the engine has changed since the last sync")
+
+    def _as_held(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if name in self._recipe.fp8_tensors:
+            [codes] = self._recipe.format.quantize_weights([weight.bfloat16()], self._recipe.scale_format)
+            return dequantize_weight(codes, torch.float32)
+        return weight.bfloat16().float()
+
+    def _require_unchanged(self, otherwise: str) -> None:
+        changed = [name for name, tensor in self.held.items() if digest(tensor).item() != self._sent.get(name)]
+        if changed:
+            self._sent, self.failures = None, self.failures + 1
+            raise RuntimeError(f"{otherwise}: {changed}")
+
+
+class FakeRolloutEngine:
+    """Samples one token after another, from a generator of its own. `calls` notes the calls of the contract."""
+
+    pinned, replicas, base = {}, None, None
+
+    def __init__(
+        self, recipe: FP8Recipe, after_sync: Callable[[], None], *, model, temperature, max_completion_length, **_
+    ):
+        self.calls: list[str] = []
+        self.model, self._after_sync = model, after_sync
+        self._temperature, self._longest, self._end = temperature, max_completion_length, model.config.eos_token_id
+        # Random weights, as vLLM's dummy ones. A copy of the policy would share its forward, which TRL has patched
+        self.kernels = FakeEngine(AutoModelForCausalLM.from_config(model.config), recipe)
+        self.numerics = EngineNumerics(kernels={"FakeLinear": len(recipe.fp8_modules)})
+        self.delivery = CopyingDelivery(self.kernels.held, recipe, self.calls)
+        self._generator = torch.Generator().manual_seed(0)
+
+    @property
+    def last_sync(self) -> SyncReport | None:
+        return self.delivery.last
+
+    @property
+    def audit_failures(self) -> int:
+        return self.delivery.failures
+
+    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+        self.calls.append("begin")
+
+    def sync_weights(self) -> None:
+        self.calls.append("sync_weights")
+        self.delivery.deliver(self.policy_tensors)
+        self.calls.append("after_sync")
+        self._after_sync()
+
+    def send_weights(self) -> None:
+        self.delivery.deliver(self.policy_tensors, prepare=False)
+
+    def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
+        self.calls.append("generate")
+        self.delivery.verify()
+        with profiler or nullcontext(), torch.no_grad():
+            completions, log_probs = zip(*map(self._continued, prompts), strict=True)
+        return prompts, list(completions), list(log_probs), [[[token] for token in ids] for ids in completions]
+
+    def _continued(self, prompt: list[int]) -> tuple[list[int], list[list[float]]]:
+        tokens, log_probs = [], []
+        while len(tokens) < self._longest and tokens[-1:] != [self._end]:
+            logits = self.kernels.held(torch.tensor([prompt + tokens])).logits[0, -1] / self._temperature
+            row = logits.log_softmax(-1)
+            tokens.append(int(torch.multinomial(row.exp(), 1, generator=self._generator)))
+            log_probs.append([row[tokens[-1]].item()])
+        return tokens, log_probs
+
+    def prefill(self, tokens: list[int]) -> list[int]:
+        self.kernels.held(torch.tensor([tokens]))
+        return tokens
+
+    def policy_tensors(self):
+        return nullcontext(self.model.named_parameters())
+
+    def reference_weights(self, model: nn.Module):
+        raise NotImplementedError("no trainer computes with the kernels of this engine")
+
+
+class FakeEngineTrainer(FP8GRPOTrainer):
+    """A trainer whose rollouts come from a `FakeRolloutEngine`."""
+
+    def _start_engine(self, recipe, parts, **kwargs) -> FakeRolloutEngine:
+        return FakeRolloutEngine(recipe, self._after_sync, **kwargs)

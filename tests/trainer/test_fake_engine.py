@@ -1,0 +1,71 @@
+"""The contract of `engine/protocol.py`: its loop is what a trainer does, with an engine that is not vLLM."""
+
+import re
+
+import pytest
+
+from testing.fake_rollout_engine import FakeEngineTrainer
+from testing.runs import SMALL_K3, arguments, dataset, reward_digits, rows
+from trl_fp8.engine import protocol
+from trl_fp8.engine.protocol import Delivery, RolloutEngine
+
+
+# The calls of one generation and what they call, as the docstring draws them
+LOOP = protocol.__doc__.partition("for each generation:\n")[2].partition("for each loss:")[0]
+CALLS = re.findall(r"^ +(\w+)\(", LOOP, re.MULTILINE)
+
+
+@pytest.fixture
+def trainer(checkpoint, tmp_path):
+    args = arguments(tmp_path, kv_cache_dtype="auto")
+    return FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, dataset())
+
+
+def test_a_trainer_makes_the_calls_of_the_contract_in_its_order(trainer):
+    engine = trainer.vllm_generation
+    assert isinstance(engine, RolloutEngine) and isinstance(engine.delivery, Delivery) and engine.last_sync is None
+    trainer.train()
+    assert CALLS == ["begin", "sync_weights", "deliver", "after_sync", "generate", "verify"]
+    assert engine.calls == 3 * CALLS
+    logged = rows(trainer)
+    # the policy that is scored is the one that was delivered, but for the rounding of its weights
+    assert len(logged) == 3 and all(0 < row["mismatch/k3_kl"] < SMALL_K3 for row in logged)
+    assert all(row["fp8/audited_tensors"] == len(engine.delivery.held) for row in logged)
+    assert engine.audit_failures == 0
+
+
+def test_weights_that_are_not_delivered_again_show_as_a_mismatch(trainer, monkeypatch):
+    """What the first test would see if deliveries did nothing."""
+    engine, deliver = trainer.vllm_generation, trainer.vllm_generation.delivery.deliver
+
+    def once(tensors, **options):
+        return engine.last_sync or deliver(tensors, **options)
+
+    monkeypatch.setattr(engine.delivery, "deliver", once)
+    monkeypatch.setattr(trainer.args, "learning_rate", 0.1)
+    trainer.train()
+    assert rows(trainer)[-1]["mismatch/k3_kl"] > SMALL_K3
+
+
+def test_a_generation_before_the_first_delivery_is_refused(trainer, monkeypatch):
+    engine = trainer.vllm_generation
+    monkeypatch.setattr(engine, "sync_weights", lambda: None)
+    with pytest.raises(RuntimeError, match="no complete policy"):
+        trainer.train()
+    assert engine.calls == ["begin", "generate", "verify"] and trainer.state.global_step == 0
+
+
+def test_two_tensors_that_are_written_to_one_place_fail_the_audit(trainer):
+    engine, names = trainer.vllm_generation, [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    engine.delivery.held[names[0]] = engine.delivery.held[names[1]]
+    with pytest.raises(RuntimeError, match=f"failed its audit: .'{names[0]}'.$"):
+        trainer.train()
+    assert engine.calls == ["begin", "sync_weights", "deliver"] and engine.audit_failures == 1
+
+
+def test_weights_that_change_after_a_delivery_are_never_sampled_from(trainer, monkeypatch):
+    engine, name = trainer.vllm_generation, "model.norm.weight"
+    monkeypatch.setattr(engine, "_after_sync", lambda: engine.delivery.held[name].mul_(2))
+    with pytest.raises(RuntimeError, match=f"changed since the last sync: .'{name}'.$"):
+        trainer.train()
+    assert engine.calls == CALLS and engine.audit_failures == 1 and trainer.state.global_step == 0
