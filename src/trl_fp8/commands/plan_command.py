@@ -12,18 +12,16 @@ from importlib.util import find_spec
 from typing import Any, TypeVar, get_args, get_origin
 
 from trl_fp8.features.kv_cache.kv_cache_flags import KV_CACHE_DTYPES, KVCacheFlags
-from trl_fp8.features.one_forward.forward_flags import ForwardFlags
+from trl_fp8.features.one_forward.forward_flags import ForwardFlags, require_followed
 from trl_fp8.features.router_replay.router_flags import RouterFlags
 from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
 from trl_fp8.planning.plan import Plan, format_bytes, plan_for
 from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, Settings
 from trl_fp8.planning.summary import as_json, as_text
 from trl_fp8.quantization.formats import FORMATS
-from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import formats_for, recipe_for
 from trl_fp8.recipe.servable import Resolve, require_same_positions, require_servable
-from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
 from .words import did_you_mean, known_names, read
@@ -199,11 +197,8 @@ def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:
 
 def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, ranks: int | None) -> None:
     """What else the trainer refuses of a model, as far as it shows here."""
-    if forward.fp8_flow_on and outline.model_type.removesuffix("_text") not in FAMILIES:
-        raise ValueError(
-            f"fp8_forward={forward.fp8_forward!r} with a policy of type {outline.model_type!r}: which operations of "
-            f"its layers an engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
-        )
+    if forward.fp8_flow_on:
+        require_followed(outline)
     if router.routes_returned and not outline.experts:
         raise ValueError(
             f"router_replay={router.router_replay!r} with a model of type {outline.model_type!r}: it has no routers, "

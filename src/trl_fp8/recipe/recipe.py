@@ -20,6 +20,7 @@ from trl_fp8.quantization.formats import FORMATS, format_named
 from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
+from .families import family_of
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
@@ -30,7 +31,6 @@ from .names import (
     REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
-    UNPACKED,
     fused_name,
     held_name,
     listed,
@@ -138,7 +138,7 @@ class FP8Recipe:
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
         # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
         kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
-        if self.model_type in UNPACKED:
+        if family_of(self.model_type).fuses_unsaid:
             kept |= dict.fromkeys(map(fused_name, kept))
         return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
