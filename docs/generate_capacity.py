@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from testing.published import CONFIGS
+from testing import published
 from trl_fp8.planning.capacity import FREE, LORA_RANK, Capacity, Planner, Setup
 from trl_fp8.planning.plan import Plan, plan_for
 from trl_fp8.planning.risks import SMALL
@@ -17,7 +17,6 @@ from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, MOST_PROMPT
 from trl_fp8.planning.summary import NOTHING_GAINED, factor, is_not_worth_it
 from trl_fp8.planning.trainer_memory import Training
 from trl_fp8.recipe.families import family_of
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 
 
@@ -83,7 +82,7 @@ TAIL = """
 
 
 def planner(name: str) -> Planner:
-    outline = outline_of_config(CONFIGS[name], name)
+    outline = published.outline(name)
 
     @cache
     def plan_at(ranks: int) -> Plan:

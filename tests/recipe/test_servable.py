@@ -15,7 +15,6 @@ from trl_fp8.planning.plan import plan_for
 from trl_fp8.planning.risks import risks
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 from trl_fp8.run import engine_flags as engine
 
@@ -96,7 +95,7 @@ def test_what_vllm_says_goes_before_the_lists():
 
 
 def test_published_models_are_refused_for_what_they_are():
-    outlines = {name: outline_of_config(config, name) for name, config in published.CONFIGS.items()}
+    outlines = {name: published.outline(name) for name in published.CONFIGS}
     reasons = {name: reason for name, made in outlines.items() if (reason := servable.why_not_servable(made))}
     assert reasons == {}
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]

@@ -41,8 +41,8 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
     recipe, family, found = plan.recipe, family_of(outline.model_type), []
     if not family_of(outline.config_type).tested:
         found.append(Risk(f"architecture not tested ({outline.config_type}).", {}))
-    if outline.is_text_only:
-        found.append(Risk("its vision tower stays in BF16, and is left out of all numbers.", {}))
+    if any(map(is_vision, outline.parameters)):
+        found.append(Risk("its vision tower stays in BF16.", {}))
         found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3: nobody has run them.", {}))
     if outline.stored_as and not (fp8_base and outline.stored_as == "fp8"):
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"

@@ -145,7 +145,7 @@ class FP8Recipe:
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
     """`recipe_for` a transformers or PEFT causal LM, also one on the meta device; flags and errors are the same."""
-    from .from_model import outline_of  # torch comes with it, which a plan from a config does without
+    from .from_model import outline_of  # torch takes seconds, which `trl-fp8 --help` does without
 
     return recipe_for(outline_of(model), **flags)
 
