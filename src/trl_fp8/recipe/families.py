@@ -92,7 +92,7 @@ _MIXTRAL = (
     (".experts.down_proj", ".experts.w2"),
 )
 _DECAY = (".linear_attn.A_log",)  # an exponent
-FAMILIES: Mapping[str, Family] = {
+FAMILIES = {
     "afmoe": Family(
         activations=_SILU,
         fp32=(".mlp.router.gate.weight", ".mlp.expert_bias"),
