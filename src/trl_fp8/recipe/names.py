@@ -153,10 +153,3 @@ def is_router(module: "nn.Module") -> bool:
     """
     name = type(module).__name__
     return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")
-
-
-def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
-    """For a message: the first `most` of what may be hundreds, and how many more there are."""
-    names = list(names)
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return between.join([*names[:most], *more])

@@ -21,6 +21,7 @@ from trl_fp8.quantization.formats.blocks import BLOCKS
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 
 from .families import family_of
+from .messages import listed
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
@@ -33,7 +34,6 @@ from .names import (
     TRANSFORMERS,
     fused_name,
     held_name,
-    listed,
     router_name,
     stored_name,
 )

@@ -10,7 +10,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
 
-from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.sync.delivery import SyncReport
 
 from .feature import Feature, Rollouts

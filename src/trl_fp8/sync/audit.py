@@ -18,7 +18,7 @@ import torch
 
 from trl_fp8.quantization.digest import digest
 from trl_fp8.quantization.kv_scales import KVScales
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 
 from .pieces import Layout
 from .writer import Writer

@@ -18,7 +18,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.blockwise import Destination, dequantize_weight, first_rows, quantize_into
 from trl_fp8.quantization.digest import digests_of_sent
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout

@@ -38,7 +38,7 @@ from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.e4m3 import E4M3
 from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
 from trl_fp8.recipe.from_model import outline_of
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .auditable import why_linear_unverifiable

@@ -11,7 +11,7 @@ from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from trl_fp8.quantization.kv_scales import QKV, KVScales
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.servable import REMEDY
 
 
