@@ -32,7 +32,7 @@ from trl_fp8.features.one_forward.engine_part.invariance import SWITCH, Invarian
 from trl_fp8.features.one_forward.engine_part.norms import register_cuda_norms
 from trl_fp8.features.one_forward.engine_part.tiles import pin_tiles
 from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
-from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -45,7 +45,6 @@ from .environment import environment_kept
 from .fallback import classes_derived
 
 
-WITH_SINKS = "gpt_oss", "granite_swa", "granitemoe_swa"  # model types whose attention may have sinks
 # Elements of a latent without its rotated rest: of as many, FP8 tiles fit into the smaller blocks of Ada and of 12.x
 LATENT_IN_99_KIB = 256
 
@@ -91,7 +90,8 @@ class Platform(ABC):
         # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
         arguments["mm_device_do_normalize"] = False
         # also where nothing is FP8: the folder's config may say how its own weights are quantized
-        fields = engine_fields(config.get_text_config().to_dict())
+        text = config.get_text_config()
+        fields = family_of(text.model_type).engine_fields(text.to_dict())
         arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
         if recipe.quantization_config is not None:
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
@@ -253,17 +253,13 @@ class Cuda(Platform):
             yield
 
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
+        compiled = family_of(config.model_type).compiled_on_cuda
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+            compiled = "rotary embedding (longrope) with what is around it"
+        if compiled:
             raise ValueError(
-                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
-                "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
-                "fp8_forward='off'."
-            )
-        if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
-            raise ValueError(
-                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "
-                "one row apart from those for many, so that the trainer cannot have the engine's bits. Set "
-                "fp8_forward='off'."
+                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+                f"{compiled}, so that the trainer cannot have the engine's bits. Set fp8_forward='off'."
             )
         if self.flash_attention != 3:
             major, minor = self.capability
@@ -285,8 +281,8 @@ class Cuda(Platform):
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
-        if recipe.decoder == WRAPPED and config.model_type == "gemma3_text":
-            attention = "TRITON_ATTN"  # tokens of an image see all of it, which FlashAttention 3 cannot mask
+        if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:
+            attention = "TRITON_ATTN"
         if latent := getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query
             attention = "TRITON_MLA"
             if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
@@ -296,7 +292,7 @@ class Cuda(Platform):
                     "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
                 )
         # FlashInfer, again, keeps a copy of attention sinks
-        pinned = recipe.fp8_kv_cache or config.model_type in WITH_SINKS
+        pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
         arguments = {"attention_backend": attention} if pinned else {}
         # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})

@@ -18,7 +18,7 @@ from vllm import envs
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 
 
 SWITCH = "VLLM_BATCH_INVARIANT"
