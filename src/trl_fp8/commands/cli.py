@@ -26,7 +26,7 @@ from .interrupt import ended_by_ctrl_c
 # word -> (help, arguments, what it does)
 COMMANDS = {
     "plan": (
-        "say what fits on which GPUs, with which flags, and what FP8 may gain",
+        "say what of a model would be FP8, and what fits on which GPUs, with which flags",
         plan.add_arguments,
         plan.run,
     ),

@@ -1,4 +1,4 @@
-"""`trl-fp8 plan`: what of a model would be FP8, what fits on which GPUs and what it may gain, from its config."""
+"""`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config."""
 
 import json
 import reprlib

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .capacity import LORA_RANK, Setup
-from .roofline import GIB
+from .plan import GIB
 from .trainer_memory import BYTES, Training
 
 
