@@ -9,10 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from testing.published import CONFIGS
-from trl_fp8.planning.capacity import FREE, LORA_RANK, Capacity, Planner, Setup
+from trl_fp8.planning.capacity import COMPLETIONS, CONTEXT, FREE, LORA_RANK, MOST_PROMPT, Capacity, Planner, Setup
 from trl_fp8.planning.plan import GIB, Plan, plan_for
 from trl_fp8.planning.risks import SMALL
-from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, MOST_PROMPT
 from trl_fp8.planning.trainer_memory import Training
 from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for

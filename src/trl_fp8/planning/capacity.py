@@ -22,6 +22,7 @@ MOST_GPUS = 64
 SHARES = tuple(share / 20 for share in range(18, 0, -1))  # of a GPU that an engine may get, largest first
 SIZES = (1, 2, 4, 8)  # tensor parallel
 LORA_RANK = 32
+CONTEXT, COMPLETIONS, MOST_PROMPT = 4096, 256, 512  # tokens, samples, tokens: planned for where nothing is said
 PRECISIONS = {"bf16": (False, False), "fp8_linears": (True, False), "fp8_linears_kv": (True, True)}
 
 
