@@ -38,8 +38,8 @@ def state():
     return list(warnings.filters), changed, logging.root.level, dict(os.environ), sys.stdout, sys.stderr
 
 before = state()
-import trl_fp8.cli, trl_fp8.commands.train
-from trl_fp8.cli import main
+import trl_fp8.commands.cli, trl_fp8.commands.train
+from trl_fp8.commands.cli import main
 from trl_fp8.upstream.quiet import quiet
 assert state() == before
 quiet()

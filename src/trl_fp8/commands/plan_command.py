@@ -1,8 +1,8 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config.
 
-A plan reads what `trl-fp8 train` reads, with the same parser, and has some flags of its own and other names of TRL's.
-Without a run config there is nothing that TRL's defaults would be of: a plan then assumes values of its own, and
-chooses the engine's share and tensor parallel size.
+A plan reads a run config as `trl-fp8 train` does, with the same parser and checks. Its own flags set TRL's names.
+Without a run config a plan assumes other values than TRL's defaults, and chooses the engine's share and the tensor
+parallel size.
 """
 
 import json
@@ -53,22 +53,18 @@ MOST = 2**20
 FLAGS = {
     "--gpus": ("num_processes", "N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
     "--gpu-memory": ("gpu_memory", "GIB", float, "of one GPU (80)"),
-    "--gpu-memory-utilization": (
-        "vllm_gpu_memory_utilization",
-        "SHARE",
-        float,
-        "of a GPU that the engine gets (what fits best)",
-    ),
-    "--tensor-parallel-size": (
-        "vllm_tensor_parallel_size",
-        "N",
-        int,
-        "GPUs that share an engine (the smallest that fits)",
-    ),
+    "--gpu-memory-utilization": ("vllm_gpu_memory_utilization", "SHARE", float, "the engine's, of a GPU (what fits)"),
+    "--tensor-parallel-size": ("vllm_tensor_parallel_size", "N", int, "GPUs of an engine (the smallest that fits)"),
     "--context": ("vllm_max_model_length", "TOKENS", int, f"of a prompt and its completion ({CONTEXT})"),
     "--completions": ("generation_batch_size", "N", int, f"of a generation, on all GPUs ({COMPLETIONS})"),
     "--lora": ("lora_r", "RANK", int, f"train adapters of a rank ({LORA_RANK})"),
     "--weight-format": ("fp8_weight_format", "|".join(FORMATS), str, "of FP8 weights (blocks)"),
+}
+# Flag of `trl-fp8 train` that a plan takes, too -> its help
+OF_TRAIN = {
+    "fp8_base": "train adapters on FP8 weights that are the engine's, too",
+    "dtype": "of the policy's weights, float32 or bfloat16 (float32, as TRL)",
+    "kv_cache_dtype": "of the KV cache, fp8 or auto (fp8)",
 }
 LIMITS = {  # name -> least, most, what to give
     "num_processes": (1, MOST, "a number of GPUs, 1 or more"),
@@ -92,10 +88,11 @@ def help_text() -> str:
     parser = ArgumentParser(
         prog="trl-fp8 plan",
         description="Say what of a model would be FP8, and what fits on which GPUs, with which flags.",
-        epilog="Flags of `trl-fp8 train` are taken, too, e.g. --fp8_base --dtype bfloat16 --kv_cache_dtype auto.",
     )
     _add_arguments(parser)
-    parser.add_argument("--config", metavar="FILE", help="a run config, as of `trl-fp8 train`; flags here win")
+    for name, text in OF_TRAIN.items():
+        parser.add_argument("--" + name.replace("_", "-"), metavar="VALUE", help=text)
+    parser.add_argument("--config", metavar="FILE", help="a run config of `trl-fp8 train`; flags here win")
     return parser.format_help()
 
 
@@ -128,6 +125,9 @@ def run(words: list[str]) -> str:
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
     asked = parser.read(words, launches=False)
     values = asked.values
+    known = {name for name, *_ in FLAGS.values()}.union(OF_TRAIN, ("engine", "modules", "json"))
+    if others := [word for name, word in asked.spelled.items() if name not in known]:
+        raise ValueError(f"{others[0]} is no flag of a plan. Put it into a run config, and give that with --config.")
     if not values.model_name_or_path:
         raise ValueError("no model: give its id or folder, or a --config that has model_name_or_path.")
     gpus = _complete(asked)
@@ -188,11 +188,12 @@ def _complete(asked: Asked) -> int:
     if "lora_r" in asked.spelled or ("fp8_base" in asked.spelled and values.fp8_base):
         values.use_peft = True
     if asked.given is None:
-        alone = {"per_device_train_batch_size": 1, "lora_r": LORA_RANK}
-        alone["gradient_accumulation_steps"] = values.num_generations  # groups are whole on any number of GPUs
+        values.per_device_train_batch_size = 1
+        values.gradient_accumulation_steps = values.num_generations  # groups are whole on any number of GPUs
+        if "lora_r" not in asked.spelled:
+            values.lora_r = LORA_RANK
         if tokens := values.vllm_max_model_length:
-            alone["max_completion_length"] = tokens - min(MOST_PROMPT, tokens // 2)
-        vars(values).update({name: value for name, value in alone.items() if name not in asked.spelled})
+            values.max_completion_length = tokens - min(MOST_PROMPT, tokens // 2)
     ranks = _stated(asked, "vllm_tensor_parallel_size") or 1
     gpus = values.num_processes or ranks
     if gpus % ranks:
@@ -219,9 +220,7 @@ def _setup(
             f"Give {model_context} or less."
         )
     if completions is None:
-        steps = ("gradient_accumulation_steps", "steps_per_generation")
-        is_stated = any(_stated(asked, name) is not None for name in steps)
-        completions = args.generation_batch_size if is_stated else COMPLETIONS
+        completions = COMPLETIONS if asked.given is None else args.generation_batch_size
     elif asked.given is not None and completions % args.num_generations:
         raise ValueError(
             f"--completions {completions} with num_generations={args.num_generations}: TRL wants whole groups. Give a "
@@ -268,7 +267,7 @@ def _dtype(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> str:
 def _check_flags(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> None:
     """Raise `ValueError` for what the config allows, and a plan cannot count or the trainer refuses."""
     if args.vllm_mode != "colocate" or (asked.sets("use_vllm") and not args.use_vllm):
-        name = "vllm_mode" if args.use_vllm else "use_vllm"
+        name = "vllm_mode" if args.vllm_mode != "colocate" else "use_vllm"
         raise ValueError(f"{_shown(asked, name)}: a plan is of an engine that shares its GPUs with the trainer.")
     if (dtype := _dtype(asked, args, model)) not in BYTES:
         raise ValueError(f"dtype={dtype!r}: a plan counts {listed(BYTES)}. Give one of them.")

@@ -229,18 +229,19 @@ def _launched(words: list[str]) -> Namespace:
     asked = make_parser().read(words)
     of_file, of_words = asked.launch_words
     script = [*of_file, *of_words, "--module", __name__, *_without(words, of_words)]
-    launched = parse_launch(script)
-    if launched.training_script != __name__:
-        raise ValueError(
-            f"{launched.training_script!r} belongs to no flag of accelerate: given were "
-            f"{' '.join(of_file + of_words)}. Put what accelerate shall do into a file, and give it with "
-            "--accelerate_config."
-        )
-    launcher = _launcher(asked.values.accelerate_config or launched.config_file)
-    processes = _processes(launched.num_processes, launcher)
+    stated = parse_launch(script)
+    launcher = _launcher(asked.values.accelerate_config or stated.config_file)
+    processes = _processes(stated.num_processes, launcher)
     prepare(asked, processes)
     first = ["--config_file", launcher] if launcher else f"--num_processes {processes} {DEFAULTS}".split()
-    return parse_launch([*first, *script])
+    launched = parse_launch([*first, *script])
+    if launched.training_script != __name__:
+        raise ValueError(
+            f"{launched.training_script!r} belongs to no flag of accelerate: it would get "
+            f"{' '.join([*first, *of_file, *of_words])}. Put what accelerate shall do into a file, and give it with "
+            "--accelerate_config."
+        )
+    return launched
 
 
 def _launcher(asked: str | None) -> str | None:

@@ -1,8 +1,12 @@
 """A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, and what fits."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import gcd
 
+from trl import ModelConfig
+
+from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.recipe.names import MLA
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import adapter_targets
@@ -13,16 +17,9 @@ from .risks import Risk, risks
 
 
 LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
-USUAL = {
-    "fp8_base": False,
-    "dtype": "float32",
-    "vllm_tensor_parallel_size": 1,
-    "fp8_weights": True,
-    "kv_cache_dtype": "fp8",
-    "fp8_weight_format": "blocks",
-}
+DEFAULTS = {item.name: item.default for kind in (FP8GRPOConfig, ModelConfig) for item in fields(kind)}
 Flags = dict[str, str | int | float | bool]
-Given = Mapping[str, object] | None  # keys of a recipe, if there is one
+Given = Mapping[str, object] | None  # lines of a run config, by name; None: there is none
 
 
 def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None) -> Flags:
@@ -54,9 +51,9 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
         "kv_cache_dtype": "fp8" if recipe.fp8_kv_cache else recipe.kv_cache_dtype,
         "fp8_weight_format": recipe.format.name,
     }
-    usual = USUAL | ({"dtype": "bfloat16"} if training.fp8_base else {})
+    usual = DEFAULTS | ({"dtype": "bfloat16"} if training.fp8_base else {})
     for name, value in chosen.items():
-        if value != usual[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
+        if value != usual[name] or (given or {}).get(name) not in (None, value):  # what a run config has otherwise
             flags[name] = value
     for risk in _risks(capacity, outline, given):
         flags |= risk.flags
@@ -109,11 +106,11 @@ def as_text(
     capacity: Capacity, ways: list[Capacity], outline: Outline, given: Given, assumed: Sequence[str] = ()
 ) -> str:
     """The summary. `ways`: what fits instead; `given`: flags that need not be repeated, with their values; `assumed`:
-    flags of the machine, of which nothing was said beside a recipe.
+    flags of the machine, of which nothing was said beside a run config.
     """
     lines = [_model(capacity), "", *_memory(capacity, assumed if given is not None else ()), ""]
     if capacity.why_not is None:
-        words = _words(capacity, outline, given) or "none, the recipe has them"
+        words = _words(capacity, outline, given) or "none, the run config has them"
         lines += [_read(capacity), *_watch(capacity, outline, given), f"flags: {words}"]
     elif ways:
         lines += ["What fits instead:"]
@@ -235,7 +232,7 @@ def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
 
 
 def _words(capacity: Capacity, outline: Outline, given: Given) -> str:
-    """Flags as words, without those that a recipe has already."""
+    """Flags as words, without those that a run config has already."""
     flags = recommended_flags(capacity, outline, given)
     if given is not None:
         named = "steps_per_generation" if "steps_per_generation" in given else "gradient_accumulation_steps"
