@@ -1,4 +1,4 @@
-"""What a plan says to do fits, computed again from the flags that it prints; what it says of a recipe is what runs."""
+"""What a plan says to do fits, computed again from its flags; what it says of a run config is what runs."""
 
 import json
 import re
@@ -35,11 +35,11 @@ SETUPS = (
 def plan(tmp_path, capsys):
     """Figures of `trl-fp8 plan` for a published model."""
 
-    def run(name, *words, recipe=None):
+    def run(name, *words, given=None):
         (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS[name]))
-        if recipe is not None:
-            (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-            words += ("--config", str(tmp_path / "recipe.yaml"))
+        if given is not None:
+            (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+            words += ("--config", str(tmp_path / "run.yaml"))
         assert main(["plan", str(tmp_path), "--json", *words]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -54,7 +54,7 @@ def test_flags_that_are_printed_fit_when_computed_again(name, plan):
         offered = [found] if found["fits"] else found["fits_instead"]
         assert found["fits"] or not found["flags"], "flags of a plan that does not fit"
         for way in offered:
-            again = plan(name, *memory, recipe=way["flags"])
+            again = plan(name, *memory, given=way["flags"])
             for key in ("fits", "gpus", "lora_rank", "fp8_base", "tensor_parallel_size", "gib_per_gpu", "kv_tokens"):
                 assert again[key] == way[key], (words, key)
             assert again["fits"] and way["gib_per_gpu"]["total"] <= way["gib_per_gpu"]["limit"]
@@ -78,15 +78,15 @@ def test_adapters_on_an_fp8_base_are_offered_where_others_do_not_fit(plan):
     }
     assert kinds == {"24": [(1, 32, True), (16, None, False)], "80": [(1, 32, False), (4, None, False)]}
     assert plan("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")["lora_rank"] == 32
-    ways = plan("Qwen/Qwen3-14B", "--lora", recipe={"fp8_weights": False})["fits_instead"]
+    ways = plan("Qwen/Qwen3-14B", "--lora", given={"fp8_weights": False})["fits_instead"]
     assert ways[0]["flags"]["dtype"] == "bfloat16" and not any(way["fp8_base"] for way in ways)
     for against in ({"use_dora": True}, {"kv_cache_skip_layers": "auto"}):
-        ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", recipe={"use_peft": True} | against)["fits_instead"]
+        ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", given={"use_peft": True} | against)["fits_instead"]
         assert ways and not any(way["fp8_base"] for way in ways)
     biased = plan("Qwen/Qwen2.5-7B", "--fp8-base")
     assert "kv_cache_skip_layers" not in biased["flags"] and "finds with 'auto'" in biased["risks"][0]
-    recipe = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
-    assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", recipe=recipe)["gib_per_gpu"]["trainer"]["weights"] > 30
+    given = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
+    assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", given=given)["gib_per_gpu"]["trainer"]["weights"] > 30
 
 
 def test_a_large_model_is_told_its_ranks(plan):
@@ -150,11 +150,11 @@ def test_routes_are_not_asked_of_several_ranks(plan):
         ("Qwen/Qwen2.5-7B", {"kv_cache_skip_layers": []}, False),
     ],
 )
-def test_a_risk_leaves_the_flags_that_a_recipe_has(name, chosen, is_answered, plan):
+def test_a_risk_leaves_the_flags_that_a_run_config_has(name, chosen, is_answered, plan):
     (key,) = chosen
     words = ("--gpus", "8", "--gpu-memory", "141")
-    recipe = {"vllm_gpu_memory_utilization": 0.38}
-    alone, beside = plan(name, *words, recipe=recipe), plan(name, *words, recipe=recipe | chosen)
+    given = {"vllm_gpu_memory_utilization": 0.38}
+    alone, beside = plan(name, *words, given=given), plan(name, *words, given=given | chosen)
     assert alone["fits"] and beside["fits"]
     assert key in alone["flags"] and key not in beside["flags"]
     assert any(key in risk for risk in alone["risks"])
@@ -162,9 +162,9 @@ def test_a_risk_leaves_the_flags_that_a_recipe_has(name, chosen, is_answered, pl
 
 
 def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
-    recipe = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8, "per_device_train_batch_size": 4}
+    given = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8, "per_device_train_batch_size": 4}
     awake, asleep = (
-        plan("Qwen/Qwen3-8B", "--context", "20000", recipe=recipe | {"vllm_enable_sleep_mode": sleeps})["gib_per_gpu"]
+        plan("Qwen/Qwen3-8B", "--context", "20000", given=given | {"vllm_enable_sleep_mode": sleeps})["gib_per_gpu"]
         for sleeps in (False, True)
     )
     passing = sum(awake["trainer"][name] for name in ("copies", "inputs", "head"))
@@ -176,9 +176,9 @@ def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
     [({}, 16), ({"fp8_base": True}, 16 - 3 - 8.79 - 0.24), ({"fp8_forward": "full"}, 16 - 3 - 8.79)],
 )
 def test_weights_that_the_trainer_reads_do_not_sleep(flags, freed, plan):
-    recipe = {"vllm_gpu_memory_utilization": 0.2, "use_peft": True, "lora_r": 32, "per_device_train_batch_size": 8}
+    given = {"vllm_gpu_memory_utilization": 0.2, "use_peft": True, "lora_r": 32, "per_device_train_batch_size": 8}
     awake, asleep = (
-        plan("Qwen/Qwen3-8B", "--context", "8192", recipe=recipe | flags | {"vllm_enable_sleep_mode": sleeps})
+        plan("Qwen/Qwen3-8B", "--context", "8192", given=given | flags | {"vllm_enable_sleep_mode": sleeps})
         for sleeps in (False, True)
     )
     assert awake["gib_per_gpu"]["trainer"]["inputs"] > freed
@@ -193,17 +193,17 @@ def test_groups_are_whole(gpus, plan):
     assert completions >= 100 and completions % 8 == 0  # num_generations
 
 
-def test_a_command_line_wins_over_a_recipe(plan):
-    recipe = yaml.safe_load((CONFIGS / "qwen3_8b_base_8xh100.yaml").read_text())
-    found = plan("Qwen/Qwen3-8B", "--gpus", "8", recipe=recipe)
+def test_a_command_line_wins_over_a_run_config(plan):
+    given = yaml.safe_load((CONFIGS / "qwen3_8b_base_8xh100.yaml").read_text())
+    found = plan("Qwen/Qwen3-8B", "--gpus", "8", given=given)
     assert found["gib_per_gpu"]["engine"] == 40 and found["flags"]["vllm_max_model_length"] == 21504
-    again = plan("Qwen/Qwen3-8B", "--gpus", "8", "--gpu-memory-utilization", "0.4", "--lora", "16", recipe=recipe)
+    again = plan("Qwen/Qwen3-8B", "--gpus", "8", "--gpu-memory-utilization", "0.4", "--lora", "16", given=given)
     assert again["gib_per_gpu"]["engine"] == 32 and again["lora_rank"] == 16
     other = {"kv_cache_dtype": "auto", "fp8_weight_format": "tensor", "dtype": "bfloat16"}
     won = {"kv_cache_dtype": "fp8", "fp8_weight_format": "blocks", "dtype": "float32"}
     words = [word for key, value in won.items() for word in (f"--{key}", value)]
-    assert won.items() <= plan("Qwen/Qwen3-8B", "--gpus", "8", *words, recipe=recipe | other)["flags"].items()
-    assert won.keys().isdisjoint(plan("Qwen/Qwen3-8B", "--gpus", "8", *words, recipe=recipe)["flags"])
+    assert won.items() <= plan("Qwen/Qwen3-8B", "--gpus", "8", *words, given=given | other)["flags"].items()
+    assert won.keys().isdisjoint(plan("Qwen/Qwen3-8B", "--gpus", "8", *words, given=given)["flags"])
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_a_command_line_wins_over_a_recipe(plan):
         ({"dtype": "float16"}, "dtype='float16': a plan counts float32, bfloat16. Give one of them."),
     ],
 )
-def test_what_the_trainer_refuses_of_a_recipe_is_refused(flags, said, tmp_path, capsys):
+def test_what_the_trainer_refuses_of_a_run_config_is_refused(flags, said, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-8B"]))
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"reward_funcs": ["of.no_plan"]} | flags))
-    assert main(["plan", str(tmp_path), "--config", str(tmp_path / "recipe.yaml")]) == 2
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"reward_funcs": ["of.no_plan"]} | flags))
+    assert main(["plan", str(tmp_path), "--config", str(tmp_path / "run.yaml")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("trl-fp8: ") and said in err
 
@@ -284,14 +284,14 @@ def test_what_is_smaller_than_its_unit_is_not_nothing(said):
     assert not re.search(r" $", out, re.MULTILINE) and not re.search(r"\b0\.0\b", out)
 
 
-def test_a_recipe_that_does_not_fit_what_was_assumed_asks_for_the_machine(said):
-    recipe = ("--config", str(CONFIGS / "qwen3_4b_1xh200.yaml"))
+def test_a_run_config_that_does_not_fit_what_was_assumed_asks_for_the_machine(said):
+    given = ("--config", str(CONFIGS / "qwen3_4b_1xh200.yaml"))
     asked = "give --gpus and --gpu-memory of your machine (assumed: 1 x 80 GiB)"
-    assert f"DOES NOT FIT (99 GiB are more than 68); {asked}\n" in said("Qwen/Qwen3-4B", *recipe)
-    half = said("Qwen/Qwen3-4B", *recipe, "--gpus", "1")
+    assert f"DOES NOT FIT (99 GiB are more than 68); {asked}\n" in said("Qwen/Qwen3-4B", *given)
+    half = said("Qwen/Qwen3-4B", *given, "--gpus", "1")
     assert "); give --gpu-memory of your machine (assumed: 1 x 80 GiB)\n" in half
-    assert "of your machine" not in said("Qwen/Qwen3-4B", *recipe, "--gpus", "1", "--gpu-memory", "80")
-    fits = said("Qwen/Qwen3-4B", *recipe, "--gpus", "1", "--gpu-memory", "141")
+    assert "of your machine" not in said("Qwen/Qwen3-4B", *given, "--gpus", "1", "--gpu-memory", "80")
+    fits = said("Qwen/Qwen3-4B", *given, "--gpus", "1", "--gpu-memory", "141")
     assert fits.endswith("\nflags: none, the run config has them\n") and ": fits\n" in fits
 
 
@@ -322,19 +322,19 @@ def test_the_page_of_models_is_what_a_plan_computes():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
+def test_run_configs_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
     gpus, kind = re.search(r"_(\d)x(24gb|h100|h200)$", path.stem).groups()
-    recipe = yaml.safe_load(path.read_text())
+    given = yaml.safe_load(path.read_text())
     (name,) = [
-        name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])
+        name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", given["model_name_or_path"])
     ]
-    found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], recipe=recipe)
-    planned = plan(name, "--gpus", gpus, "--gpu-memory", GIB[kind], recipe=recipe)
+    found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], given=given)
+    planned = plan(name, "--gpus", gpus, "--gpu-memory", GIB[kind], given=given)
     assert found["fits"] and planned["fits"]
     # a quarter of the batch runs at full length at once
-    steps = recipe.get("steps_per_generation", recipe["gradient_accumulation_steps"])
-    sequences = recipe["per_device_train_batch_size"] * steps
-    assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * recipe["vllm_max_model_length"]
+    steps = given.get("steps_per_generation", given["gradient_accumulation_steps"])
+    sequences = given["per_device_train_batch_size"] * steps
+    assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * given["vllm_max_model_length"]
     trainer = planned["gib_per_gpu"]["trainer"]
     states = trainer["weights"] + trainer["gradients"] + trainer["optimizer"]
     means = {
@@ -373,7 +373,7 @@ def test_every_published_model_is_planned_in_five_seconds(name, tmp_path):
         ),
     ],
 )
-def test_a_recipe_that_is_of_another_run_gets_no_plan(change, said, tmp_path, capsys):
+def test_a_run_config_that_is_of_another_run_gets_no_plan(change, said, tmp_path, capsys):
     published.write("Qwen/Qwen3-8B", tmp_path / "model")
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "model")} | change))
     assert main(["plan", "--config", str(tmp_path / "r.yaml")]) == 2
@@ -391,10 +391,10 @@ def test_what_changes_the_memory_and_is_not_counted_is_named(tmp_path, capsys):
 
 def test_engines_are_not_split_where_their_routes_are_read(tmp_path, capsys):
     published.write("Qwen/Qwen3-30B-A3B", tmp_path / "model")
-    recipe = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "lora_r": 16}
+    given = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "lora_r": 16}
     sizes = {}
     for replay in ("off", "rollout"):
-        (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe | {"router_replay": replay}))
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(given | {"router_replay": replay}))
         assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8", "--gpu-memory", "48", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         sizes[replay] = {one["tensor_parallel_size"] for one in (found, *found["fits_instead"])}

@@ -1,4 +1,4 @@
-"""`trl-fp8 train`: a run from a recipe, as a user starts it, and every mistake that one can make on the way to it."""
+"""`trl-fp8 train`: a run config as a user starts it, and every mistake that one can make on the way to it."""
 
 import dataclasses
 import json
@@ -32,8 +32,8 @@ from trl_fp8.features.run_log.log_file import read_run
 from trl_fp8.recipe import servable
 
 
-RECIPES = Path(__file__).parents[2] / "examples" / "configs"
-GSM8K = RECIPES / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
+RUN_CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+GSM8K = RUN_CONFIGS / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
 SLURM = Path(__file__).parents[2] / "docs" / "slurm.md"
 REWARD = """
 import os, signal
@@ -64,7 +64,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_job_that_is_submitted_twice_trains_a_recipe_on_what_is_given_instead_of_its_model(
+def test_a_job_that_is_submitted_twice_trains_a_run_config_on_what_is_given_instead_of_its_model(
     checkpoint, here, monkeypatch, capfd
 ):
     """The command of docs/slurm.md on the CPU, through accelerate: Ctrl-C in its second step, then the same again.

@@ -120,9 +120,15 @@ class Parser(TrlParser):
     """TRL's parser whose complaints are a `ValueError`, and which looks at the types in a run config, too."""
 
     def __init__(self, *types: Any, **options: Any):
+        self.by_word: dict[str, Action] = {}
         super().__init__(*types, **options)
         # --help has no type, nor has --no_... of what is on by default
-        self.by_name = {action.dest: action for action in self._actions if action.type is not None}
+        self.by_name = {action.dest: action for action in self.by_word.values() if action.type is not None}
+
+    def add_argument(self, *names: str, **options: Any) -> Action:
+        action = super().add_argument(*names, **options)
+        self.by_word |= dict.fromkeys(action.option_strings, action)
+        return action
 
     def read(self, words: list[str], launches: bool = True) -> Asked:
         """What words and the run config that they name ask for; the words win. As `parse_args_and_config`, in two
@@ -140,15 +146,14 @@ class Parser(TrlParser):
                 f"{words[0]!r} belongs to no flag. A run config follows --config, as in --config {words[0]}"
             )
         path, given, words = read_run_config(words)
-        options = {word: action for word, action in self._option_string_actions.items() if word.startswith("--")}
         spelled = {}
         for word in words:
             flag_word = word.partition("=")[0]
             if flag_word.startswith("--") and " " not in flag_word:  # what has spaces is a value
-                action = options.get(flag_word)
-                spelled[action.dest if action else flag_word[2:].replace("-", "_")] = flag_word
+                action = self.by_word.get(flag_word)
+                spelled[action.dest if action else _name(flag_word)] = flag_word
         for_launch = launch_names()
-        flags = {_name(word) for word in options} | {action.dest for action in options.values()}
+        flags = {_name(word) for word in self.by_word} | {action.dest for action in self.by_word.values()}
         flags |= for_launch if launches else set()
         keys = {*self.by_name, *for_launch, "env"}
         unknown = [(key, keys, f"key {key!r} in {path}") for key in given or () if key not in keys]
@@ -184,7 +189,7 @@ class LaunchParser(CustomArgumentParser):
 
 def launch_names() -> set[str]:
     """Names of all flags of `accelerate launch`."""
-    return {_name(word) for word in launch_command_parser()._option_string_actions if word.startswith("--")}
+    return set(vars(launch_command_parser().parse_args(["script.py"])))
 
 
 def parse_launch(words: list[str]) -> Namespace:

@@ -133,7 +133,7 @@ def run(words: list[str]) -> str:
     gpus = _complete(asked)
     completions = values.generation_batch_size
     if "generation_batch_size" in asked.spelled:
-        values.generation_batch_size = None  # a plan finds the steps that come to it
+        vars(values)["generation_batch_size"] = None  # a plan finds the steps that come to it
     _, args, model, _ = asked.made(gpus)
     _check_flags(asked, args, model)
     outline = _outline(str(values.model_name_or_path), args.fp8_base)
@@ -186,14 +186,15 @@ def _complete(asked: Asked) -> int:
         if (value := getattr(values, name, None)) is not None and not least <= value <= most:
             raise ValueError(f"{_shown(asked, name)}: give {wanted}.")
     if "lora_r" in asked.spelled or ("fp8_base" in asked.spelled and values.fp8_base):
-        values.use_peft = True
+        vars(values)["use_peft"] = True
     if asked.given is None:
-        values.per_device_train_batch_size = 1
-        values.gradient_accumulation_steps = values.num_generations  # groups are whole on any number of GPUs
+        whole = values.num_generations  # steps with which groups are whole on any number of GPUs
+        alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": whole}
         if "lora_r" not in asked.spelled:
-            values.lora_r = LORA_RANK
+            alone["lora_r"] = LORA_RANK
         if tokens := values.vllm_max_model_length:
-            values.max_completion_length = tokens - min(MOST_PROMPT, tokens // 2)
+            alone["max_completion_length"] = tokens - min(MOST_PROMPT, tokens // 2)
+        vars(values).update(alone)
     ranks = _stated(asked, "vllm_tensor_parallel_size") or 1
     gpus = values.num_processes or ranks
     if gpus % ranks:
