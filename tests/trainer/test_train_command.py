@@ -191,8 +191,21 @@ def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_m
     assert run.args.model_init_kwargs.get("dtype") == dtype
 
 
+def test_what_is_set_is_told_from_defaults(here, monkeypatch):
+    monkeypatch.setenv("OF_A_RUN_CONFIG", "before")
+    path = settings(lora_r=16, num_machines=1, env={"OF_A_RUN_CONFIG": 7})
+    asked = make_parser().read([f"--config={path}", "--no-fp8-weights", "--num-processes", "2", "--beta=0.1"])
+    named = [name for name in ("lora_r", "fp8_weights", "beta", "lora_alpha", "kv_cache_dtype") if asked.sets(name)]
+    assert named == ["lora_r", "fp8_weights", "beta"]
+    assert (asked.values.fp8_weights, asked.values.beta, asked.values.lora_alpha) == (False, 0.1, 32)
+    assert asked.launch_words == (["--num_machines", "1"], ["--num-processes", "2"])
+    assert os.environ["OF_A_RUN_CONFIG"] == "7"
+
+
 MISTAKES = {  # what is said -> what changes the file, and the words after it
     "Unknown key 'fp8_wieghts' in x.yaml: did you mean fp8_weights?": ({"fp8_wieghts": True}, ""),
+    "Unknown key 'num_proceses' in x.yaml: did you mean num_processes?": ({"num_proceses": 8}, ""),
+    "env='x' in x.yaml: it has to be a dictionary": ({"env": "x"}, ""),
     "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
     "'x.yaml' belongs to no flag. A run config follows --config": ({}, None),
     "--config takes one YAML file": ({}, "--config x.yaml"),
