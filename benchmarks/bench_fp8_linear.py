@@ -79,7 +79,7 @@ def measure(run: harness.Run, generation, backward: str, options: argparse.Names
     """All calls of a decoder layer, as long as the budget lasts; the file is written after each."""
     from testing.rollouts import follow
 
-    flow = follow(generation, backward=backward)
+    forward = follow(generation, precision=backward)
     [decoder] = generation.model.get_decoder().layers
     rows: dict[str, dict[str, Sides]] = {}
     operations: dict[str, int] = {}
@@ -93,7 +93,7 @@ def measure(run: harness.Run, generation, backward: str, options: argparse.Names
         operations[name] = 2 * options.tokens * sum(layer.weight.numel() for layer in layers)
         run.results["backward"][backward] = summarize(rows, operations)
         run.save()
-    flow.remove()
+    forward.remove()
 
 
 def compare(layers: list[nn.Linear], tokens: int, repeats: int) -> dict[str, Sides]:

@@ -180,11 +180,11 @@ def in_step(generation, prompts: list[str], full: bool) -> Iterator[None]:
     ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
     hook, scales = calibrated(generation, ids, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
     if full:
-        flow = follow(generation, hook)
+        forward = follow(generation, hook)
         hook.simulate(scales.values.to(hook.device))
     yield
     if full:
-        flow.remove()
+        forward.remove()
     hook.remove()
 
 

@@ -181,6 +181,19 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             {"fp8_forward": "full", "fp8_gemm_backend": "scaled_mm"},
             ["fp8_gemm_backend='scaled_mm' with fp8_backward='bf16'", "Set fp8_backward='fp8'"],
         ),
+        (
+            {
+                "fp8_forward": "full",
+                "fp8_backward": "fp8",
+                "fp8_gemm_backend": "scaled_mm",
+                "fp8_weight_format": "tensor",
+            },
+            ["fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'", "Use one of ['fake_quant']"],
+        ),
+        (
+            {"fp8_forward": "full", "fp8_backward": "fp8", "fp8_gemm_backend": "torchao"},
+            ["fp8_gemm_backend='torchao'", "['fake_quant', 'scaled_mm']"],
+        ),
         ({"fp8_forward": "full", "fp8_forward_check": "off"}, ["fp8_forward_check='off'", "['error', 'warn']"]),
         (
             {"fp8_forward": "full", "fp8_weights": False},

@@ -47,8 +47,8 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
         # transformers takes either of the last two for torch_compile=True. A compiler builds the kernels of the loss's
         # forward anew, and the comparison with the engine does not see it: rollouts are scored uncompiled
         others["torch_compile"] = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
-        self.check_forward(self.fp8_weights, self.fp16, self.simulate_kv_cache, others)
-        self.resolve_kv_cache(self.blind_pass, alone=self.fp8_forward == "full" or not self.fp8_weights)
+        self.check_forward(self.fp8_weights, self.fp8_weight_format, self.fp16, self.simulate_kv_cache, others)
+        self.resolve_kv_cache(self.blind_pass, alone=self.one_forward or not self.fp8_weights)
         self.resolve_engine(self.any_fp8)
         self.resolve_correction(self.any_fp8)
         super().__post_init__()

@@ -4,7 +4,7 @@ A step, and who takes part in it. Everything optional is a feature: an object wi
 
     rollouts due   -> [sync: KV scales, write, audit] -> generate (FP8)     Syncs, KVCache, Routes, SameModel
     old log-probs  -> q, k, v observed for the next scales                   KVCache, Routes, Truncation
-    batch          -> importance ratios, mismatch/*, correction/*            RunLog, Correction, Flow
+    batch          -> importance ratios, mismatch/*, correction/*            RunLog, Correction, Following
     loss           -> TRL's, over the policy as the rollouts saw it          KVCache, Routes, Truncation
 """
 
@@ -33,8 +33,7 @@ from .config import FP8GRPOConfig
 from .features.correction.correction import Correction
 from .features.correction.importance import RolloutCorrection
 from .features.kv_cache.kv_cache import KVCache
-from .features.one_forward.following import Flow
-from .features.one_forward.one_forward import release
+from .features.one_forward.following import Following
 from .features.one_forward.same_model import SameModel
 from .features.router_replay.kl_floor import KLFloor
 from .features.router_replay.routes import Routes
@@ -46,6 +45,7 @@ from .features.truncated_sampling.truncation import Truncation
 from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
 from .policy.processor import make_lists
+from .policy.swapped import release
 from .recipe.recipe import FP8Recipe
 from .run.feature import Batch, Feature, Rollouts
 from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows, require_same_turns
@@ -70,9 +70,9 @@ if TYPE_CHECKING:
 
 AnyDataset = Dataset | IterableDataset
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
-# The run log writes what the KV cache recorded of a batch; the flow looks at the mismatch that a correction measured;
-# a truncation scores with a head of its own in place of the flow's
-ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Flow, KLFloor, Truncation, SameModel)
+# The run log writes what the KV cache recorded of a batch; a truncation scores with a head of its own, in the place of
+# that of one forward
+ORDER = (Syncs, KVCache, Routes, RunLog, Correction, Following, KLFloor, Truncation, SameModel)
 
 
 class FP8GRPOTrainer(Saving, GRPOTrainer):
@@ -293,10 +293,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             self._add(Routes(self))
         if args.survivors_returned:
             self._add(Truncation(self))
-        flow = self._add(Flow(self)) if args.fp8_flow_on else None
+        following = self._add(Following(self)) if args.one_forward else None
         if args.any_fp8:
             self._add(SameModel(self))
-        if args.beta and args.router_replay == "rollout" and flow is None:
+        if args.beta and args.router_replay == "rollout" and following is None:
             self._add(KLFloor(self))
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
@@ -307,7 +307,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
                 engine_kwargs=args.vllm_engine_kwargs,
                 return_routes=args.routes_returned,
                 return_survivors=args.survivors_returned,
-                share_kernels=args.fp8_forward == "full",
+                share_kernels=args.one_forward,
                 base=self._base and SharedBase(self.model, self._base, self.accelerator.device),
                 **kwargs,
             )
@@ -315,7 +315,7 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             feature.engine_started(generation.numerics, generation.engine.kernels)
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
-            engine, trainer = ", ".join(kernels) or "high precision", flow or "as TRL computes"
+            engine, trainer = ", ".join(kernels) or "high precision", following or "as TRL computes"
             trainer = f"{trainer}, on the engine's FP8 base; syncs send adapters" if self._base else trainer
             self.accelerator.print(f"Engine: {engine}. Trainer: {trainer}.\n")
         return generation

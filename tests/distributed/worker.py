@@ -28,7 +28,7 @@ from testing.runs import arguments, dataset, recorded, reward_digits, rows  # no
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
 from trl_fp8.export.file_checksums import verify_export  # noqa: E402
-from trl_fp8.features.one_forward.following import Flow  # noqa: E402
+from trl_fp8.features.one_forward.following import Following  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
 from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
 from trl_fp8.quantization.digest import digest  # noqa: E402
@@ -344,7 +344,7 @@ def _first_difference(trainer: FP8GRPOTrainer, name: str) -> str:
     """What a run says whose engine computes something else in one of its modules, whose output is a pair."""
     module = engine_model(trainer.vllm_generation.llm).get_submodule(name)
     module.register_forward_hook(lambda module, args, output: (output[0] * 1.01, *output[1:]))
-    trainer.feature(Flow)._checked = False
+    trainer.feature(Following)._checked = False
     try:
         trainer.train()
     except RuntimeError as error:

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from testing import oracles
 from testing.runs import arguments, dataset, rows, training
 from trl_fp8 import FP8GRPOConfig, RolloutCorrection
-from trl_fp8.features.correction.apply import apply_correction, batch_log_ratio
+from trl_fp8.features.correction.apply import apply_correction
 from trl_fp8.features.correction.correction import apply, health, importance, mismatch
 from trl_fp8.features.correction.mismatch import BIN_EDGES
 from trl_fp8.features.correction.presets import PRESETS, correction_from
@@ -221,7 +221,7 @@ def loss_of(trainer, batch):
 
 def corrected(trainer, batch, correction):
     batch = dict(batch)
-    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator)
+    metrics = apply_correction(batch, log_ratio.batch_log_ratio(batch), correction, trainer.accelerator)
     return batch, values_of(metrics)
 
 

@@ -12,7 +12,7 @@ from trl.trainer.utils import create_model_from_path
 from testing import tiny_models
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.shared_base.adaptable import require_adaptable, require_trainable_base
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
@@ -192,7 +192,7 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
     with training(policy(checkpoint), args, peft_config=lora(init_lora_weights=False)) as trainer:
         trainer.train()
         trainer.vllm_generation.sync_weights()
-        flow = trainer.feature(Flow).forward
+        forward = trainer.feature(Following).forward
         for name, layer in trainer.model.named_modules():
             if not isinstance(layer, LoraLayer):
                 continue
@@ -200,7 +200,7 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
             found = {}
             for on in (True, False):
                 x_leaf = x.clone().requires_grad_()
-                with flow.switched(on):
+                with forward.switched(on):
                     y = layer(x_leaf)
                 wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
                 found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)

@@ -173,7 +173,7 @@ LORA_ON_EXPERTS = LoraConfig(
 )
 
 
-@pytest.mark.parametrize("flags", [{}, {"fp8_forward": "full"}], ids=["plain", "flow"])
+@pytest.mark.parametrize("flags", [{}, {"fp8_forward": "full"}], ids=["plain", "one_forward"])
 @pytest.mark.parametrize("lora", [None, LORA_ON_EXPERTS], ids=["all weights", "LoRA"])
 def test_fp8_experts_train_with_replay(lora, flags, moe, tmp_path):
     """As on CUDA: weights of experts quantized and synced at every step, read back, and routes replayed."""

@@ -8,9 +8,9 @@ from vllm import SamplingParams
 
 from testing import engines
 from testing.runs import arguments, recorded, rows, training
-from trl_fp8.features.one_forward.head import scored_by
 from trl_fp8.features.truncated_sampling.truncated_head import truncated_head
 from trl_fp8.features.truncated_sampling.truncation import OfBatch, Truncation
+from trl_fp8.policy.head import scored_by
 
 
 pytestmark = pytest.mark.engine
@@ -67,14 +67,14 @@ def test_the_engine_tells_which_tokens_were_left(run):
             assert set(survivors.ids_E[end - count : end].tolist()) == left and len(row) >= VOCABULARY
 
 
-def scored(trainer, batch, *, truncated, flow=None):
+def scored(trainer, batch, *, truncated):
     """Log-probs of a batch's completions, outside of a step."""
     ids, mask = (
         torch.cat([batch[f"{part}_{name}"] for part in ("prompt", "completion")], 1) for name in ("ids", "mask")
     )
     columns = batch["completion_ids"].shape[1]
     survivors = OfBatch(batch["survivor_counts"], batch["survivor_ids"]).rows(mask, columns)
-    head = truncated_head(survivors, flow) if truncated else trl_utils._ChunkedLogProbFunction
+    head = truncated_head(survivors) if truncated else trl_utils._ChunkedLogProbFunction
     with torch.no_grad(), scored_by(head):
         return GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, columns, 4)[0]
 

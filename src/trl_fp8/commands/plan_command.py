@@ -119,7 +119,7 @@ def run(given: Namespace) -> str:
         kernels = given.engine == "cuda"
         return plan_for(outline, recipe_for(outline, **options, tensor_parallel_size=ranks, expert_kernels=kernels))
 
-    in_one_piece = router.routes_returned or (forward.fp8_flow_on and (outline.experts or setup.training.lora_rank))
+    in_one_piece = router.routes_returned or (forward.one_forward and (outline.experts or setup.training.lora_rank))
     may_share = outline.stored_as != "mxfp4" and _against_base(settings) is None
     planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES, may_share)
     if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
@@ -158,8 +158,9 @@ def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, Ro
         raise ValueError(f"{settings.shown('fp8_base')} with {against} Change it, or leave the FP8 base out.")
     cache, forward, router = (_made(kind, settings) for kind in (KVCacheFlags, ForwardFlags, RouterFlags))
     others = {name: settings.truth(name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
-    forward.check_forward(fp8_weights, settings.truth("fp16"), cache.simulate_kv_cache, others)
-    cache.resolve_kv_cache(blind, alone=forward.fp8_flow_on or not fp8_weights)
+    weight_format = settings.value("fp8_weight_format", "blocks")
+    forward.check_forward(fp8_weights, weight_format, settings.truth("fp16"), cache.simulate_kv_cache, others)
+    cache.resolve_kv_cache(blind, alone=forward.one_forward or not fp8_weights)
     if settings.value("vllm_mode", "colocate") != "colocate" or not settings.truth("use_vllm", True):
         named = "vllm_mode" if settings.truth("use_vllm", True) else "use_vllm"
         raise ValueError(f"{settings.shown(named)}: a plan is of an engine that shares its GPUs with the trainer.")
@@ -199,7 +200,7 @@ def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:
 
 def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, ranks: int | None) -> None:
     """What else the trainer refuses of a model, as far as it shows here."""
-    if forward.fp8_flow_on and outline.model_type.removesuffix("_text") not in FAMILIES:
+    if forward.one_forward and outline.model_type.removesuffix("_text") not in FAMILIES:
         raise ValueError(
             f"fp8_forward={forward.fp8_forward!r} with a policy of type {outline.model_type!r}: which operations of "
             f"its layers an engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."

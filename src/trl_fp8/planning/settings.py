@@ -125,7 +125,7 @@ class Settings:
                 f"{completions} completions a generation (GPUs * per_device_train_batch_size * steps) with "
                 f"num_generations={group}: TRL wants whole groups. Change gradient_accumulation_steps or --gpus."
             )
-        shares_kernels = self.value("fp8_forward", "off") == "full"
+        shares_kernels = self.value("fp8_forward", "off") != "off"
         return Setup(training, memory * GIB, prompt, completions, group, ranks, share, sleeps, shares_kernels)
 
     def _tokens(self, completion: int | None, model_context: int) -> int:

@@ -19,7 +19,7 @@ the largest weight of an FP8 base in BF16, gradients of activations, the CUDA co
 share of each GPU free for it (`capacity.FREE`), and more where `uncounted` is more.
 
 With one forward (`fp8_forward="full"`) the backward computes each MLP's act(gate) * up once more, in FP32
-(one_forward/modules/own_gradient.py): seven tensors `[tokens, intermediate]` at once, eight where gate and up are
+(policy/own_gradient.py): seven tensors `[tokens, intermediate]` at once, eight where gate and up are
 one linear.
 Of experts it takes the weights of a layer in BF16, and makes their gradients in BF16 before they become FP32.
 """

@@ -9,25 +9,15 @@ TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss
     old_per_token_logps         with bypass: the rollout's log-probs
 """
 
-from collections.abc import Mapping
-
 import torch
 from accelerate import Accelerator
 
-from trl_fp8.run.log_ratio import LogRatio, log_ratio
+from trl_fp8.run.log_ratio import LogRatio
 from trl_fp8.run.metric import Metric
 
 from .correction_report import correction_metrics
 from .importance import RolloutCorrection, correct
 from .mismatch import mismatch_tally, summarize_mismatch
-
-
-def batch_log_ratio(batch: Mapping[str, torch.Tensor]) -> LogRatio | None:
-    """Log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs."""
-    if not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
-        return None
-    mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
-    return log_ratio(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask_BT)
 
 
 def apply_correction(

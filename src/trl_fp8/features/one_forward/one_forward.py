@@ -29,22 +29,23 @@ from trl_fp8.features.one_forward.modules.between import (
     Turning,
 )
 from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter, require_sums
+from trl_fp8.features.one_forward.modules.followed_attention import FollowedAttention
 from trl_fp8.features.one_forward.modules.followed_experts import (
     FollowedExperts,
     FollowedRouter,
     require_followable_experts,
 )
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.policy.swapped import restore, swap
+from trl_fp8.policy.swapped import Swapper, restore, swap
 from trl_fp8.recipe.from_model import linear_layers, of_adapter
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
 
-from .backward import FP8Flow
+from .backward import BackwardPrecision
 
 
 MLPS = {
@@ -52,24 +53,28 @@ MLPS = {
     FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
 }
 TURN = "apply_rotary_pos_emb"
-PLAIN = nn.Linear.forward, SharedLinear.forward
 
 
-class OneForward:
+class OneForward(FollowedAttention, Swapper):
     """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
 
-    `ValueError` names what the engine has nothing to call for; the policy is as it was then.
+    The policy has passed `require_followable`. `ValueError` names what the engine has nothing to call for; the policy
+    is as it was then.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: FP8Recipe, kernels: EngineKernels, flow: FP8Flow, hook: AttentionHook
+        self,
+        model: nn.Module,
+        recipe: FP8Recipe,
+        kernels: EngineKernels,
+        backward: BackwardPrecision,
+        hook: AttentionHook,
     ):
-        self.flow, self.kernels, self.recipe, self.hook = flow, kernels, recipe, hook
+        self.backward, self.kernels, self.recipe, self.hook = backward, kernels, recipe, hook
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
-        require_followable(model, recipe, flow)
         base = transformers_model(model)
         _turn_by_engine(sys.modules[type(base).__module__])
         ours = _computing(base)
@@ -84,7 +89,7 @@ class OneForward:
         except ValueError:
             self.remove()
             raise
-        hook.follow(self)
+        hook.replace(self)
 
     def switch(self, on: bool) -> None:
         self.on = on
@@ -109,7 +114,7 @@ class OneForward:
             restore(module)
         self.modules.clear()
         self.copies.clear()
-        self.hook.follow(None)
+        self.hook.replace(None)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a policy has no engine that holds its weights
@@ -151,11 +156,11 @@ class OneForward:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (
                 FusedCall(lambda x: engine(tokens_of(x)), readers),
-                FusedCall(lambda x: self.flow.quantize_for_backward(tokens_of(x).t()), len(peers)),
+                FusedCall(lambda x: self.backward.quantize_for_backward(tokens_of(x).t()), len(peers)),
             )
         fused, along_tokens = self._calls[engine]
         return {
-            "fp8_flow": self.flow,
+            "backward": self.backward,
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
             "adapted": module in self._adapted,
@@ -169,7 +174,7 @@ class OneForward:
         }
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
-        swap(module, mixin, flow=self, **attributes)
+        swap(module, mixin, one_forward=self, **attributes)
         name = checkpoint_name(path)
         among = self.modules if name == without_copies(name) else self.copies
         among[path] = module
@@ -184,17 +189,10 @@ def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
     return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
 
 
-def release(model: nn.Module) -> None:
-    """Let a model that followed the engine of a trainer before this one compute by itself."""
-    for module in list(model.modules()):
-        if isinstance(before := module.__dict__.get("flow"), OneForward):
-            before.remove()
-
-
-def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> None:
+def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
     """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
     require_sums(model, recipe.tensor_parallel_size)
-    require_followable_experts(recipe, flow.backward)
+    require_followable_experts(recipe, fp8_backward)
     base = transformers_model(model)
     if any(hasattr(module, "expand_kv") for module in base.modules()):
         raise ValueError(
@@ -228,11 +226,15 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
                 "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
                 "0.0}), or set fp8_forward='off'."
             )
-        elif module in computing and isinstance(module, nn.Linear) and type(module).forward not in PLAIN:
+        elif module in computing and isinstance(module, nn.Linear) and not _is_plain(module):
             raise ValueError(
                 f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "
                 "be lost. Set fp8_forward='off'."
             )
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    return type(linear).forward is nn.Linear.forward or isinstance(linear, HoldsCodes)
 
 
 def _computing(base: PreTrainedModel) -> set[nn.Module]:

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _addmm_fp32
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from trl_fp8.features.one_forward.head import TOKENS, engine_logits
-from trl_fp8.features.one_forward.one_forward import OneForward
+from trl_fp8.policy.head import TOKENS, Logits
 
 
 ALIGNED = 8  # columns; a GEMM in 16 bits wants rows that begin at 16 bytes
@@ -43,8 +42,9 @@ class Rows:
         return counts_N, ids_E
 
 
-def truncated_head(survivors: Rows, flow: OneForward | None = None) -> type[torch.autograd.Function]:
-    """What TRL 1.16 calls as its `ChunkedLogProbFunction`; the logits are those of `flow`, if the policy has one.
+def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> type[torch.autograd.Function]:
+    """What TRL 1.16 calls as its `ChunkedLogProbFunction`; `elsewhere` makes the logits, if the policy's own
+    weight does not.
 
     Log-probs and entropies are of the survivors, renormalized, and zero for tokens that nobody sampled.
     """
@@ -60,10 +60,10 @@ def truncated_head(survivors: Rows, flow: OneForward | None = None) -> type[torc
             device = hidden.device
             enabled = torch.is_autocast_enabled(device.type)
             dtype = torch.get_autocast_dtype(device.type) if enabled else hidden.dtype
-            if flow is None:
+            if elsewhere is None:
                 logits = _own_logits(weight.to(dtype), bias, logit_scale, final_logit_softcapping)
             else:
-                logits, dtype = engine_logits(flow, weight, bias), torch.bfloat16
+                logits, dtype = elsewhere(weight, bias), torch.bfloat16
             counts_N, ids_E = survivors.take(len(hidden))
             sampled_R = counts_N.nonzero()[:, 0]
             counts_R = counts_N[sampled_R]

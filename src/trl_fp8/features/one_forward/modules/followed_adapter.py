@@ -14,10 +14,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import Adapter
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router, listed
-
-from .own_gradient import with_value
 
 
 class FollowedAdapter:
@@ -25,7 +24,7 @@ class FollowedAdapter:
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         base = self.base_layer
-        if not base.flow.on:
+        if not base.one_forward.on:
             return super().forward(x, *args, **kwargs)
         value = base.value(x, self._active())
         return with_value(super().forward(x, *args, **kwargs), value)
@@ -41,7 +40,7 @@ class FollowedAdapter:
 
 def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
     """Raise `ValueError` for adapters whose layers are not followed."""
-    shared = any(isinstance(module, SharedLinear) for module in model.modules())
+    shared = any(isinstance(module, HoldsCodes) for module in model.modules())
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     if adapters and tensor_parallel_size > 1 and not shared:
         raise ValueError(

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Adapter, Linear
-from trl_fp8.features.one_forward.backward import FP8Flow
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.quantization.blockwise import dequantize_weight
 from trl_fp8.quantization.formats.blocks import BLOCK
 
@@ -67,15 +67,15 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
     along_tokens: FusedCall  # Q(X.T)
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(input)
-        in_fp8 = self if self.is_fp8 and self.fp8_flow.backward == "fp8" else None
-        weight = self.codes if isinstance(self, SharedLinear) else self.weight
+        in_fp8 = self if self.is_fp8 and self.backward.precision == "fp8" else None
+        weight = self.codes if isinstance(self, HoldsCodes) else self.weight
         return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
 
     def value(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         """What the engine computes of `[..., K]`: BF16 `[..., N]`. `adapter`: what it holds beside this weight."""
-        if self.flow.shares:
+        if self.one_forward.shares:
             y = self.fused(input)[:, self.columns]
         else:
             y = self._own(tokens_of(input), adapter)
@@ -83,16 +83,16 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
 
     def lasting_codes(self) -> Float8Tensor | None:
         """Codes of the weight that somebody keeps anyway; None if nobody does."""
-        if isinstance(self, SharedLinear):
+        if isinstance(self, HoldsCodes):
             return self.codes
         if self.adapted:
             return None  # the engine's are those of another weight
-        if self.flow.shares:
+        if self.one_forward.shares:
             return self.engine.codes(self.name)
-        return self.quantized_weight() if self.fp8_flow.cache_weights else None
+        return self.quantized_weight() if self.backward.cache_weights else None
 
     def _quantized(self) -> Float8Tensor:
-        return self.codes if isinstance(self, SharedLinear) else self.quantized_weight()
+        return self.codes if isinstance(self, HoldsCodes) else self.quantized_weight()
 
     def _own(self, x: Tensor, adapter: Adapter | None) -> Tensor:
         """The engine's kernel on this rank's own tensors, one partial product for each tensor parallel rank."""
@@ -119,7 +119,7 @@ class StraightThrough(torch.autograd.Function):
     def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             y = value(x)
-            ctx.flow, ctx.blocks = in_fp8 and in_fp8.fp8_flow, None
+            ctx.precision, ctx.blocks = in_fp8 and in_fp8.backward, None
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
             frozen = weight if isinstance(weight, Float8Tensor) else None
             for_dx, for_dw = (None, None), (None, None)
@@ -144,34 +144,34 @@ class StraightThrough(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
-                dx = _input_gradient(dy, weight, ctx.flow)
+                dx = _input_gradient(dy, weight, ctx.precision)
                 dx = dx.view(*shape[:-1], dx.shape[-1]).to(ctx.dtypes[0])
             if ctx.needs_input_grad[2]:
-                dw = _weight_gradient(dy, x, x_scale, ctx.flow).to(ctx.dtypes[1])
+                dw = _weight_gradient(dy, x, x_scale, ctx.precision).to(ctx.dtypes[1])
             if ctx.needs_input_grad[3]:
                 db = dy.sum(0, dtype=ctx.dtypes[2])
         return None, dx, dw, db, None
 
 
-def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow | None) -> Tensor:
+def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: BackwardPrecision | None) -> Tensor:
     """dX `[T, K]`. `weight` is W, or codes of it."""
-    if flow is None:
+    if precision is None:
         dtype = gemm_dtype(dy.device)
         whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
         return dy.to(dtype).mm(whole)
-    codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
+    codes = weight if isinstance(weight, Float8Tensor) else precision.quantize_weights([weight])[0]
     # Blocks transposed are the same blocks: no second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
-    return gemm_for(flow.backend)(flow.quantize_for_backward(dy), transposed)
+    return gemm_for(precision.backend)(precision.quantize_for_backward(dy), transposed)
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, flow: FP8Flow | None) -> Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: BackwardPrecision | None) -> Tensor:
     """dW `[N, K]`. `x` is X, or its codes along the tokens `[K, T]` with their scales."""
     if scale is None:
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
     along_tokens = _float8(x, scale, [1, BLOCK])
-    return gemm_for(flow.backend)(flow.quantize_for_backward(dy.t()), along_tokens)
+    return gemm_for(precision.backend)(precision.quantize_for_backward(dy.t()), along_tokens)
 
 
 def tokens_of(x: Tensor) -> Tensor:

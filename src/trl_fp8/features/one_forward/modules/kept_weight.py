@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.backward import BackwardPrecision
 
 
 class QuantizedWeight(NamedTuple):
@@ -23,7 +23,7 @@ class KeepsQuantizedWeight:
     """Mixed into the class of a linear layer."""
 
     weight: Tensor
-    fp8_flow: FP8Flow
+    backward: BackwardPrecision
     kept: QuantizedWeight | None = None
     peers: tuple["KeepsQuantizedWeight", ...] = ()  # all layers, this one included, whose weights share a scale
 
@@ -31,9 +31,9 @@ class KeepsQuantizedWeight:
         """Q(W), codes `[N, K]`: the kept one if it is current, else made now."""
         peers = self.peers or (self,)
         if (codes := self.cached_weight()) is None or any(peer.cached_weight() is None for peer in peers):
-            made = self.fp8_flow.quantize_weights([peer.weight for peer in peers])
+            made = self.backward.quantize_weights([peer.weight for peer in peers])
             codes = made[peers.index(self)]
-            if self.fp8_flow.cache_weights:
+            if self.backward.cache_weights:
                 for peer, its_codes in zip(peers, made, strict=True):
                     peer.keep(its_codes)
         return codes
