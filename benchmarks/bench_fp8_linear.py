@@ -1,4 +1,4 @@
-"""The trainer's linear layers under fp8_forward="full" against BF16: what calling the engine's FP8 kernel gains.
+"""The trainer's linear layers under one forward against BF16: what calling the engine's FP8 kernel gains.
 
     python -m benchmarks.bench_fp8_linear [--size qwen3_8b] [--tokens 8192] [--backward bf16 fp8]
 

@@ -34,6 +34,8 @@ class Run:
     def read(cls, path: Path) -> "Run":
         results = json.loads(path.read_text())["results"]
         accuracies = {int(generations): value for generations, value in results["held_out"].items()}
+        if (flags := results["cell"]["flags"]).get("fp8_forward") == "full":  # what the value was called when it ran
+            flags["fp8_forward"] = "one_forward"
         return cls(Cell(**results["cell"]), accuracies, results["curves"], results["end"]["diverged"])
 
     @cached_property

@@ -15,7 +15,7 @@ ACCELERATE = Path(__file__).parents[2] / "examples" / "accelerate_configs"
 # Everything that has a state of its own: rollouts used for several optimizer steps, scales observed in the rollouts,
 # quantized weights shared by forward and sync, gradients of two micro-batches
 FLAGS = dict(
-    fp8_forward="full",
+    fp8_forward="one_forward",
     gradient_accumulation_steps=2,
     num_iterations=2,
     max_steps=5,

@@ -244,7 +244,7 @@ def generated_apart(folder: Path, checkpoint: str) -> dict:
     report = {}
     for name, source in sources.items():
         options = {"processing_class": chat_tokenizer(calls="."), "reward_funcs": any_reward, "train_dataset": chats()}
-        args = arguments(folder / name, per_device_train_batch_size=4, fp8_forward="full", **flags)
+        args = arguments(folder / name, per_device_train_batch_size=4, fp8_forward="one_forward", **flags)
         trainer = FP8GRPOTrainer(model=checkpoint, args=args, **(options | source))
         trainer._tool_call_loop = partial(in_as_many_turns, trainer, trainer._tool_call_loop)
         calls = recorded(trainer.vllm_generation, "generate", partial(step_of, trainer))
@@ -313,10 +313,12 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     with adapters on a base that it shares with the policies ("base").
     """
     lora = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
-    options = {"fp8_forward": "full", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
+    options = {"fp8_forward": "one_forward", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
     base = shared_base(folder / "base", base_checkpoint, lora, **options)
     experts = _with_experts(folder / "experts", experts_checkpoint)
-    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full", top_p=0.9, beta=0.04)
+    trainer = make_trainer(
+        folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="one_forward", top_p=0.9, beta=0.04
+    )
     trainer.train()
     generation = trainer.vllm_generation
     generation.sync_weights()

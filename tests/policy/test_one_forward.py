@@ -160,7 +160,7 @@ def test_modules_that_compute_something_else_are_refused(path, odd, message):
 
 def test_families_of_models_that_nothing_is_known_of_are_refused():
     model = tiny_models.build("glm4_moe")
-    with pytest.raises(ValueError, match="fp8_forward='full' with a policy of type 'glm4_moe'.*qwen3"):
+    with pytest.raises(ValueError, match="fp8_forward='one_forward' with a policy of type 'glm4_moe'.*qwen3"):
         require_followable(model, recipe_for_model(model), "bf16")
 
 

@@ -21,7 +21,7 @@ from trl_fp8.recipe.recipe import recipe_for_model
 
 MISMATCH = "mismatch/logp_difference_mean"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
-SHARED, FULL = {"fp8_base": True}, {"fp8_forward": "full", "learning_rate": 1e-2}
+SHARED, FULL = {"fp8_base": True}, {"fp8_forward": "one_forward", "learning_rate": 1e-2}
 
 
 def lora(**options):
@@ -217,7 +217,7 @@ def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tm
     kept = {"fp8_ignored_modules": ["model.layers.0.mlp.down_proj"]}
     others = {"fp8_base": False}, SHARED | {"fp8_weight_format": "tensor"}, SHARED | kept
     others = [arguments(tmp_path, **flags) for flags in others]  # after an engine they would make a process group
-    with training(model, arguments(tmp_path, fp8_forward="full")):
+    with training(model, arguments(tmp_path, fp8_forward="one_forward")):
         pass
     for _ in range(2):
         with training(model, arguments(tmp_path, **(SHARED | FULL)), peft_config=lora()) as trainer:

@@ -15,7 +15,7 @@ from trl_fp8.features.shared_base.adapter_tensors import reference_parameters
 pytestmark = pytest.mark.engine
 
 BETA = 0.04
-FULL = {"fp8_forward": "full"}
+FULL = {"fp8_forward": "one_forward"}
 SHARED = {"fp8_base": True, **FULL}
 MOVING = {"beta": BETA, "learning_rate": 1e-3, "max_steps": 2}
 # What quantization makes of the KL divergence of this model from itself is 0.003 and more, e4m3 in the KV cache 0.0009

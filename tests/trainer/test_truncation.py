@@ -25,7 +25,13 @@ ENGINE["kv_cache_memory_bytes"] = 4 * 2 * 2 * 2 * 64 * 1 * 32  # blocks; layers,
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
     """A trainer after two generations with two updates each, and the batches that it made of them."""
-    flags = {"num_iterations": 2, "max_steps": 4, "beta": 0.04, "fp8_forward": "full", "vllm_engine_kwargs": ENGINE}
+    flags = {
+        "num_iterations": 2,
+        "max_steps": 4,
+        "beta": 0.04,
+        "fp8_forward": "one_forward",
+        "vllm_engine_kwargs": ENGINE,
+    }
     folder = tmp_path_factory.mktemp("truncated")
     with training(checkpoint("qwen3"), arguments(folder, **SAMPLING | flags)) as trainer:
         batches = recorded(trainer, "_generate_and_score_completions", lambda output, *_: output)

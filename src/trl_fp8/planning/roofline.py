@@ -7,7 +7,7 @@ token with each weight. What takes longest of the two, reading or multiplying, i
     attention   bytes of KV cache / bandwidth
     the rest    launches, a few per layer, with a few more for what is quantized on the way; sampling
 
-With one forward (`fp8_forward="full"`) no batch may change a row's bits, which costs time where a batch is small.
+With one forward no batch may change a row's bits, which costs time where a batch is small.
 Attention does not split the keys of a sequence: one program goes through all of them for each sequence and key head.
 Where these are fewer than the GPU's processors, the others wait. And an adapter's A is the work of a dozen programs,
 each of which waits for every step of K (features/one_forward/engine_part/tiles.py).

@@ -125,7 +125,7 @@ class Platform(ABC):
 
     @abstractmethod
     def attention(self, layer: Attention) -> object:
-        """`policy.flow.kernels.Attention` of a layer of the engine."""
+        """`engine.kernels.Attention` of a layer of the engine."""
 
     @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
@@ -255,22 +255,22 @@ class Cuda(Platform):
     def _invariant_arguments(self, config: PretrainedConfig) -> dict:
         if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
             raise ValueError(
-                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
-                "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
-                "fp8_forward='off'."
+                f"fp8_forward='one_forward' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+                "rotary embedding (longrope) with what is around it, so that the trainer cannot have the engine's "
+                "bits. Set fp8_forward='off'."
             )
         if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
             raise ValueError(
-                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "
-                "one row apart from those for many, so that the trainer cannot have the engine's bits. Set "
+                f"fp8_forward='one_forward' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+                "norms for one row apart from those for many, so that the trainer cannot have the engine's bits. Set "
                 "fp8_forward='off'."
             )
         if self.flash_attention != 3:
             major, minor = self.capability
             raise ValueError(
-                f"fp8_forward='full' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
-                "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
-                "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
+                f"fp8_forward='one_forward' on a GPU of compute capability {major}.{minor}: vLLM attends with "
+                "TRITON_ATTN there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not "
+                "read. On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
             )
         return super()._invariant_arguments(config)
 

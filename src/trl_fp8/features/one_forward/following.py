@@ -1,4 +1,4 @@
-"""One forward (`fp8_forward="full"`): the policy computes what the engine computes, and it is checked that it does.
+"""The policy computes what the engine computes (`fp8_forward="one_forward"`), and it is checked that it does.
 
 engine started     the policy's modules are told whom to call in the engine
 scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
@@ -187,10 +187,10 @@ class Following(Feature):
 
     def _failure(self, mismatch: float, batch: Batch) -> str:
         return (
-            f"fp8_forward='full', but the mean difference of log-probs of the first rollouts is {mismatch:.2g}, where "
-            f"trainer and engine share kernels that leave at most {self._bound:g} (a policy of type "
-            f"{self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout correction "
-            "works without it), or fp8_forward_check='warn' to go on as it is."
+            "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
+            f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy of "
+            f"type {self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout "
+            "correction works without it), or fp8_forward_check='warn' to go on as it is."
         )
 
     def _where(self, batch: Batch) -> str:

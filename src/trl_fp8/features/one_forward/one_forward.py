@@ -196,25 +196,26 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
     base = transformers_model(model)
     if any(hasattr(module, "expand_kv") for module in base.modules()):
         raise ValueError(
-            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: its attention is latent (MLA), and "
-            "an engine expands the latents of prompts by kv_b_proj, but multiplies by parts of that weight while it "
-            "decodes: no forward of a trainer has the bits of both. Set fp8_forward='off'."
+            f"fp8_forward='one_forward' with a policy of type {base.config.model_type!r}: its attention is latent "
+            "(MLA), and an engine expands the latents of prompts by kv_b_proj, but multiplies by parts of that weight "
+            "while it decodes: no forward of a trainer has the bits of both. Set fp8_forward='off'."
         )
     if f"{type(base).__module__}.{TURN}" not in PATCHES:
         raise ValueError(
-            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
-            f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
+            f"fp8_forward='one_forward' with a policy of type {base.config.model_type!r}: which operations of its "
+            f"layers an engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
         )
     if base.config.get_text_config() is not base.config:
         raise ValueError(
-            f"fp8_forward='full' with a {type(base).__name__}: text models are known, and not what images do to "
-            "masks and positions. Set fp8_forward='off'."
+            f"fp8_forward='one_forward' with a {type(base).__name__}: text models are known, and not what images do "
+            "to masks and positions. Set fp8_forward='off'."
         )
     if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
         raise ValueError(
-            f"fp8_forward='full' with attention_dropout={dropout} in the model's config: the engine's attention drops "
-            "nothing. Load the model with attention_dropout=0.0 (model_init_kwargs={'attention_dropout': 0.0}, or "
-            "from_pretrained(..., attention_dropout=0.0)), or set fp8_forward='off'."
+            f"fp8_forward='one_forward' with attention_dropout={dropout} in the model's config: the engine's "
+            "attention drops nothing. Load the model with attention_dropout=0.0 "
+            "(model_init_kwargs={'attention_dropout': 0.0}, or from_pretrained(..., attention_dropout=0.0)), or set "
+            "fp8_forward='off'."
         )
     computing = _computing(base)
     for name, module in model.named_modules():
@@ -222,14 +223,14 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
             _embedding(module)
         elif module in computing and isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
             raise ValueError(
-                f"fp8_forward='full': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
+                f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
                 "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
                 "0.0}), or set fp8_forward='off'."
             )
         elif module in computing and isinstance(module, nn.Linear) and not _is_plain(module):
             raise ValueError(
-                f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "
-                "be lost. Set fp8_forward='off'."
+                f"fp8_forward='one_forward': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward "
+                "would be lost. Set fp8_forward='off'."
             )
 
 
@@ -248,8 +249,8 @@ def _embedding(module: nn.Embedding) -> type:
     if type(module).__name__.endswith("ScaledWordEmbedding"):
         return FollowedScaledEmbedding
     raise ValueError(
-        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an "
-        "engine rounds. Set fp8_forward='off'."
+        f"fp8_forward='one_forward': the model's embedding is a {type(module).__name__}, of which is not known where "
+        "an engine rounds. Set fp8_forward='off'."
     )
 
 

@@ -1,9 +1,8 @@
 """After the first sync, before anything is sampled: does the engine compute the model that the policy is?
 
-The policy runs one short sequence, and its modules are compared with the engine's (witness/). Where the policy
-calls the engine (`fp8_forward="full"`) a difference is an error, unless fp8_forward_check='warn': gradients would
-be those of one model and values those of another, and no mismatch would show it. Elsewhere it is a warning, because
-`mismatch/*` shows it, too.
+The policy runs one short sequence, and its modules are compared with the engine's (witness/). With one forward a
+difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
+another, and no mismatch would show it. Without it a difference is a warning, because `mismatch/*` shows it, too.
 """
 
 from collections.abc import Iterator
@@ -98,9 +97,9 @@ class SameModel(Feature):
             )
             return
         text = (
-            f"fp8_forward='full', but the engine computes another model than the policy, of type {kind!r}. First to "
-            f"differ, on the same inputs:\n  {differ}\nThe trainer would follow the engine's model, with no mismatch "
-            "to show it. Set fp8_forward='off' (rollouts will still be those of another model), or "
+            f"fp8_forward='one_forward', but the engine computes another model than the policy, of type {kind!r}. "
+            f"First to differ, on the same inputs:\n  {differ}\nThe trainer would follow the engine's model, with no "
+            "mismatch to show it. Set fp8_forward='off' (rollouts will still be those of another model), or "
             "fp8_forward_check='warn' to go on as it is."
         )
         if self.trainer.args.fp8_forward_check == "error":

@@ -44,8 +44,8 @@ def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     if adapters and tensor_parallel_size > 1 and not shared:
         raise ValueError(
-            f"fp8_forward='full' with adapters and vllm_tensor_parallel_size={tensor_parallel_size}: the engine "
-            "quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
+            f"fp8_forward='one_forward' with adapters and vllm_tensor_parallel_size={tensor_parallel_size}: the "
+            "engine quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
             "vllm_tensor_parallel_size=1, or fp8_forward='off'."
         )
     others = {
@@ -55,7 +55,7 @@ def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
     }
     if others:
         raise ValueError(
-            "fp8_forward='full' with adapters that are not plain LoRA on linear layers, experts or routers: "
+            "fp8_forward='one_forward' with adapters that are not plain LoRA on linear layers, experts or routers: "
             f"{_described(others)}. The engine holds them merged, and only of a sum is the gradient known without "
             "what the base alone computes. Use LoRA on these, without variants such as use_dora, or set "
             "fp8_forward='off'."

@@ -31,8 +31,8 @@ def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
     """`ValueError` for experts that no policy can follow, or not with this `fp8_backward`."""
     if recipe.has_experts and recipe.tensor_parallel_size > 1:
         raise ValueError(
-            f"fp8_forward='full' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: each rank "
-            "of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
+            f"fp8_forward='one_forward' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: "
+            "each rank of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
         )
     if recipe.fp8_experts and backward == "fp8":
         raise ValueError(

@@ -17,7 +17,7 @@ from trl_fp8.upstream.vllm import engine_model
 
 pytestmark = pytest.mark.engine
 
-FULL = {"fp8_forward": "full", "max_steps": 1}
+FULL = {"fp8_forward": "one_forward", "max_steps": 1}
 LAYERS = 14  # linear layers of two decoder layers
 DECODED = 8  # rows of a decode: one for each rollout
 
@@ -83,7 +83,7 @@ def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
     batch.ratio = log_ratio(logps.where(torch.tensor([True, False] * 2), torch.nan), logps, torch.ones(2, 4))
     monkeypatch.setattr(following, "_checked", False)
     monkeypatch.setattr(following, "_where", lambda batch: "Nobody knows.")
-    with pytest.raises(RuntimeError, match="fp8_forward='full', but"):
+    with pytest.raises(RuntimeError, match="fp8_forward='one_forward', but"):
         following.extend_batch(batch)
 
 
@@ -92,7 +92,7 @@ def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog)
     with training(checkpoint("qwen3"), args) as trainer, caplog.at_level("WARNING", logger="trl_fp8"):
         off(engine_model(trainer.vllm_generation.llm).model.layers[0].self_attn.o_proj)
         trainer.train()
-    warnings = [record.message for record in caplog.records if "fp8_forward='full', but" in record.message]
+    warnings = [record.message for record in caplog.records if "fp8_forward='one_forward', but" in record.message]
     assert len(warnings) == 1 and "the output of model.layers.0.self_attn.o_proj" in warnings[0]
 
 

@@ -25,7 +25,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 pytestmark = pytest.mark.engine
 
-FULL = {"fp8_forward": "full"}
+FULL = {"fp8_forward": "one_forward"}
 MISMATCH = "sampling/sampling_logp_difference/mean"
 # Both sides take a log_softmax of the same logits in FP32, in other orders: a few 2**-24 of magnitudes around 5
 ROUNDING = 1e-5
@@ -73,7 +73,7 @@ def test_without_one_forward_the_mismatch_is_that_of_quantization(checkpoint, tm
 
 def bare_trainer(model, recipe, sharded=False, **flags):
     """What one forward asks of a trainer before there is an engine."""
-    given = {"fp8_forward": "full", "fp8_base": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"}
+    given = {"fp8_forward": "one_forward", "fp8_base": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"}
     args = SimpleNamespace(**given | flags)
     return SimpleNamespace(
         args=args,
@@ -92,10 +92,11 @@ def test_what_shows_without_an_engine_is_refused_before_one_starts():
     assert not before.modules
     with pytest.raises(ValueError, match="fp8_gemm_backend='scaled_mm' on CPU"):
         Following(bare_trainer(model, recipe, fp8_gemm_backend="scaled_mm"))
-    with pytest.raises(ValueError, match="full' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
+    with pytest.raises(ValueError, match="one_forward' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
         Following(bare_trainer(tiny_models.build("glm4_moe"), recipe))
     with pytest.raises(
-        ValueError, match="'full' with experts and vllm_tensor_parallel_size=2: each rank of the engine has a part"
+        ValueError,
+        match="'one_forward' with experts and vllm_tensor_parallel_size=2: each rank of the engine has a part",
     ):
         Following(
             bare_trainer(tiny_models.build("mixtral"), replace(recipe, fp8_experts=("b",), tensor_parallel_size=2))
@@ -111,14 +112,16 @@ def test_shared_scales_of_weights_that_are_gathered_one_at_a_time_are_refused(sp
     model = tiny_models.build("qwen3")
     Following(bare_trainer(model, FP8Recipe(("a",), format=spec), sharded=True))
     Following(bare_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2)))
-    said = "'tensor' with fp8_forward='full' and vllm_tensor_parallel_size=2 under FSDP2 or ZeRO-3"
+    said = "'tensor' with fp8_forward='one_forward' and vllm_tensor_parallel_size=2 under FSDP2 or ZeRO-3"
     with pytest.raises(ValueError, match=said) if refused else nullcontext():
         Following(bare_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2), sharded=True))
 
 
 def test_an_engine_without_fp8_kernels_has_nothing_to_call():
     trainer = bare_trainer(tiny_models.build("qwen3"), FP8Recipe(("a", "b"), fp8_experts=("c",)))
-    expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
+    expected = (
+        "fp8_forward='one_forward'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
+    )
     with pytest.raises(RuntimeError, match=expected):
         Following(trainer).engine_started(EngineNumerics(kernels={}), None)
     of_a_batch = EngineNumerics(kernels={"SomeKernel": 2}, linears=ActivationScaling("fp32", scope="tensor"))

@@ -15,7 +15,7 @@ from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.run.syncs import merged_into_bf16
 
 
-FULL = {"fp8_forward": "full"}
+FULL = {"fp8_forward": "one_forward"}
 MISMATCH = "mismatch/logp_difference_mean"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
 
@@ -113,7 +113,7 @@ def test_a_tensor_parallel_engine_holds_no_sum(checkpoint):
     model = adapted(checkpoint, lora())
     require_sums(model, tensor_parallel_size=1)
     require_sums(AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")), tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="fp8_forward='full' with adapters and vllm_tensor_parallel_size=2"):
+    with pytest.raises(ValueError, match="fp8_forward='one_forward' with adapters and vllm_tensor_parallel_size=2"):
         require_sums(model, tensor_parallel_size=2)
 
 
