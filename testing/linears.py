@@ -34,8 +34,7 @@ def follow(linear: nn.Linear, backward: BackwardPrecision, shares: bool = True, 
     bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
     engine = FakeLinear({"layer": (codes, bias)})
     attributes = {
-        "one_forward": SimpleNamespace(on=True, shares=shares),
-        "backward": backward,
+        "one_forward": SimpleNamespace(on=True, shares=shares, backward=backward),
         "name": "layer",
         "is_fp8": True,
         "adapted": False,
@@ -45,6 +44,7 @@ def follow(linear: nn.Linear, backward: BackwardPrecision, shares: bool = True, 
         "fused": FusedCall(lambda x: engine(tokens_of(x)), 1),
         "along_tokens": FusedCall(lambda x: backward.quantize_for_backward(tokens_of(x).t()), 1),
         "kept": None,
+        "peers": (linear,),
     }
     swap(linear, FollowedLinear, **attributes)
     return engine

@@ -171,7 +171,7 @@ def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(told, ch
 
 def holds(linear):
     """Whether the engine holds the codes of the layer's weight."""
-    fresh, held = linear.backward.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
+    fresh, held = linear.one_forward.backward.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
     return torch.equal(held.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
 
 

@@ -172,7 +172,12 @@ class Following(Feature):
         if not (mismatch > self._bound or broken > 0):
             self._checked = checked
             return
-        text = self._failure(mismatch, batch)
+        text = (
+            "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
+            f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy of "
+            f"type {self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout "
+            "correction works without it), or fp8_forward_check='warn' to go on as it is."
+        )
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
         self._checked = checked
@@ -184,14 +189,6 @@ class Following(Feature):
         found = any(bool((p.to_local() if isinstance(p, DTensor) else p).any()) for p in parts)
         accelerator = self.trainer.accelerator
         return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
-
-    def _failure(self, mismatch: float, batch: Batch) -> str:
-        return (
-            "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
-            f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy of "
-            f"type {self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout "
-            "correction works without it), or fp8_forward_check='warn' to go on as it is."
-        )
 
     def _where(self, batch: Batch) -> str:
         """Sentences on the first layer whose result the policy does not get, found with a rollout of this rank."""

@@ -10,7 +10,6 @@ Modules stay the objects that they are: only their class is exchanged (swapped.p
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -76,7 +75,11 @@ class OneForward(FollowedAttention, Swapper):
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
         base = transformers_model(model)
-        _turn_by_engine(sys.modules[type(base).__module__])
+        # Attention of this family calls its module's function for rotary embeddings by name: it stays patched for good
+        # and does nothing until it is handed a `Turn`
+        family = sys.modules[type(base).__module__]
+        if not isinstance(turn := getattr(family, TURN), Turning):
+            patch(family, TURN, Turning(turn))
         ours = _computing(base)
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
         self._experts = {experts for _, experts in expert_modules(model)}
@@ -152,6 +155,8 @@ class OneForward(FollowedAttention, Swapper):
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
+        # What the engine fused is one call, whose output is read once by each layer, and by an adapted one twice: for
+        # its value, and by PEFT's own forward, which gives the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (
@@ -159,8 +164,8 @@ class OneForward(FollowedAttention, Swapper):
                 FusedCall(lambda x: self.backward.quantize_for_backward(tokens_of(x).t()), len(peers)),
             )
         fused, along_tokens = self._calls[engine]
+        sharing = self.recipe.sharing_scale(f"{name}.weight")
         return {
-            "backward": self.backward,
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
             "adapted": module in self._adapted,
@@ -170,7 +175,7 @@ class OneForward(FollowedAttention, Swapper):
             "fused": fused,
             "along_tokens": along_tokens,
             "kept": None,
-            "peers": tuple(self._linears[peer] for peer in _sharing_scale(self.recipe, name)),
+            "peers": tuple(self._linears[weight.removesuffix(".weight")] for weight in sharing),
         }
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
@@ -183,10 +188,6 @@ class OneForward(FollowedAttention, Swapper):
 def is_rotary(module: nn.Module) -> bool:
     """True for what makes cos and sin of a rotary embedding."""
     return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
-
-
-def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
-    return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
 
 
 def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
@@ -252,10 +253,3 @@ def _embedding(module: nn.Embedding) -> type:
         f"fp8_forward='one_forward': the model's embedding is a {type(module).__name__}, of which is not known where "
         "an engine rounds. Set fp8_forward='off'."
     )
-
-
-def _turn_by_engine(family: ModuleType) -> None:
-    """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
-    apply = getattr(family, TURN)
-    if not isinstance(apply, Turning):
-        patch(family, TURN, Turning(apply))

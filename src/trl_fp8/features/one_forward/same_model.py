@@ -5,12 +5,10 @@ difference is an error, unless fp8_forward_check='warn': gradients would be thos
 another, and no mismatch would show it. Without it a difference is a warning, because `mismatch/*` shows it, too.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
@@ -50,34 +48,23 @@ class SameModel(Feature):
             return
         trainer, following = self.trainer, self.trainer.feature(Following)
         forward = following and following.forward
-        with hooked(trainer.model) as hook:
+        with hooked(trainer.model) as hook, torch.no_grad(), ExitStack() as around:
             positions = hook.base.config.get_text_config().max_position_embeddings
             longest = trainer.args.vllm_max_model_length or positions
             self.witness = Witness(trainer.model, self._kernels, hook, longest, forward)
-            # A policy that follows computes with k and v as the cache rounds them, as the engine does
-            as_cached = as_rollouts_saw(trainer.features if following else ())
-            with torch.no_grad(), as_cached, self._following(forward), self.witness.watching():
-                ids = self._tokens(longest)
-                mask = torch.ones_like(ids)
-                # TRL's own method: no other feature takes part in the pass
-                inputs = trainer, trainer.model, ids, mask, ids.shape[1] - 1
-                GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
+            if following:
+                # The policy calls the engine, whose cache rounds k and v, and the output head is compared, too
+                around.enter_context(as_rollouts_saw(trainer.features))
+                around.enter_context(forward.switched(on=True))
+                around.enter_context(scored_by(witnessed_head(self.witness, forward)))
+            around.enter_context(self.witness.watching())
+            # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
+            tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
+            ids = torch.tensor([tokens], device=trainer.accelerator.device)
+            inputs = trainer, trainer.model, ids, torch.ones_like(ids), len(tokens) - 1
+            GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
         self._tell(len(self.witness.findings.differences), follows=following is not None)
         self._compared = True  # not before: a run that goes on after the error is compared again
-
-    @contextmanager
-    def _following(self, forward: OneForward | None) -> Iterator[None]:
-        """Inside the block the policy calls the engine, and its output head is compared."""
-        if forward is None:
-            yield
-            return
-        with forward.switched(on=True), scored_by(witnessed_head(self.witness, forward)):
-            yield
-
-    def _tokens(self, longest: int) -> Tensor:
-        """A short text, `[1, T]`, the same on all ranks."""
-        ids = self.trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
-        return torch.tensor([ids], device=self.trainer.accelerator.device)
 
     def _tell(self, found: int, follows: bool) -> None:
         """A collective, so that all ranks end together."""

@@ -48,17 +48,12 @@ def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
             "engine quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
             "vllm_tensor_parallel_size=1, or fp8_forward='off'."
         )
-    others = {
-        checkpoint_name(name): kind
-        for name, module in adapters.items()
-        if (kind := _other_than_sum(module)) is not None
-    }
-    if others:
+    kinds = {checkpoint_name(name): _other_than_sum(module) for name, module in adapters.items()}
+    if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]:
         raise ValueError(
             "fp8_forward='one_forward' with adapters that are not plain LoRA on linear layers, experts or routers: "
-            f"{_described(others)}. The engine holds them merged, and only of a sum is the gradient known without "
-            "what the base alone computes. Use LoRA on these, without variants such as use_dora, or set "
-            "fp8_forward='off'."
+            f"{listed(others, 3)}. The engine holds them merged, and only of a sum is the gradient known without what "
+            "the base alone computes. Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
         )
 
 
@@ -70,7 +65,3 @@ def _other_than_sum(module: BaseTunerLayer) -> str | None:
     if type(module) is not LoraLinear:
         return f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
     return next((type(variant).__name__ for variant in module.lora_variant.values()), None)
-
-
-def _described(kinds: dict[str, str]) -> str:
-    return listed([f"{name} ({kind})" for name, kind in kinds.items()], 3)
