@@ -36,7 +36,7 @@ NOT_SIMULATED = ["--simulate_kv_cache", "false"]
 LEARNING = {
     "bf16": [*BF16_WEIGHTS, "--kv_cache_dtype", "auto", "--use_vllm", "true"],
     "fp8_linears_kv": [],
-    "fp8_flow": ["--fp8_forward", "full"],
+    "fp8_flow": ["--fp8_forward", "one_forward"],
 }
 OTHERS = {
     "fp8_linears_kv_simulated": ["--simulate_kv_cache", "true"],

@@ -3,7 +3,8 @@
     python -m benchmarks.bench_flow [--pairs 4] [--steps 12]
 
 The two of a pair run one after the other, in turns the one and the other first, each in its own process, with the same
-seed. `step_seconds_ratio` is that of their median steps, "full" over "off". Times themselves are those of the host.
+seed. `step_seconds_ratio` is that of their median steps, "one_forward" over "off". Times themselves are those of the
+host.
 """
 
 import argparse
@@ -24,12 +25,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for pair in range(given.pairs):
             row = {}
-            for forward in ("off", "full")[:: 1 if pair % 2 else -1]:
+            for forward in ("off", "one_forward")[:: 1 if pair % 2 else -1]:
                 words = ["--fp8_forward", forward, "--max_steps", given.steps, "--seed", pair]
                 row[forward] = run_demo(Path(scratch) / f"{forward}-{pair}", words)
             rows.append(row)
-    results = {"step_seconds_ratio": record.spread([_seconds(row["full"]) / _seconds(row["off"]) for row in rows])}
-    for forward in ("off", "full"):
+    results = {
+        "step_seconds_ratio": record.spread([_seconds(row["one_forward"]) / _seconds(row["off"]) for row in rows])
+    }
+    for forward in ("off", "one_forward"):
         results[forward] = {
             "step_seconds": record.spread([_seconds(row[forward]) for row in rows]),
             "mismatch_mean": record.spread([row[forward]["mismatch_mean"] for row in rows]),

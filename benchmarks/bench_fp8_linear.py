@@ -1,4 +1,4 @@
-"""The trainer's linear layers under fp8_forward="full" against BF16: what calling the engine's FP8 kernel gains.
+"""The trainer's linear layers under one forward against BF16: what calling the engine's FP8 kernel gains.
 
     python -m benchmarks.bench_fp8_linear [--size qwen3_8b] [--tokens 8192] [--backward bf16 fp8]
 
@@ -80,7 +80,7 @@ def measure(run: harness.Run, generation, backward: str, options: argparse.Names
     """All calls of a decoder layer, as long as the budget lasts; the file is written after each."""
     from testing.rollouts import follow
 
-    flow = follow(generation, backward=backward)
+    forward = follow(generation, precision=backward)
     [decoder] = generation.model.get_decoder().layers
     rows: dict[str, dict[str, Sides]] = {}
     operations: dict[str, int] = {}
@@ -94,7 +94,7 @@ def measure(run: harness.Run, generation, backward: str, options: argparse.Names
         operations[name] = 2 * options.tokens * sum(layer.weight.numel() for layer in layers)
         run.results["backward"][backward] = summarize(rows, operations)
         run.save()
-    flow.remove()
+    forward.remove()
 
 
 def compare(layers: list[nn.Linear], tokens: int, repeats: int) -> dict[str, Sides]:

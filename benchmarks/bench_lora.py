@@ -4,7 +4,7 @@
 
     merged      fp8_base=False: a whole base in the trainer, too; a sync merges adapters into it and sends all of it
     shared      fp8_base=True: FP8 weights in the engine alone, what else a policy has in BF16; a sync sends adapters
-    full        the latter, and fp8_forward="full"
+    full        the latter, and fp8_forward="one_forward"
 
 Memory and syncs are those of 24 layers with 0.1 B parameters and adapters of rank 16 on all linears. Memory is that of
 all tensors of policy and engine, each storage once, with adapters and scales, without the KV cache and what training
@@ -16,7 +16,7 @@ The mismatch is the mean |trainer - rollout| log-prob of 24 layers with an FP8 K
 in measure_depth, under BF16 autocast, as TRL trains. Weights are random, or pretrained on the addition task; a seed
 draws random weights, adapters (not zero; the same ones on each path) and samples. Both paths are compared on what both
 engines sample, which each gives its log-probs as a prompt: those are the ones that it decodes with, "prefill_decode"
-of the full flow says. `mismatch_full` is of tokens as they were decoded, and the larger one of the two weights.
+of one forward says. `mismatch_full` is of tokens as they were decoded, and the larger one of the two weights.
 
 Each cell runs in a process of its own, the file is written after it; a second run of the same command, commit,
 versions and host goes on where the first one ended.

@@ -1,7 +1,7 @@
 """Rollout speed: tokens/s in BF16, with FP8 linears, and with an FP8 KV cache too,
 as many sequences as the cache holds.
 
-"fp8_linears_kv_followed" is the last of them with kernels that a trainer can share (fp8_forward="full"),
+"fp8_linears_kv_followed" is the last of them with kernels that a trainer can share (fp8_forward="one_forward"),
 "..._adapters" computes adapters of rank 32 beside all linears (fp8_base), "..._followed_adapters" does both.
 All run the GEMM kernel that a trainer would choose on this device; "fp8_linears_kv_cutlass", "..._deep_gemm" and
 "..._triton" run the one of that name (GPU). No weights are sent to any of these engines: "auditable" says whether a

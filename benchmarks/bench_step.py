@@ -5,7 +5,7 @@
 
 bf16             every FP8 flag off, which on a GPU is TRL's own engine and sync
 fp8_linears_kv   FP8 linears and FP8 KV cache, the defaults
-fp8_flow         the same, and fp8_forward="full": the trainer runs the engine's forward
+fp8_flow         the same, and fp8_forward="one_forward": the trainer runs the engine's forward
 
 Steps are those of the trainer: sync, generation, old log-probs, rewards, backward, optimizer. Prompts are random,
 every completion has the full length, rewards are random. After two steps each measured one is taken apart by the
@@ -38,7 +38,7 @@ STATES = 4  # numbers for each weight that is trained: itself, its gradient, Ada
 PRECISIONS = {
     "bf16": {**shapes.PRECISIONS["bf16"], "use_vllm": True},
     "fp8_linears_kv": {},
-    "fp8_flow": {"fp8_forward": "full"},
+    "fp8_flow": {"fp8_forward": "one_forward"},
 }
 
 

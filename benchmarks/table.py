@@ -179,7 +179,7 @@ def lora(of: dict) -> Iterator[str]:
     yield row("a sync", number(find(of, ("cells", "sync", "ratio"))))
     for weights, shared in results["mismatch_shared"].items():
         yield row(f"mismatch, {weights} weights", number(shared / results["mismatch_merged"][weights]))
-    yield row('mismatch itself with fp8_forward="full"', number(find(of, ("mismatch_full",))))
+    yield row('mismatch itself with fp8_forward="one_forward"', number(find(of, ("mismatch_full",))))
 
 
 def brief(value: float) -> str:

@@ -16,7 +16,7 @@ HEAD = """# Which models
 ({hardware}; commit {commit}). No GPU has run any of them. The table is made by `make models` from [its results](../benchmarks/results/models_cpu.json);
 [what fits a GPU](capacity.md) is another page.
 
-| family | model type | FP8 parameters | FP8 KV cache | mismatch of FP8 rollouts | `fp8_forward="full"` |
+| family | model type | FP8 parameters | FP8 KV cache | mismatch of FP8 rollouts | `fp8_forward="one_forward"` |
 |---|---|---|---|---|---|
 """  # noqa: E501
 TAIL = """
@@ -26,7 +26,7 @@ TAIL = """
 - **FP8 parameters**: share of a published model, or of the tiny one, in an engine on a GPU. On CPU experts stay in BF16, because vLLM has no kernel for them.
 - **Mismatch**: the largest of three means of |trainer's log-prob - rollout's log-prob| over the tokens of a step. Policies are tiny and random, so that
   it compares rows and says nothing of trained models. Latent attention (DeepSeek, GLM 4.7 Flash) on a GPU reads prompts [otherwise](kv_cache.md).
-- **`fp8_forward="full"`**: *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes; otherwise why not.
+- **`fp8_forward="one_forward"`**: *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes; otherwise why not.
 
 What is refused, and why, is in [Limitations](limitations.md#models). A model type that is nowhere on these pages is compared with vLLM's class name by
 name before anything is trained, and works or is refused by then; one that vLLM does not know gets one line, and what to do instead.

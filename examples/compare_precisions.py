@@ -24,7 +24,7 @@ PRECISIONS = {
     "bf16": ["--fp8_weights", "false", "--fp8_base", "false", "--kv_cache_dtype", "auto", "--use_vllm", "true"],
     "fp8_linears": ["--kv_cache_dtype", "auto"],
     "fp8_linears_kv": [],
-    "fp8_one_flow": ["--fp8_forward", "full"],
+    "fp8_one_forward": ["--fp8_forward", "one_forward"],
 }
 
 

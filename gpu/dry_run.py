@@ -81,7 +81,7 @@ FAMILIES = {  # of other kinds: attention, experts, names
     | dict(text_config=dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32))
     | dict(vision_config=dict(out_hidden_size=4096)),
 }
-PINNED, FOLLOWED, OWN = "pinned", "pinned, full flow", "vLLM's own"
+PINNED, FOLLOWED, OWN = "pinned", "pinned, one forward", "vLLM's own"
 # Over the pins, as a user could ask for it
 OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": None}
 NO_STREAM = "getting stream native handle"  # what CuTe DSL's kernels ask of a device
@@ -470,7 +470,9 @@ def tables(found: list[dict]) -> str:
     found = [each for each in found if each not in families]
     pinned = [each for each in found if each["choice"] != OWN]
     own = [each for each in found if each["choice"] == OWN]
-    chosen = "model|GPU|full flow|linears, experts|scales|attention|KV cache|compiled, graphs|norms|custom operations"
+    chosen = (
+        "model|GPU|one forward|linears, experts|scales|attention|KV cache|compiled, graphs|norms|custom operations"
+    )
     parts = (
         _table(f"{chosen}|found", [(*_asked(each), *_chosen(each), _verdict(each)) for each in pinned]),
         _table("model|GPU|linears, experts|attention|refused", [_left_to_vllm(each) for each in own]),

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Adapter
-from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.features.one_forward.one_forward import OneForward
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.quantization.codec.e4m3 import cache_round_trip
@@ -27,11 +27,11 @@ PADDING = 16  # columns behind a fused call's output
 
 
 def followed(model: nn.Module, recipe: FP8Recipe | None = None, **fields) -> tuple[OneForward, "FakeEngine"]:
-    """`model` computes as an engine that holds its present weights; `fields` of its `FP8Flow`."""
+    """`model` computes as an engine that holds its present weights; `fields` of its `BackwardPrecision`."""
     recipe = recipe or recipe_for_model(model)
     engine = FakeEngine(model, recipe)
-    flow = FP8Flow(format=recipe.format, scale_format=recipe.scale_format, **fields)
-    return OneForward(model, recipe, engine, flow, AttentionHook(model)), engine
+    backward = BackwardPrecision(format=recipe.format, scale_format=recipe.scale_format, **fields)
+    return OneForward(model, recipe, engine, backward, hook_of(model)), engine
 
 
 class FakeLinear:
@@ -61,7 +61,7 @@ class FakeLinear:
 
 
 class FakeEngine:
-    """See `policy.flow.kernels.EngineKernels`. `lacks` are norms that it does not have."""
+    """See `engine.kernels.EngineKernels`. `lacks` are norms that it does not have."""
 
     def __init__(self, model: nn.Module, recipe: FP8Recipe, lacks: tuple[str, ...] = ()):
         self._recipe, self._lacks, self.linears, self.softcap = recipe, lacks, {}, None

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
 from trl_fp8.policy.swapped import swap
 
@@ -28,14 +28,13 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
-def follow(linear: nn.Linear, flow: FP8Flow, shares: bool = True, parts: int = 1) -> FakeLinear:
+def follow(linear: nn.Linear, backward: BackwardPrecision, shares: bool = True, parts: int = 1) -> FakeLinear:
     """Let `linear` compute as an FP8 engine; `shares`: on the engine's tensors, else on codes of its own."""
-    (codes,) = flow.quantize_weights([linear.weight])
+    (codes,) = backward.quantize_weights([linear.weight])
     bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
     engine = FakeLinear({"layer": (codes, bias)})
     attributes = {
-        "flow": SimpleNamespace(on=True, shares=shares),
-        "fp8_flow": flow,
+        "one_forward": SimpleNamespace(on=True, shares=shares, backward=backward),
         "name": "layer",
         "is_fp8": True,
         "adapted": False,
@@ -43,17 +42,18 @@ def follow(linear: nn.Linear, flow: FP8Flow, shares: bool = True, parts: int = 1
         "columns": slice(0, linear.out_features),
         "parts": parts,
         "fused": FusedCall(lambda x: engine(tokens_of(x)), 1),
-        "along_tokens": FusedCall(lambda x: flow.quantize_for_backward(tokens_of(x).t()), 1),
+        "along_tokens": FusedCall(lambda x: backward.quantize_for_backward(tokens_of(x).t()), 1),
         "kept": None,
+        "peers": (linear,),
     }
     swap(linear, FollowedLinear, **attributes)
     return engine
 
 
-def pair(columns, rows, flow, bias=True, **options):
+def pair(columns, rows, backward, bias=True, **options):
     """A plain linear and its twin."""
     plain, twin = Wrapped(columns, rows, bias), Wrapped(columns, rows, bias)
-    follow(twin.layer, flow, **options)
+    follow(twin.layer, backward, **options)
     return plain, twin
 
 

@@ -1,19 +1,19 @@
-"""Counts how often a trainer's flow quantizes a weight."""
+"""Counts how often a trainer with one forward quantizes a weight."""
 
-from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.backward import BackwardPrecision
 
 
 class QuantizationCounter:
     """`calls` is the number since the counter was made; `during` that of one function call."""
 
     def __init__(self, monkeypatch):
-        self.calls, original = 0, FP8Flow.quantize_weights
+        self.calls, original = 0, BackwardPrecision.quantize_weights
 
-        def counted(flow, weights):
+        def counted(precision, weights):
             self.calls += len(weights)
-            return original(flow, weights)
+            return original(precision, weights)
 
-        monkeypatch.setattr(FP8Flow, "quantize_weights", counted)
+        monkeypatch.setattr(BackwardPrecision, "quantize_weights", counted)
 
     def during(self, function) -> int:
         before = self.calls

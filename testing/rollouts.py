@@ -7,13 +7,13 @@ import trl.trainer.utils as trl_utils
 from vllm import SamplingParams
 
 from trl_fp8.features.kv_cache.observation import observe_sequences
-from trl_fp8.features.one_forward.backward import FP8Flow
-from trl_fp8.features.one_forward.head import engine_head
+from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.followed_head import followed_head
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.features.one_forward.same_model import witnessed_head
 from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.features.router_replay.replay import RouterReplay
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import engine_model
@@ -78,7 +78,8 @@ def calls_of(generation, name):
 
 def calibrated(generation, prompts=PROMPTS, margin=2.0):
     """The hook of a policy and the scales of its KV cache, by which its engine has been synced."""
-    hook = AttentionHook(generation.model, generation.recipe.kv_cache_skip_layers)
+    hook = hook_of(generation.model)
+    hook.skip(generation.recipe.kv_cache_skip_layers)
     amax_L3 = observe_sequences(generation.model, hook, prompts).amax_L3
     scales = kv_scales_from_amax(amax_L3, margin, hook.kv_layers)
     if generation.recipe.fp8_kv_cache:
@@ -87,22 +88,24 @@ def calibrated(generation, prompts=PROMPTS, margin=2.0):
     return hook, scales
 
 
-def flow_of(generation, **fields):
+def backward_of(generation, **fields):
     """How a policy that follows an engine quantizes what is its own."""
     recipe, numerics = generation.recipe, generation.numerics
     scaling = numerics.linears
     formats = {"format": recipe.format, "scale_format": recipe.scale_format}
-    return FP8Flow(**formats, operand_scale_format=scaling.scale_format if scaling else "pow2", **fields)
+    return BackwardPrecision(**formats, operand_scale_format=scaling.scale_format if scaling else "pow2", **fields)
 
 
 def follow(generation, hook=None, model=None, **fields):
     """Let the policy, or `model`, compute as its engine does."""
     model = generation.model if model is None else model
-    hook = hook or AttentionHook(model, generation.recipe.kv_cache_skip_layers)
-    return OneForward(model, generation.recipe, generation.engine.kernels, flow_of(generation, **fields), hook)
+    if hook is None:
+        hook = hook_of(model)
+        hook.skip(generation.recipe.kv_cache_skip_layers)
+    return OneForward(model, generation.recipe, generation.engine.kernels, backward_of(generation, **fields), hook)
 
 
-def scored(flow, model, sequences, head=None):
+def scored(forward, model, sequences, head=None):
     """Log-probs of all tokens of each sequence but its first, from one left-padded batch, as the trainer scores them:
     through TRL's fused output head, or `head`.
     """
@@ -111,23 +114,23 @@ def scored(flow, model, sequences, head=None):
     real = torch.tensor([[0] * (length - len(tokens)) + [1] * len(tokens) for tokens in sequences])
     if "forward" not in vars(model):
         trl_utils.add_fused_lm_head(model)
-    with torch.no_grad(), substituted(trl_utils, "_ChunkedLogProbFunction", head or engine_head(flow)):
+    with torch.no_grad(), substituted(trl_utils, "_ChunkedLogProbFunction", head or followed_head(forward)):
         output = model(input_ids=ids, attention_mask=real, labels=ids.where(real.bool(), -100), fused_lm_head=True)
     return [row[length - len(tokens) :] for row, tokens in zip(output.log_probs, sequences, strict=True)]
 
 
-def witnessed(flow, model, longest=64):
+def witnessed(forward, model, longest=64):
     """What a comparison of the policy's modules with its engine's finds, over one sequence."""
-    witness = Witness(model, flow.kernels, flow.hook, longest, flow)
+    witness = Witness(model, forward.kernels, forward.hook, longest, forward)
     with witness.watching():
-        scored(flow, model, PROMPTS[:1], witnessed_head(witness, flow))
+        scored(forward, model, PROMPTS[:1], witnessed_head(witness, forward))
     return witness.findings
 
 
 @contextmanager
-def left_out(flow, mixin):
+def left_out(forward, mixin):
     """Inside the block the modules that follow by `mixin`, which are yielded, compute by themselves."""
-    followed = {module: type(module) for module in flow.modules.values() if issubclass(type(module), mixin)}
+    followed = {module: type(module) for module in forward.modules.values() if issubclass(type(module), mixin)}
     try:
         for module, cls in followed.items():
             module.__class__ = cls.before

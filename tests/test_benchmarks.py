@@ -87,7 +87,7 @@ def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatc
 
     def run_demo(folder, words):
         forward, seed = words[1], words[-1]
-        return {"step_seconds_median": (seed + 1) * (1.5 if forward == "full" else 1.0), "mismatch_mean": 0.0}
+        return {"step_seconds_median": (seed + 1) * (1.5 if forward == "one_forward" else 1.0), "mismatch_mean": 0.0}
 
     monkeypatch.setattr(bench_flow, "run_demo", run_demo)
     monkeypatch.setattr(sys, "argv", ["bench_flow", "--pairs", "3"])
@@ -96,7 +96,7 @@ def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatc
     bench_flow.main()
     found = json.loads(capsys.readouterr().out)
     assert found["n"] == 3 and found["results"]["step_seconds_ratio"] == {"median": 1.5, "min": 1.5, "max": 1.5}
-    assert found["results"]["full"]["step_seconds"]["median"] == 3.0
+    assert found["results"]["one_forward"]["step_seconds"]["median"] == 3.0
 
 
 def test_lora_on_two_bases_is_compared_seed_by_seed_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
@@ -188,7 +188,7 @@ def test_lora_is_measured_cell_by_cell_and_summed_up(tmp_path, monkeypatch):
     assert table[2:4] == ["| memory, merged base in BF16 (FP32) | 0.5 (0.375) |", "| a sync | 0.05 (0.04 - 0.07) |"]
     assert table[-2:] == [
         "| mismatch, trained weights | 0.75 |",
-        '| mismatch itself with fp8_forward="full" | 1e-07 |',
+        '| mismatch itself with fp8_forward="one_forward" | 1e-07 |',
     ]
 
 

@@ -106,13 +106,23 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             ["simulate_kv_cache=True", "kv_cache_skip_layers=['1']", "kv_cache_dtype='auto'"],
         ),
         (
-            {"fp8_forward": "full", "simulate_kv_cache": False},
-            ["simulate_kv_cache=False with fp8_forward='full'", "Remove simulate_kv_cache", "fp8_forward='off'"],
+            {"fp8_forward": "one_forward", "simulate_kv_cache": False},
+            [
+                "simulate_kv_cache=False with fp8_forward='one_forward'",
+                "Remove simulate_kv_cache",
+                "fp8_forward='off'",
+            ],
         ),
-        ({"fp8_forward": "full", "fp16": True, "bf16": False}, ["fp8_forward='full'", "fp16=True", "bf16=True"]),
+        (
+            {"fp8_forward": "one_forward", "fp16": True, "bf16": False},
+            ["fp8_forward='one_forward'", "fp16=True", "bf16=True"],
+        ),
         ({"vllm_engine_kwargs": {"kv_cache_dtype_skip_layers": ["0"]}}, ["kv_cache_dtype_skip_layers"]),
         ({"vllm_engine_kwargs": {"enable_return_routed_experts": True}}, ["enable_return_routed_experts"]),
-        ({"fp8_forward": "full", "torch_compile_mode": "default"}, ["torch_compile=True with fp8_forward='full'"]),
+        (
+            {"fp8_forward": "one_forward", "torch_compile_mode": "default"},
+            ["torch_compile=True with fp8_forward='one_forward'"],
+        ),
         ({"vllm_engine_kwargs": {"enable_lora": True}}, ["enable_lora=True", "fp8_base=True"]),
         ({"vllm_engine_kwargs": {"enable_expert_parallel": True}}, ["enable_expert_parallel=True", "tensor_parallel"]),
         (
@@ -170,21 +180,42 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ),
         ({"vllm_engine_kwargs": {"seed": 1, "kv_cache_dtype": "auto"}}, ["['kv_cache_dtype', 'seed']", "own"]),
         ({"fsdp": True, "fsdp_config": {"version": 1}}, ["FSDP1", "embeddings", "fsdp_config={'version': 2}"]),
-        ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'full']"]),
+        ({"fp8_forward": "fp8"}, ["fp8_forward='fp8'", "['off', 'one_forward']"]),
         (
-            {"fp8_forward": "full", "use_liger_kernel": True},
+            {"fp8_forward": "one_forward", "use_liger_kernel": True},
             ["use_liger_kernel=True", "Remove"],
         ),
-        ({"fp8_forward": "full", "cast_lm_head_to_fp32": True}, ["cast_lm_head_to_fp32=True with fp8_forward='full'"]),
-        ({"fp8_forward": "full", "fp8_backward": "off"}, ["fp8_backward='off'", "['bf16', 'fp8']"]),
         (
-            {"fp8_forward": "full", "fp8_gemm_backend": "scaled_mm"},
+            {"fp8_forward": "one_forward", "cast_lm_head_to_fp32": True},
+            ["cast_lm_head_to_fp32=True with fp8_forward='one_forward'"],
+        ),
+        ({"fp8_forward": "one_forward", "fp8_backward": "off"}, ["fp8_backward='off'", "['bf16', 'fp8']"]),
+        (
+            {"fp8_forward": "one_forward", "fp8_gemm_backend": "scaled_mm"},
             ["fp8_gemm_backend='scaled_mm' with fp8_backward='bf16'", "Set fp8_backward='fp8'"],
         ),
-        ({"fp8_forward": "full", "fp8_forward_check": "off"}, ["fp8_forward_check='off'", "['error', 'warn']"]),
         (
-            {"fp8_forward": "full", "fp8_weights": False},
-            ["fp8_forward='full' with fp8_weights=False", "add mismatch", "Set fp8_weights=True", "fp8_forward='off'"],
+            {
+                "fp8_forward": "one_forward",
+                "fp8_backward": "fp8",
+                "fp8_gemm_backend": "scaled_mm",
+                "fp8_weight_format": "tensor",
+            },
+            ["fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'", "Use one of ['fake_quant']"],
+        ),
+        (
+            {"fp8_forward": "one_forward", "fp8_backward": "fp8", "fp8_gemm_backend": "torchao"},
+            ["fp8_gemm_backend='torchao'", "['fake_quant', 'scaled_mm']"],
+        ),
+        ({"fp8_forward": "one_forward", "fp8_forward_check": "off"}, ["fp8_forward_check='off'", "['error', 'warn']"]),
+        (
+            {"fp8_forward": "one_forward", "fp8_weights": False},
+            [
+                "fp8_forward='one_forward' with fp8_weights=False",
+                "add mismatch",
+                "Set fp8_weights=True",
+                "fp8_forward='off'",
+            ],
         ),
         (
             {"fp8_backward": "fp8"},
@@ -192,11 +223,19 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
         ),
         (
             {"fp8_forward_check": "warn"},
-            ["fp8_forward_check='warn' with fp8_forward='off'", "fp8_forward='full'", "remove fp8_forward_check"],
+            [
+                "fp8_forward_check='warn' with fp8_forward='off'",
+                "fp8_forward='one_forward'",
+                "remove fp8_forward_check",
+            ],
         ),
         (
             {"fp8_gemm_backend": "scaled_mm"},
-            ["fp8_gemm_backend='scaled_mm' with fp8_forward='off'", "fp8_forward='full'", "remove fp8_gemm_backend"],
+            [
+                "fp8_gemm_backend='scaled_mm' with fp8_forward='off'",
+                "fp8_forward='one_forward'",
+                "remove fp8_gemm_backend",
+            ],
         ),
     ],
 )
@@ -206,6 +245,14 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_the_old_name_of_one_forward_is_taken_with_a_note(caplog):
+    with caplog.at_level("WARNING", logger="trl_fp8"):
+        assert config(fp8_forward="full").fp8_forward == config(fp8_forward="one_forward").fp8_forward == "one_forward"
+    assert [record.message for record in caplog.records if "fp8_forward" in record.message] == [
+        "fp8_forward='full' is now called 'one_forward', which is used."
+    ]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -213,8 +260,8 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
         {"top_k": -1, "min_p": 0.0, "generation_kwargs": {"min_tokens": 0, "stop": ["\n"]}},
         {"fsdp": True, "fsdp_config": {"version": 2}},
         {"vllm_engine_kwargs": {"enforce_eager": True}},
-        {"fp8_forward": "full", "fp8_forward_check": "warn"},
-        {"fp8_forward": "full", "fp8_backward": "fp8", "fp8_gemm_backend": "scaled_mm"},
+        {"fp8_forward": "one_forward", "fp8_forward_check": "warn"},
+        {"fp8_forward": "one_forward", "fp8_backward": "fp8", "fp8_gemm_backend": "scaled_mm"},
         {"fp8_forward": "off", "fp8_weights": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"},
     ],
 )
@@ -283,10 +330,10 @@ def test_flags_parse_from_the_command_line_and_yaml(tmp_path):
     "flags, simulated",
     [
         ({}, False),
-        ({"fp8_forward": "full"}, True),
+        ({"fp8_forward": "one_forward"}, True),
         ({"fp8_weights": False}, True),
         ({"fp8_weights": False, "kv_cache_dtype": "auto"}, False),
-        ({"fp8_forward": "full", "kv_cache_dtype": "auto"}, False),
+        ({"fp8_forward": "one_forward", "kv_cache_dtype": "auto"}, False),
         ({"fp8_weights": False, "simulate_kv_cache": False}, False),
         ({"simulate_kv_cache": True}, True),
     ],

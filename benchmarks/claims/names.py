@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 TASKS = {"automaton": "automaton", "addition": "addition", "addition_moe": "addition by experts"}
-ROLLOUTS = {"bf16": "BF16", "full_flow": "full flow", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+ROLLOUTS = {"bf16": "BF16", "full_flow": "one forward", "mxfp8": "MXFP8", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 CORRECTIONS = {"tis": "TIS", "mis": "MIS", "icepop": "IcePop", "geometric": "geometric band and TIS"}
 
 

@@ -111,11 +111,11 @@ def require_readable(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) ->
 def full(model: Path, folder: Path, flags: dict, task: dict) -> dict[str, Any]:
     """The mismatch with a full FP8 forward, or why there is none."""
     try:
-        with training(str(model), arguments(folder, fp8_forward="full", **flags), **task) as trainer:
+        with training(str(model), arguments(folder, fp8_forward="one_forward", **flags), **task) as trainer:
             trainer.train()
             found = column(trainer, DIFFERENCE)
     except ValueError as error:
-        assert str(error).startswith("fp8_forward='full'"), error
+        assert str(error).startswith("fp8_forward='one_forward'"), error
         return {"refused": str(error)}
     return {"mismatch": max(found), "exact": max(found) < EXACT, "bound": EXACT}
 

@@ -15,7 +15,7 @@ ACCELERATE = Path(__file__).parents[2] / "examples" / "accelerate_configs"
 # Everything that has a state of its own: rollouts used for several optimizer steps, scales observed in the rollouts,
 # quantized weights shared by forward and sync, gradients of two micro-batches
 FLAGS = dict(
-    fp8_forward="full",
+    fp8_forward="one_forward",
     gradient_accumulation_steps=2,
     num_iterations=2,
     max_steps=5,
@@ -59,7 +59,7 @@ def test_both_ranks_engines_hold_the_same_policy(uninterrupted):
 def test_the_precision_flow_leaves_no_mismatch_under_ddp(uninterrupted):
     rows = trajectory(uninterrupted[0])
     assert len(rows) == 5 and len({row["grad_norm"] for row in rows}) == 5
-    # without the flow, the same model on one process is at 0.1 (test_trainer)
+    # without one forward, the same model on one process is at 0.1 (test_trainer)
     measured = [row["mismatch/logp_difference_mean"] for row in rows if "mismatch/logp_difference_mean" in row]
     assert len(measured) == 3 and max(measured) < 1e-5  # two optimizer steps for each generation
 

@@ -21,9 +21,9 @@ FLAGS = dict(use_cpu=False, bf16=False, eval_strategy="steps", eval_steps=2, per
 @pytest.fixture(scope="module", params=SHARDED)
 def reports(request, checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    flags = FLAGS | {"fp8_forward": "full", "kv_calibration": "policy"}
+    flags = FLAGS | {"fp8_forward": "one_forward", "kv_calibration": "policy"}
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-    flags |= {"lora": lora, "lora_flags": FLAGS | {"fp8_forward": "full", "learning_rate": 0.01}}
+    flags |= {"lora": lora, "lora_flags": FLAGS | {"fp8_forward": "one_forward", "learning_rate": 0.01}}
     if request.param == "FSDP":  # under ZeRO-3 refused
         flags |= {"base_flags": flags["lora_flags"] | {"max_steps": 2}}
     made = launch(

@@ -28,7 +28,7 @@ from testing.runs import arguments, dataset, recorded, reward_digits, rows  # no
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
 from trl_fp8.export.file_checksums import verify_export  # noqa: E402
-from trl_fp8.features.one_forward.following import Flow  # noqa: E402
+from trl_fp8.features.one_forward.following import Following  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
 from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
 from trl_fp8.quantization.codec.digest import digest  # noqa: E402
@@ -245,7 +245,7 @@ def generated_apart(folder: Path, checkpoint: str) -> dict:
     report = {}
     for name, source in sources.items():
         options = {"processing_class": chat_tokenizer(calls="."), "reward_funcs": any_reward, "train_dataset": chats()}
-        args = arguments(folder / name, per_device_train_batch_size=4, fp8_forward="full", **flags)
+        args = arguments(folder / name, per_device_train_batch_size=4, fp8_forward="one_forward", **flags)
         trainer = FP8GRPOTrainer(model=checkpoint, args=args, **(options | source))
         trainer._tool_call_loop = partial(in_as_many_turns, trainer, trainer._tool_call_loop)
         calls = recorded(trainer.vllm_generation, "generate", partial(step_of, trainer))
@@ -314,10 +314,12 @@ def tensor_parallel(folder: Path, checkpoint: str, experts_checkpoint: str, base
     with adapters on a base that it shares with the policies ("base").
     """
     lora = {"r": 4, "target_modules": TARGETS, "init_lora_weights": False}
-    options = {"fp8_forward": "full", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
+    options = {"fp8_forward": "one_forward", "vllm_tensor_parallel_size": 2, "learning_rate": 0.01, "max_steps": 2}
     base = shared_base(folder / "base", base_checkpoint, lora, **options)
     experts = _with_experts(folder / "experts", experts_checkpoint)
-    trainer = make_trainer(folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="full", top_p=0.9, beta=0.04)
+    trainer = make_trainer(
+        folder, checkpoint, vllm_tensor_parallel_size=2, fp8_forward="one_forward", top_p=0.9, beta=0.04
+    )
     trainer.train()
     generation = trainer.vllm_generation
     generation.sync_weights()
@@ -345,7 +347,7 @@ def _first_difference(trainer: FP8GRPOTrainer, name: str) -> str:
     """What a run says whose engine computes something else in one of its modules, whose output is a pair."""
     module = engine_model(trainer.vllm_generation.llm).get_submodule(name)
     module.register_forward_hook(lambda module, args, output: (output[0] * 1.01, *output[1:]))
-    trainer.feature(Flow)._checked = False
+    trainer.feature(Following)._checked = False
     try:
         trainer.train()
     except RuntimeError as error:

@@ -114,14 +114,16 @@ def test_a_trainer_that_shares_kernels_pins_which():
 def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform):
     capability = ".".join(map(str, platform.capability))
     with pytest.raises(
-        ValueError, match=f"fp8_forward='full' on a GPU of compute capability {capability}.*TRITON_ATTN"
+        ValueError, match=f"fp8_forward='one_forward' on a GPU of compute capability {capability}.*TRITON_ATTN"
     ):
         arguments(platform=platform, share_kernels=True)
 
 
 def test_what_the_engine_compiles_for_one_row_and_for_many_is_refused():
     sizes = {"max_num_seqs": 8, "max_model_len": 64, "share_kernels": True}
-    with pytest.raises(ValueError, match="fp8_forward='full' with a policy of type 'cohere' on cuda: .* its norms"):
+    with pytest.raises(
+        ValueError, match="fp8_forward='one_forward' with a policy of type 'cohere' on cuda: .* its norms"
+    ):
         HOPPER.arguments(RECIPE, tiny_models.config("cohere"), **sizes)
     longrope = tiny_models.config("phi3")
     longrope.rope_parameters = {"rope_type": "longrope"}

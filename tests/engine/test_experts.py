@@ -163,13 +163,13 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     sequences, theirs = sampled(generation)
     rollout = generation.llm.routes.of(sequences)
     replay = RouterReplay(generation.model)
-    flow = follow(generation, hook)
+    forward = follow(generation, hook)
     routes = _left_padded(rollout, sequences, replay)
 
     def scored_with(routes, **options):
         tally = RouteTally(torch.device("cpu"))
         with replay.during(routes, tally=tally, **options):
-            found = scored(flow, generation.model, sequences)
+            found = scored(forward, generation.model, sequences)
         return torch.cat(found), tally.counts.tolist()
 
     own, (known, used, chosen) = scored_with(routes, replay=False)

@@ -62,7 +62,7 @@ def test_vllm_takes_what_is_pinned(points):
 )
 @pytest.mark.usefixtures("switched_on")
 def test_settings_that_run_other_kernels_are_named(changes, named):
-    with pytest.raises(ValueError, match=f"fp8_forward='full'.*vllm_engine_kwargs.*{named}.*fp8_forward='off'"):
+    with pytest.raises(ValueError, match=f"fp8_forward='one_forward'.*vllm_engine_kwargs.*{named}.*fp8_forward='off'"):
         Cuda.invariance.require(config(Cuda.invariance, **changes))
 
 
@@ -81,7 +81,7 @@ def test_a_router_that_changes_kernels_with_the_batch_is_refused():
     model = torch.nn.ModuleDict({"gate": gate})
     require_invariant_routers(model)
     gate.allow_ll_bf16_gemm = True
-    with pytest.raises(ValueError, match=r"fp8_forward='full'.*gate \(ll_bf16_gemm\)"):
+    with pytest.raises(ValueError, match=r"fp8_forward='one_forward'.*gate \(ll_bf16_gemm\)"):
         require_invariant_routers(model)
 
 

@@ -98,7 +98,7 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     mask = torch.ones_like(ids)
     mask[0, :pad] = 0
     in_fp32 = trainer_bytes(generation, hook, scales, ids, mask, monkeypatch)
-    flow = follow(generation, hook)
+    forward = follow(generation, hook)
     ours = trainer_bytes(generation, hook, scales, ids, mask, monkeypatch)
     before = AttentionHook._before_forward
 
@@ -109,7 +109,7 @@ def test_the_trainers_own_forward_ends_on_the_bytes_in_the_cache(checkpoint, mon
     monkeypatch.setattr(AttentionHook, "_before_forward", without_positions)
     hook.remove()
     shifted_hook = AttentionHook(generation.model)
-    shifted_hook.follow(flow)
+    shifted_hook.replace(forward)
     shifted = trainer_bytes(generation, shifted_hook, scales, ids, mask, monkeypatch)
     for layer, (_, _, slots) in written.items():
         for column, held in enumerate(cached(generation, layer, slots)):  # k, v

@@ -14,7 +14,6 @@ from testing.quantization_counter import QuantizationCounter
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, calls_of, differences, follow, left_out, sampled, scored, witnessed
 from trl_fp8.engine.vllm.numerics import activation_scaling
-from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.modules.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
@@ -93,31 +92,31 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, sta
     """Two-sided: with any one part left out, the two are apart. By itself each module agrees within rounding."""
     generation, hook, scales = started(architecture, options, **flags)
     sequences, theirs = sampled(generation)
-    flow = follow(generation, hook)
+    forward = follow(generation, hook)
 
     def off(scales=scales):
         if scales is not None:
             hook.simulate(scales)
         with torch.autocast("cpu", torch.bfloat16):  # what is left out computes as in TRL
-            return torch.cat(differences(scored(flow, generation.model, sequences), theirs))
+            return torch.cat(differences(scored(forward, generation.model, sequences), theirs))
 
     assert off().max() < ROUNDING
-    found = witnessed(flow, generation.model)
+    found = witnessed(forward, generation.model)
     assert not found.differences and found.compared > 30, found.differences
     assert {kind for kind, at in found.agreements.items() if at.excess == 0} <= {"embedding"}
-    assert max(part.max() for part in differences(scored(flow, generation.model, sequences), theirs)) < ROUNDING
+    assert max(part.max() for part in differences(scored(forward, generation.model, sequences), theirs)) < ROUNDING
     apart = {}
     for part in PARTS:
-        with left_out(flow, part) as modules:
+        with left_out(forward, part) as modules:
             # Mixtral's router computes in FP32 from BF16 logits in transformers, too
             if modules and (architecture, part) != ("mixtral", FollowedRouter):
                 apart[part.__name__] = off().mean()
-    with flow.switched(on=False):
+    with forward.switched(on=False):
         apart["all"] = off().mean()
     if scales is not None:
         apart["KV cache"] = off(0.75 * scales).mean()
     assert len(apart) >= 4 and min(apart.values()) > VISIBLE, apart
-    flow.remove()
+    forward.remove()
     assert all(
         type(module).__module__.startswith(("torch.", "transformers.")) for module in generation.model.modules()
     )
@@ -126,10 +125,12 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, sta
 def test_each_family_that_can_follow_is_tested_here_and_others_are_refused():
     models = [tiny_models.on_meta(architecture) for architecture, *_ in CASES]
     for model in models:
-        require_followable(model, recipe_for_model(model), FP8Flow())
+        require_followable(model, recipe_for_model(model), "bf16")
     assert {model.config.model_type for model in models} == set(types_with("followed"))
-    with pytest.raises(ValueError, match=r"fp8_forward='full' with a policy of type 'glm4_moe'.*cohere, gemma, .*off"):
-        require_followable(tiny_models.on_meta("glm4_moe"), FP8Recipe(()), FP8Flow())
+    with pytest.raises(
+        ValueError, match=r"fp8_forward='one_forward' with a policy of type 'glm4_moe'.*cohere, gemma, .*off"
+    ):
+        require_followable(tiny_models.on_meta("glm4_moe"), FP8Recipe(()), "bf16")
 
 
 @pytest.mark.parametrize("architecture, options", [("qwen3", {}), ("qwen3_moe", {"num_experts": 8})])
@@ -148,9 +149,9 @@ def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(architecture, o
         SamplingParams(max_tokens=1, prompt_logprobs=0),
         use_tqdm=False,
     )
-    flow = follow(generation, hook)
+    forward = follow(generation, hook)
     hook.simulate(scales)
-    ours = scored(flow, generation.model, sequences)
+    ours = scored(forward, generation.model, sequences)
     for tokens, n, output, prompt, row in zip(sequences, lengths, outputs, prefilled, ours, strict=True):
         rows = zip(output.outputs[0].logprobs, tokens[-n:], strict=True)
         decoded = torch.tensor([found[token].logprob for found, token in rows])
@@ -167,11 +168,11 @@ def test_layers_that_the_engine_fuses_are_columns_of_one_call(started):
     generation, hook, _ = started("qwen2", {})
     names = [f"model.layers.{layer}.{name}" for layer in range(2) for name in ("self_attn.qkv_proj", "mlp.down_proj")]
     calls = {name: calls_of(generation, name) for name in names}
-    flow = follow(generation, hook)
+    forward = follow(generation, hook)
     fused = []
     for name, seen in calls.items():
         parent, _, last = name.rpartition(".")
-        layers = [flow.modules[f"{parent}.{part}"] for part in FUSED.get(last, (last,))]
+        layers = [forward.modules[f"{parent}.{part}"] for part in FUSED.get(last, (last,))]
         assert (layers[0].bias is not None) == (last == "qkv_proj")
         assert len({len(x) for x, _ in seen}) > 1 and {y.dtype for _, y in seen} == {torch.bfloat16}
         x, y = (torch.cat(parts) for parts in zip(*seen, strict=True))
@@ -186,15 +187,15 @@ def test_layers_that_the_engine_fuses_are_columns_of_one_call(started):
 def test_the_forward_computes_with_the_engines_tensors(started, monkeypatch):
     """The policy quantizes nothing; what a weight becomes shows after the next sync, and not before."""
     generation, hook, scales = started("qwen3", {})
-    flow = follow(generation, hook)
+    followed = follow(generation, hook)
     hook.simulate(scales)
     calls = QuantizationCounter(monkeypatch)
 
     def forward():
-        return torch.cat(scored(flow, generation.model, PROMPTS))
+        return torch.cat(scored(followed, generation.model, PROMPTS))
 
     before = forward()
-    up = flow.modules["model.layers.1.mlp.up_proj"]
+    up = followed.modules["model.layers.1.mlp.up_proj"]
     up.weight.data[200] += 1
     assert torch.equal(forward(), before) and calls.calls == 0
     held = engine_model(generation.llm).model.layers[1].mlp.gate_up_proj

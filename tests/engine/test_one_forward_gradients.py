@@ -10,7 +10,7 @@ from testing import engines
 from testing.fp8_oracle import e4m3
 from testing.rollouts import PROMPTS, calibrated, follow
 from testing.straight_through import Recorder, gradients, valued, visiting
-from trl_fp8.features.one_forward.head import engine_head
+from trl_fp8.features.one_forward.followed_head import followed_head
 from trl_fp8.features.one_forward.modules import followed_linear as linear
 from trl_fp8.features.one_forward.modules import packed_attention as packed
 from trl_fp8.features.one_forward.modules.between import (
@@ -20,7 +20,7 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedScaledEmbedding,
     Turn,
 )
-from trl_fp8.features.one_forward.modules.own_gradient import with_value
+from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.upstream.patches import substituted
 
@@ -51,13 +51,13 @@ class Followed:
         generation = engines.start(folder)
         self.folder, self.model, self.llm = folder, generation.model, generation.llm
         hook, self.scales = calibrated(generation)
-        self.flow = follow(generation, hook)
+        self.forward = follow(generation, hook)
         hook.simulate(self.scales.values)
         add_fused_lm_head(self.model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
 
     def gradients(self, recorder, logits):
         """Of the policy; what its parts get and hand on, and the engine's logits of each row's tokens, are kept."""
-        given, kernels = batch(), self.flow.kernels
+        given, kernels = batch(), self.forward.kernels
 
         def recorded(hidden):
             logits.append(type(kernels).logits(kernels, hidden))
@@ -65,7 +65,7 @@ class Followed:
 
         kernels.logits = recorded
         labels = given["input_ids"].masked_fill(given["attention_mask"] == 0, -100)
-        head = substituted(trl_utils, "_ChunkedLogProbFunction", engine_head(self.flow))
+        head = substituted(trl_utils, "_ChunkedLogProbFunction", followed_head(self.forward))
         with head, visiting(self.model, recorder):
             output = self.model(**given, labels=labels, fused_lm_head=True)
         self.model.zero_grad()
@@ -124,7 +124,7 @@ def broken(monkeypatch):
         scale = 1 + weight if "Gemma" in type(self).__name__ else weight
         return scale * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt().detach()
 
-    def quantized_weight_gradient(dy, x, scale, flow):
+    def quantized_weight_gradient(dy, x, scale, precision):
         return dy.float().t() @ dequantize_weight(quantize_activation(x.flatten(0, -2)), torch.float32)
 
     def embedding_without_its_scale(self, ids):

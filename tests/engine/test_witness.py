@@ -19,9 +19,9 @@ def synced(request, checkpoint):
     generation = engines.start(checkpoint(request.param), share_kernels=True)
     engines.perturb(generation.model, seed=0)
     hook, scales = calibrated(generation, margin=4.0)
-    flow = follow(generation, hook)
+    forward = follow(generation, hook)
     hook.simulate(scales.values)
-    yield request.param, generation, flow
+    yield request.param, generation, forward
     engines.shutdown(generation.llm)
 
 
@@ -85,21 +85,21 @@ BROKEN = {
 
 
 def test_each_is_named(synced, subtests):
-    architecture, generation, flow = synced
+    architecture, generation, forward = synced
     model = engine_model(generation.llm).model
-    assert not witnessed(flow, generation.model).differences
+    assert not witnessed(forward, generation.model).differences
     for broken in BROKEN[architecture]:
         with subtests.test(broken.__name__), pytest.MonkeyPatch.context() as patch:
             said = broken(model.layers[1], patch)
-            found = [str(one) for one in witnessed(flow, generation.model).differences.values()]
+            found = [str(one) for one in witnessed(forward, generation.model).differences.values()]
             assert len(found) == 1 and found[0].startswith(said), found
-    assert not witnessed(flow, generation.model).differences
+    assert not witnessed(forward, generation.model).differences
 
 
 def test_structure_of_a_policy_that_does_not_follow(synced):
-    architecture, generation, flow = synced
-    layers, kernels = engine_model(generation.llm).model.layers, flow.kernels
-    flow.remove()
+    architecture, generation, forward = synced
+    layers, kernels = engine_model(generation.llm).model.layers, forward.kernels
+    forward.remove()
     with pytest.MonkeyPatch.context() as patch:
         table = layers[0].self_attn.rotary_emb.cos_sin_cache  # of all layers
         patch.setattr(table, "data", table.data.clone())
@@ -107,7 +107,7 @@ def test_structure_of_a_policy_that_does_not_follow(synced):
         eps(layers[1], patch)
         if architecture == "gemma2":
             activation(layers[0], patch)
-        witness = Witness(generation.model, kernels, flow.hook, 64)
+        witness = Witness(generation.model, kernels, forward.hook, 64)
         with witness.watching():
             generation.model(input_ids=torch.tensor(engines.PROMPTS[-1:]))
     found = {name: one.quantity for name, one in witness.findings.differences.items()}

@@ -25,7 +25,7 @@ FLAGS = {
     "kv_scale_margin": st.sampled_from([1.0, 1.05, 2.0, 0.5, -1.0, math.nan]),
     "kv_calibration_tokens": st.sampled_from([1, 8192, 0, -5]),
     "simulate_kv_cache": st.sampled_from([None, True, False]),
-    "fp8_forward": st.sampled_from(["off", "full", "weights"]),
+    "fp8_forward": st.sampled_from(["off", "one_forward", "full", "weights"]),
     "fp8_forward_check": st.sampled_from(["error", "warn", "off"]),
     "fp8_backward": st.sampled_from(["bf16", "fp8", "int8"]),
     "fp8_gemm_backend": st.sampled_from(["fake_quant", "scaled_mm", "cutlass"]),

@@ -15,7 +15,20 @@ from trl_fp8.recipe import from_model
 
 
 NAMES = sorted(published.CONFIGS)
-WORDS = ("", "auto", "fp8", "full", "off", "rollout", "bfloat16", "1e400", "nan", "true", "7", "model.layers.0.mlp")
+WORDS = (
+    "",
+    "auto",
+    "fp8",
+    "one_forward",
+    "off",
+    "rollout",
+    "bfloat16",
+    "1e400",
+    "nan",
+    "true",
+    "7",
+    "model.layers.0.mlp",
+)
 ODD = st.one_of(
     st.none(),
     st.booleans(),

@@ -173,7 +173,7 @@ def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
 
 @pytest.mark.parametrize(
     "flags, freed",
-    [({}, 16), ({"fp8_base": True}, 16 - 3 - 8.79 - 0.24), ({"fp8_forward": "full"}, 16 - 3 - 8.79)],
+    [({}, 16), ({"fp8_base": True}, 16 - 3 - 8.79 - 0.24), ({"fp8_forward": "one_forward"}, 16 - 3 - 8.79)],
 )
 def test_weights_that_the_trainer_reads_do_not_sleep(flags, freed, plan):
     given = {"vllm_gpu_memory_utilization": 0.2, "use_peft": True, "lora_r": 32, "per_device_train_batch_size": 8}
@@ -217,7 +217,7 @@ def test_a_command_line_wins_over_a_run_config(plan):
             {"fp8_base": True, "use_peft": True, "kv_cache_skip_layers": "auto"},
             "with kv_cache_skip_layers='auto': the",
         ),
-        ({"fp8_forward": "full", "fp8_weights": False}, "Set fp8_weights=True or fp8_forward='off'"),
+        ({"fp8_forward": "one_forward", "fp8_weights": False}, "Set fp8_weights=True or fp8_forward='off'"),
         ({"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype='fp8_per_token_head' is not supported"),
         ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),
         ({"kv_cache_skip_layers": [99]}, "kv_cache_skip_layers names layers [99]"),

@@ -22,9 +22,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from testing import tiny_models
+from testing import other_models, tiny_models
 from trl_fp8.features.kv_cache.observation import QKVObservation
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.hook import AttentionHook, hook_of, hooked
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.quantization.codec.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
 
@@ -376,6 +376,36 @@ def test_no_trace_after_removal_and_no_effect_while_idle(architecture, implement
     assert all(parameter.grad is None for parameter in model.parameters())
     again = AttentionHook(model)
     assert (observe(again, model, batch()).amax_L3 > 0).all()
+
+
+def test_a_policy_has_one_hook_which_whoever_installed_it_keeps():
+    model = build()
+    before, policy = fingerprint(model), get_peft_model(build(), LoraConfig(target_modules=["q_proj"]))
+    with hooked(model) as hook:
+        assert hook_of(model) is hook
+        with hooked(model) as again:
+            assert again is hook
+        assert hook_of(model) is hook
+    assert fingerprint(model) == before
+    assert hook_of(model) is not hook
+    assert hook_of(policy) is hook_of(policy.get_base_model()) is not hook_of(model)
+
+
+@pytest.mark.parametrize("language, vision", [("sdpa", "eager"), ("eager", "sdpa")])
+def test_a_vision_tower_keeps_its_attention(language, vision):
+    """While the language model is watched, and afterwards."""
+    model = other_models.policy("gemma3").eval()
+    model.set_attn_implementation({"text_config": language, "vision_config": vision})
+    parts, hook, calls = (model.config.text_config, model.config.vision_config), AttentionHook(model), []
+    ids = torch.tensor([[5, 6, 7]])
+    plain = model(input_ids=ids).logits
+    with hook.watched(lambda *call: calls.append(call)):
+        assert parts[1]._attn_implementation == vision
+        model(input_ids=ids)
+    assert len(calls) == hook.layers and parts[1]._attn_implementation == vision
+    assert torch.equal(model(input_ids=ids).logits, plain)
+    hook.remove()
+    assert tuple(part._attn_implementation for part in parts) == (language, vision)
 
 
 def test_observation_ends_with_an_error():

@@ -8,7 +8,7 @@ from torch import nn
 from testing import tiny_models
 from testing.fake_engine import followed
 from trl_fp8.features.one_forward.modules.between import Turn, side_by_side
-from trl_fp8.features.one_forward.modules.own_gradient import holding, own_gradient, with_value
+from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 
 
 def randn(*shape, seed=0, dtype=torch.bfloat16):
@@ -111,7 +111,7 @@ def normalized(architecture, x, weight):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("architecture, name, shape, options", NORMS)
 def test_norms(architecture, name, shape, options, dtype, frozen):
-    model, flow, engine = build(architecture, **options)
+    model, forward, engine = build(architecture, **options)
     norm = model.get_submodule(name)
     norm.weight.data = norm.weight.data.to(dtype)
     norm.weight.requires_grad_(not frozen)
@@ -142,7 +142,7 @@ def test_a_norms_parameters_are_its_own_again_after_an_error():
 
 @pytest.mark.parametrize("architecture, options", [("qwen3", {}), ("gemma", {"tied": True})])
 def test_mlps(architecture, options):
-    model, flow, engine = build(architecture, **options)
+    model, forward, engine = build(architecture, **options)
     mlp, name = model.model.layers[0].mlp, "model.layers.0.mlp"
     gate, up = (randn(2, 5, 256, seed=seed).requires_grad_() for seed in (0, 1))
     mlp.gate_proj.forward, mlp.up_proj.forward = lambda x: gate, lambda x: up
@@ -181,7 +181,7 @@ def test_halves_of_a_fused_output_are_joined_without_a_copy(lead):
 
 @pytest.mark.parametrize("architecture, scale", [("qwen3", None), ("gemma3_text", 128**0.5)])
 def test_embeddings(architecture, scale):
-    model, flow, _ = build(architecture, tied=scale is not None)
+    model, forward, _ = build(architecture, tied=scale is not None)
     table, ids = model.model.embed_tokens.weight, torch.tensor([[5, 9, 5]])
     rows, dy = model.model.embed_tokens(ids), randn(1, 3, 128)
     scale = 1.0 if scale is None else torch.tensor(scale).bfloat16().item()
@@ -191,14 +191,14 @@ def test_embeddings(architecture, scale):
     # each row is rounded to BF16 before rows are added
     bound = 2**-8 * torch.zeros_like(exact).index_add_(0, ids[0], (scale * dy[0].double()).abs())
     assert table.grad.dtype == torch.float32 and ((table.grad - exact).abs() <= bound + 1e-6).all()
-    with flow.switched(on=False):
+    with forward.switched(on=False):
         assert model.model.embed_tokens(ids).dtype == torch.float32
 
 
 @pytest.mark.parametrize("positions", [[[0, 1, 2, 3, 4]], [[0, 0, 1, 2, 3], [0, 1, 2, 3, 90]]], ids=["one", "each"])
 def test_rotary_embeddings(positions):
     """The backward of a turn is the turn back, of pairs (d, d + D / 2) by the angle position * theta**(-2d / D)."""
-    model, flow, engine = build("qwen3")
+    model, forward, engine = build("qwen3")
     positions = torch.tensor(positions)
     hidden = randn(2, 5, 128)
     cos, sin = model.model.rotary_emb(hidden, positions)
@@ -220,5 +220,5 @@ def test_rotary_embeddings(positions):
         assert ((states.grad.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-14 * dy.abs().max()).all()
     with pytest.raises(TypeError):
         family.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
-    with flow.switched(on=False):
+    with forward.switched(on=False):
         assert isinstance(model.model.rotary_emb(hidden, positions)[0], torch.Tensor)

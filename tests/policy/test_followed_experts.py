@@ -24,7 +24,7 @@ TOKENS, EXPERTS, CHOSEN = 9, 4, 2
 
 
 def follow(module, mixin, engine) -> None:
-    swap(module, mixin, flow=SimpleNamespace(on=True), engine=engine)
+    swap(module, mixin, one_forward=SimpleNamespace(on=True), engine=engine)
 
 
 def random(*shape, seed=0) -> Tensor:
@@ -58,7 +58,7 @@ def test_a_router_gives_the_engines_logits_choice_and_gate_weights(architecture)
     logits, weights, chosen = router(hidden)
     assert torch.equal(chosen, Router.chosen) and torch.equal(weights, Router.weights)
     assert torch.equal(logits, Router.logits.float())
-    router.flow.on = False
+    router.one_forward.on = False
     plain = build(architecture).model.layers[0].mlp.gate(hidden.float())
     assert all(torch.equal(a, b) for a, b in zip(router(hidden.float()), plain, strict=True))
 
@@ -95,14 +95,14 @@ def test_gradients_of_a_router_are_those_at_the_engines_logits(architecture, rep
     assert (plain.weight.grad - router.weight.grad).norm() > 0.1 * router.weight.grad.norm()
 
 
-@pytest.mark.parametrize("first", ["replay", "flow"])
+@pytest.mark.parametrize("first", ["replay", "forward"])
 def test_replay_has_the_last_word_and_counts_the_engines_choice_as_the_policys_own(first):
     model = build("qwen3_moe", num_hidden_layers=1)
     router = model.model.layers[0].mlp.gate
     given = (Router.chosen + 1) % EXPERTS
     given[4:] = NOWHERE  # these choose for themselves
     given[0] = Router.chosen[0]
-    if first == "flow":
+    if first == "forward":
         follow(router, FollowedRouter, Router())
     replay = RouterReplay(model)
     if first == "replay":
@@ -148,7 +148,7 @@ def test_experts_give_the_engines_values_and_the_gradients_of_unquantized_ones(a
     assert ours[0].dtype == torch.bfloat16 and torch.equal(ours[0], theirs[0].bfloat16())
     assert all(torch.equal(a, b) for a, b in zip(ours[1:], theirs[1:], strict=True))
     assert ours[2][0].abs().sum() > 0 == ours[2][3].abs().sum()  # an expert without tokens learns nothing
-    followed.flow.on = False
+    followed.one_forward.on = False
     assert torch.equal(followed(*inputs(torch.float32)), plain(*inputs(torch.float32)))
 
 

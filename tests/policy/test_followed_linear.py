@@ -14,7 +14,7 @@ import torch
 from testing.fp8_oracle import gamma, rounded
 from testing.linears import Wrapped, follow, gradients, inputs, pair
 from testing.quantization_counter import QuantizationCounter
-from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.features.one_forward.modules import followed_linear as module
 from trl_fp8.features.one_forward.modules.followed_linear import FusedCall
 from trl_fp8.quantization.facts.tensor import TENSOR
@@ -66,7 +66,7 @@ class TestFusedCall:
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lead, columns, rows, bias", SHAPES)
 def test_values_are_the_engines_whatever_autocast_says(lead, columns, rows, bias, autocast, shares):
-    plain, twin = pair(columns, rows, FP8Flow(), bias, shares=shares)
+    plain, twin = pair(columns, rows, BackwardPrecision(), bias, shares=shares)
     x, dy = inputs(lead, columns, rows)
     y = gradients(twin, x, dy, autocast)[0]
     x = x.detach().view(-1, columns)
@@ -82,7 +82,7 @@ def test_values_are_the_engines_whatever_autocast_says(lead, columns, rows, bias
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_bf16_backward_is_straight_through(lead, columns, rows, bias, dtype, autocast):
     """dX = dY W and dW = dY^T X of unquantized operands, X and dY in BF16 as they pass from layer to layer."""
-    _, twin = pair(columns, rows, FP8Flow(), bias)
+    _, twin = pair(columns, rows, BackwardPrecision(), bias)
     twin.to(dtype)
     x, dy = inputs(lead, columns, rows, dtype=dtype)
     _, dx, dw, db = gradients(twin, x, dy, autocast)
@@ -109,7 +109,7 @@ def element_error(values):
 def test_fp8_backward_is_jet_rls_formula(lead, columns, rows, bias, scale_format, shares, cached):
     """Q(dY) Q(W) and Q(dY^T) Q(X^T)^T: X is quantized once, along the tokens, and not from the forward's codes."""
     formats = {"scale_format": scale_format, "operand_scale_format": scale_format}
-    plain, twin = pair(columns, rows, FP8Flow("fp8", **formats, cache_weights=cached), bias, shares=shares)
+    plain, twin = pair(columns, rows, BackwardPrecision("fp8", **formats, cache_weights=cached), bias, shares=shares)
     x, dy = inputs(lead, columns, rows)
     dy = dy.bfloat16().float()  # as it comes from the next layer
     _, dx, dw, db = gradients(twin, x, dy)
@@ -129,7 +129,7 @@ def test_fp8_backward_is_jet_rls_formula(lead, columns, rows, bias, scale_format
 
 
 def test_small_gradients_survive_the_fp8_backward():
-    plain, twin = pair(256, 128, FP8Flow("fp8"))
+    plain, twin = pair(256, 128, BackwardPrecision("fp8"))
     x, dy = inputs((40,), 256, 128)
     dy = dy * 1e-18  # below 1e-18, where the floor of activations would leave zeros
     for got, expected in zip(gradients(twin, x, dy)[1:3], gradients(plain, x, dy)[1:3], strict=True):
@@ -139,7 +139,7 @@ def test_small_gradients_survive_the_fp8_backward():
 
 @BACKWARDS
 def test_a_backward_inside_autocast_and_of_a_transposed_gradient_is_the_same(backward):
-    _, twin = pair(256, 128, FP8Flow(backward))
+    _, twin = pair(256, 128, BackwardPrecision(backward))
     x, dy = inputs((9, 3), 256, 128)
     dy = dy.bfloat16()
     outside = gradients(twin, x, dy)[1:3]
@@ -155,7 +155,7 @@ def test_a_backward_inside_autocast_and_of_a_transposed_gradient_is_the_same(bac
 @BACKWARDS
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1, 2)])
 def test_only_wanted_gradients_are_computed(backward, wanted, monkeypatch):
-    _, twin = pair(256, 128, FP8Flow(backward))
+    _, twin = pair(256, 128, BackwardPrecision(backward))
     x, dy = inputs((9,), 256, 128)
     every = gradients(twin, x, dy)[1:]
     tensors = [x.detach(), twin.layer.weight, twin.layer.bias]
@@ -174,7 +174,7 @@ def test_only_wanted_gradients_are_computed(backward, wanted, monkeypatch):
 
 @BACKWARDS
 def test_a_second_derivative_is_refused(backward):
-    _, twin = pair(256, 128, FP8Flow(backward))
+    _, twin = pair(256, 128, BackwardPrecision(backward))
     x, _ = inputs((9,), 256, 128)
     (dx,) = torch.autograd.grad(twin(x).float().square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -182,8 +182,8 @@ def test_a_second_derivative_is_refused(backward):
 
 
 def test_what_the_backward_keeps():
-    def kept(flow, shares=True, requires_grad=True):
-        _, twin = pair(256, 128, flow, shares=shares)
+    def kept(precision, shares=True, requires_grad=True):
+        _, twin = pair(256, 128, precision, shares=shares)
         twin.layer.weight.requires_grad_(requires_grad)
         x, _ = inputs((100,), 256, 128)
         own = [twin.layer.weight, x, twin.layer.engine.codes("layer").qdata, twin.layer.engine.codes("layer").scale]
@@ -200,15 +200,17 @@ def test_what_the_backward_keeps():
             assert twin(x).grad_fn is not None
         return sum(sizes.values())
 
-    assert kept(FP8Flow()) == 2 * 100 * 256  # the input in BF16
-    assert kept(FP8Flow("fp8")) == 256 * 100 + 4 * 256  # its codes along the tokens, and their scales
-    assert kept(FP8Flow(), requires_grad=False) == kept(FP8Flow("fp8"), requires_grad=False) == 0
-    assert kept(FP8Flow("fp8", cache_weights=False), shares=False, requires_grad=False) == 0  # no unsharded codes
+    assert kept(BackwardPrecision()) == 2 * 100 * 256  # the input in BF16
+    assert kept(BackwardPrecision("fp8")) == 256 * 100 + 4 * 256  # its codes along the tokens, and their scales
+    assert kept(BackwardPrecision(), requires_grad=False) == kept(BackwardPrecision("fp8"), requires_grad=False) == 0
+    assert (
+        kept(BackwardPrecision("fp8", cache_weights=False), shares=False, requires_grad=False) == 0
+    )  # no unsharded codes
 
 
 def test_no_tokens_give_no_rows_and_zero_gradients():
     for backward in ("bf16", "fp8"):
-        _, twin = pair(256, 128, FP8Flow(backward))
+        _, twin = pair(256, 128, BackwardPrecision(backward))
         y, dx, dw, db = gradients(twin, torch.zeros(0, 256, requires_grad=True), torch.zeros(0, 128))
         assert y.shape == (0, 128) and dx.shape == (0, 256) and not dw.any() and not db.any()
 
@@ -217,10 +219,10 @@ def test_no_tokens_give_no_rows_and_zero_gradients():
 @pytest.mark.parametrize("weight_format", [{}, {"format": TENSOR}], ids=["blocks", "tensor"])
 def test_row_parallel_layers_add_the_partial_products_of_the_engines_ranks(bias, weight_format):
     """Two ranks with half of K each: each product in BF16, the bias on the first rank, the sum rounded once."""
-    flow = FP8Flow(**weight_format)
-    _, twin = pair(512, 256, flow, bias, shares=False, parts=2)
+    precision = BackwardPrecision(**weight_format)
+    _, twin = pair(512, 256, precision, bias, shares=False, parts=2)
     x = inputs((9,), 512, 256, dtype=torch.bfloat16)[0].detach()
-    (codes,) = flow.quantize_weights([twin.layer.weight])
+    (codes,) = precision.quantize_weights([twin.layer.weight])
     halves = []
     for start in (0, 256):
         part = module._split(codes, 2)[start // 256]
@@ -228,7 +230,7 @@ def test_row_parallel_layers_add_the_partial_products_of_the_engines_ranks(bias,
         halves.append(twin.layer.engine.on(x[:, start : start + 256], part, added).float())
     assert torch.equal(twin(x), sum(halves).to(torch.bfloat16))
     whole = Wrapped(512, 256, bias)
-    follow(whole.layer, flow)
+    follow(whole.layer, precision)
     assert not torch.equal(twin(x), whole(x))
 
 
@@ -237,7 +239,7 @@ class TestOwnCodes:
 
     @pytest.mark.parametrize("fused", [False, True])
     def test_a_weight_is_quantized_once_per_optimizer_step(self, fused, monkeypatch):
-        _, twin = pair(256, 128, FP8Flow("fp8"), shares=False)
+        _, twin = pair(256, 128, BackwardPrecision("fp8"), shares=False)
         optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=fused)
         x, dy = inputs((9,), 256, 128)
         counter = QuantizationCounter(monkeypatch)
@@ -255,7 +257,7 @@ class TestOwnCodes:
             assert twin.layer.cached_weight() is None
 
     def test_a_write_to_data_needs_invalidation_and_a_new_storage_does_not(self):
-        _, twin = pair(256, 128, FP8Flow(), shares=False)
+        _, twin = pair(256, 128, BackwardPrecision(), shares=False)
         x, _ = inputs((9,), 256, 128)
         before = twin(x)
         twin.layer.weight.data.mul_(3)
@@ -267,7 +269,7 @@ class TestOwnCodes:
 
     @BACKWARDS
     def test_without_a_cache_nothing_is_ever_stale(self, backward, monkeypatch):
-        _, twin = pair(256, 128, FP8Flow(backward, cache_weights=False), shares=False)
+        _, twin = pair(256, 128, BackwardPrecision(backward, cache_weights=False), shares=False)
         x, dy = inputs((9,), 256, 128)
         counter = QuantizationCounter(monkeypatch)
         for _ in range(2):
@@ -276,23 +278,8 @@ class TestOwnCodes:
 
     @pytest.mark.parametrize("rows, columns", [(128, 256), (130, 300)])
     def test_the_cache_holds_one_byte_per_weight_and_the_scales(self, rows, columns):
-        _, twin = pair(columns, rows, FP8Flow(), shares=False)
+        _, twin = pair(columns, rows, BackwardPrecision(), shares=False)
         codes = twin.layer.quantized_weight()
         assert twin.layer.cached_weight() is codes
         assert codes.qdata.untyped_storage().nbytes() == rows * columns
         assert codes.scale.untyped_storage().nbytes() == 4 * -(-rows // 128) * -(-columns // 128)
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"backward": "fp16"}, r"fp8_backward='fp16'.*\['bf16', 'fp8'\]"),
-        ({"backend": "torchao"}, r"fp8_gemm_backend='torchao'.*'scaled_mm'"),
-        ({"scale_format": "ue8m0"}, "scale_format='ue8m0'"),
-        ({"operand_scale_format": "e8m0"}, "scale_format='e8m0'"),
-        ({"format": TENSOR, "backend": "scaled_mm"}, "fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'"),
-    ],
-)
-def test_wrong_flows_are_refused_by_flag(fields, message):
-    with pytest.raises(ValueError, match=message):
-        FP8Flow(**fields)

@@ -9,12 +9,10 @@ from transformers import DynamicCache
 
 from testing import other_models
 from trl_fp8.features.kv_cache.observation import QKVObservation
-from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.features.shared_base.adaptable import require_adaptable
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -76,6 +74,6 @@ def test_adapters_where_an_engine_has_paths_around_its_linears_are_refused(polic
         adapted.unload()
 
 
-def test_a_full_forward_is_refused_for_what_an_engine_does_with_latents(policy):
+def test_one_forward_is_refused_for_what_an_engine_does_with_latents(policy):
     with pytest.raises(ValueError, match=r"latent \(MLA\).*Set fp8_forward='off'"):
-        require_followable(policy, recipe_for_model(policy), FP8Flow(format=BLOCKS, scale_format="pow2"))
+        require_followable(policy, recipe_for_model(policy), "bf16")

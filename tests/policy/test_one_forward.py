@@ -10,10 +10,10 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import FakeEngine, followed
-from trl_fp8.features.one_forward.backward import FP8Flow
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
-from trl_fp8.features.one_forward.one_forward import OneForward, release
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.one_forward import OneForward, require_followable
+from trl_fp8.policy.hook import hook_of
+from trl_fp8.policy.swapped import release
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -78,7 +78,7 @@ def of_the_engine(engine, ids):
 def test_values_are_the_engines_bit_for_bit(implementation):
     model = build(implementation=implementation)
     plain = logits(model)
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     given, found = batch(), logits(model)
     assert found.dtype == torch.bfloat16
     for ids, mask, row in zip(given["input_ids"], given["attention_mask"].bool(), found, strict=True):
@@ -93,16 +93,16 @@ def test_while_off_and_once_removed_it_is_the_plain_model(architecture, tied):
     model = build(architecture, tied)
     expected, classes = logits(model), {name: type(module) for name, module in model.named_modules()}
     plain, attributes = gradients(model), {name: set(module.__dict__) for name, module in model.named_modules()}
-    flow, _ = followed(model)
+    forward, _ = followed(model)
     on = logits(model)
     assert not torch.equal(on.float(), expected)
-    with flow.switched(on=False):
+    with forward.switched(on=False):
         given = batch()  # while a hook is there real tokens have the positions that an engine gives them
         assert torch.equal(model(**given).logits, expected)
         assert all(torch.equal(gradient, plain[name]) for name, gradient in gradients(model).items())
     assert torch.equal(logits(model), on)
-    flow.remove()
-    flow.hook.remove()
+    forward.remove()
+    forward.hook.remove()
     assert torch.equal(logits(model), expected)
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
@@ -112,7 +112,7 @@ def test_while_off_and_once_removed_it_is_the_plain_model(architecture, tied):
 def test_parameters_names_and_class_relations_stay(architecture, tied):
     model = build(architecture, tied)
     before, state, classes = dict(model.named_parameters()), model.state_dict(), [type(m) for m in model.modules()]
-    flow, _ = followed(model)
+    forward, _ = followed(model)
     logits(model)
     after = dict(model.named_parameters())
     assert list(after) == list(before) and all(after[name] is before[name] for name in before)
@@ -122,7 +122,7 @@ def test_parameters_names_and_class_relations_stay(architecture, tied):
     owners = {name.rpartition(".")[0] for name in state}  # a tied head owns a parameter too
     layers = {f"model.layers.{layer}" for layer in (0, 1)}
     parallel = layers if architecture == "cohere" else set()  # which add up two branches at once
-    assert set(flow.modules) == owners | {f"{layer}.mlp" for layer in layers} | {"model.rotary_emb"} | parallel
+    assert set(forward.modules) == owners | {f"{layer}.mlp" for layer in layers} | {"model.rotary_emb"} | parallel
 
 
 def test_an_engine_without_a_part_is_refused_and_nothing_changes():
@@ -130,7 +130,7 @@ def test_an_engine_without_a_part_is_refused_and_nothing_changes():
     classes, recipe = [type(module) for module in model.modules()], recipe_for_model(model)
     engine = FakeEngine(model, recipe, lacks=("model.layers.1.input_layernorm",))
     with pytest.raises(ValueError, match=r"the engine has no model\.layers\.1\.input_layernorm"):
-        OneForward(model, recipe, engine, FP8Flow(), AttentionHook(model))
+        OneForward(model, recipe, engine, BackwardPrecision(), hook_of(model))
     assert [type(module) for module in model.modules()] == classes
 
 
@@ -153,18 +153,15 @@ class OddEmbedding(nn.Embedding):
 )
 def test_modules_that_compute_something_else_are_refused(path, odd, message):
     model = build()
-    recipe = recipe_for_model(model)
-    engine = FakeEngine(model, recipe)
     model.get_submodule(path).__class__ = odd
     with pytest.raises(ValueError, match=message):
-        OneForward(model, recipe, engine, FP8Flow(), AttentionHook(model))
-    assert not any(isinstance(module, FollowedLinear) for module in model.modules())
+        require_followable(model, recipe_for_model(model), "bf16")
 
 
 def test_families_of_models_that_nothing_is_known_of_are_refused():
     model = tiny_models.build("glm4_moe")
-    with pytest.raises(ValueError, match="fp8_forward='full' with a policy of type 'glm4_moe'.*qwen3"):
-        OneForward(model, recipe_for_model(model), None, FP8Flow(), AttentionHook(model))
+    with pytest.raises(ValueError, match="fp8_forward='one_forward' with a policy of type 'glm4_moe'.*qwen3"):
+        require_followable(model, recipe_for_model(model), "bf16")
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -199,14 +196,14 @@ def test_a_released_model_computes_by_itself_and_can_follow_again():
 def test_dropout_that_the_engine_does_not_have_is_refused():
     model = tiny_models.build("qwen3", attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1 in the model's config.*'attention_dropout': 0\.0"):
-        OneForward(model, recipe_for_model(model), None, FP8Flow(), AttentionHook(model))
+        require_followable(model, recipe_for_model(model), "bf16")
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copies_have_no_engine_and_train_on_their_own(clone):
     model = build(tied=True)
     plain = logits(model)
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     expected, weights = logits(model), engine.held.model.norm.weight
     twin = clone(model)
     assert not any(module is engine.held for module in twin.modules())
@@ -224,13 +221,13 @@ def test_gradient_checkpointing_changes_no_gradient(backward, reentrant):
     found = []
     for checkpointing in (False, True):
         model = build()
-        flow, engine = followed(model, backward=backward)
+        forward, engine = followed(model, precision=backward)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             model.enable_input_require_grads()
         model.train()
         found.append(gradients(model))
-        assert [call for linear in flow._calls.values() for call in linear if call._output is not None] == []
+        assert [call for linear in forward._calls.values() for call in linear if call._output is not None] == []
     assert all(torch.equal(found[1][name], gradient) and gradient.any() for name, gradient in found[0].items())
 
 
@@ -273,7 +270,7 @@ def test_adapters_get_the_merged_values_and_gradients_of_their_own(targets):
     names = [name for name, _ in model.named_parameters()]
     merged = copy.deepcopy(model).merge_and_unload()
     followed(merged)
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     assert [name for name, _ in model.named_parameters()] == names
     assert torch.equal(logits(model), logits(merged))
     assert engine.linears["model.layers.0.self_attn.q_proj"].calls == 1
@@ -295,7 +292,7 @@ def test_a_frozen_policy_keeps_nothing_for_a_backward():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masters_of_either_dtype_get_gradients_of_theirs(dtype):
     model = build().to(torch.bfloat16)
-    flow, _ = followed(model.to(dtype))
+    forward, _ = followed(model.to(dtype))
     found = gradients(model)
     assert {gradient.dtype for gradient in found.values()} == {dtype}
 
@@ -304,7 +301,7 @@ def test_masters_of_either_dtype_get_gradients_of_theirs(dtype):
 def test_a_model_overfits_one_batch(backward):
     """The engine is brought up to date after each step, as a trainer does."""
     model, losses = build(), []
-    flow, engine = followed(model, backward=backward)
+    forward, engine = followed(model, precision=backward)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(25):
         loss = model(**batch(), labels=batch()["input_ids"]).loss
@@ -312,7 +309,7 @@ def test_a_model_overfits_one_batch(backward):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        flow.remove()
-        flow.hook.remove()
-        flow, engine = followed(model, backward=backward)
+        forward.remove()
+        forward.hook.remove()
+        forward, engine = followed(model, precision=backward)
     assert losses[-1] < 0.1 * losses[0], losses

@@ -93,13 +93,13 @@ BROKEN = [
 VALUES = (scaled_logits,)  # which a policy that does not follow is not asked for
 
 
-def compared(model, engine, flow, hook):
-    """The differences that one short sequence shows, with a policy that follows (`flow`) or not."""
-    witness = Witness(model, engine, hook, LONGEST, flow)
+def compared(model, engine, forward, hook):
+    """The differences that one short sequence shows, with a policy that follows (`forward`) or not."""
+    witness = Witness(model, engine, hook, LONGEST, forward)
     model.train()
-    with torch.no_grad(), flow.switched(on=True) if flow else nullcontext(), witness.watching():
+    with torch.no_grad(), forward.switched(on=True) if forward else nullcontext(), witness.watching():
         hidden = model.model(IDS, attention_mask=torch.ones_like(IDS)).last_hidden_state[0]
-        if flow:
+        if forward:
             head = model.lm_head.weight
             witness.values.head(hidden, head, None, 1.0, None, engine.logits(hidden.to(torch.bfloat16)))
     assert model.training and all(module.training for module in model.modules())
@@ -110,13 +110,13 @@ def compared(model, engine, flow, hook):
 @pytest.mark.parametrize("broken, modules, quantity", BROKEN, ids=lambda v: getattr(v, "__name__", ""))
 def test_what_the_engine_computes_otherwise_is_named(broken, modules, quantity, follows):
     model = tiny_models.build("qwen3", num_attention_heads=2)
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     if broken is not None:
         broken(engine.held)
     if not follows:
-        flow.remove()
+        forward.remove()
     classes = [type(module) for module in model.modules()]
-    found = compared(model, engine, flow if follows else None, flow.hook)
+    found = compared(model, engine, forward if follows else None, forward.hook)
     if broken in VALUES and not follows:
         modules = []
     assert list(found.differences) == modules
@@ -126,9 +126,9 @@ def test_what_the_engine_computes_otherwise_is_named(broken, modules, quantity, 
 
 def test_a_soft_cap_that_only_one_side_has(monkeypatch):
     model = tiny_models.build("qwen3")
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     engine.softcap = 30.0
-    found = compared(model, engine, flow, flow.hook).differences
+    found = compared(model, engine, forward, forward.hook).differences
     assert [str(one) for one in found.values()] == [
         f"{name}: soft cap of scores (the policy's none, the engine's 30)" for name in BOTH
     ]
@@ -136,10 +136,10 @@ def test_a_soft_cap_that_only_one_side_has(monkeypatch):
 
 def test_another_weight():
     model = tiny_models.build("qwen3")
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     weight = model.get_submodule(f"{LAYER}.self_attn.v_proj").weight
     weight.data = weight.data.roll(1, 0)
-    [found] = compared(model, engine, flow, flow.hook).differences.values()
+    [found] = compared(model, engine, forward, forward.hook).differences.values()
     assert str(found).startswith(f"{LAYER}.self_attn.v_proj: output (error 1.4 of its size")
 
 
@@ -148,9 +148,9 @@ def test_windows_by_layer_types():
     model = tiny_models.build(
         "qwen3", layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True
     )
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     engine.held.get_submodule(ATTENTION).sliding_window = None
-    found = compared(model, engine, flow, flow.hook).differences
+    found = compared(model, engine, forward, forward.hook).differences
     assert list(found) == [ATTENTION] and "position 31 sees 16 keys, the engine's 32" in found[ATTENTION].quantity
 
 

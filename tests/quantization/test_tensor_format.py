@@ -8,7 +8,7 @@ from testing import tiny_models
 from testing.fake_engine import followed
 from testing.linears import gradients, inputs, pair
 from testing.quantization_counter import QuantizationCounter
-from trl_fp8.features.one_forward.backward import FP8Flow
+from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.weights import dead_scale, quantize_as_engine, quantize_fused, stored_scale
 from trl_fp8.quantization.facts import FORMATS, format_named
@@ -182,10 +182,7 @@ def test_peers_are_quantized_together_once_and_anew_when_one_changes(model, monk
 def test_a_linear_layer_trains(backward):
     """Gradients near those of the plain layer: with an FP8 backward, within a few roundings of 2**-4."""
     x, dy = inputs((9,), 256, 144)
-    found, expected = (gradients(one, x, dy)[2] for one in reversed(pair(256, 144, FP8Flow(backward, format=TENSOR))))
+    found, expected = (
+        gradients(one, x, dy)[2] for one in reversed(pair(256, 144, BackwardPrecision(backward, format=TENSOR)))
+    )
     assert 0 < (found - expected).norm() / expected.norm() < (0.15 if backward == "fp8" else 2**-8)
-
-
-def test_blocks_and_one_scale_are_multiplied_by_other_kernels():
-    with pytest.raises(ValueError, match=r"fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'"):
-        FP8Flow(format=TENSOR, backend="scaled_mm")

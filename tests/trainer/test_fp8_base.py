@@ -12,7 +12,7 @@ from trl.trainer.utils import create_model_from_path
 from testing import tiny_models
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.shared_base.adaptable import require_adaptable, require_trainable_base
 from trl_fp8.features.shared_base.loading import without_base
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
@@ -23,7 +23,7 @@ from trl_fp8.run.registration import Construction
 
 MISMATCH = "mismatch/logp_difference_mean"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
-SHARED, FULL = {"fp8_base": True}, {"fp8_forward": "full", "learning_rate": 1e-2}
+SHARED, FULL = {"fp8_base": True}, {"fp8_forward": "one_forward", "learning_rate": 1e-2}
 
 
 def lora(**options):
@@ -196,7 +196,7 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
     with training(policy(checkpoint), args, peft_config=lora(init_lora_weights=False)) as trainer:
         trainer.train()
         trainer.vllm_generation.sync_weights()
-        flow = trainer.feature(Flow).forward
+        forward = trainer.feature(Following).forward
         for name, layer in trainer.model.named_modules():
             if not isinstance(layer, LoraLayer):
                 continue
@@ -204,7 +204,7 @@ def test_the_gradient_of_an_adapter_is_that_of_peft_on_the_dequantized_base(chec
             found = {}
             for on in (True, False):
                 x_leaf = x.clone().requires_grad_()
-                with flow.switched(on):
+                with forward.switched(on):
                     y = layer(x_leaf)
                 wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
                 found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)
@@ -221,7 +221,7 @@ def test_a_model_that_shared_its_base_before_needs_the_same_flags(checkpoint, tm
     kept = {"fp8_ignored_modules": ["model.layers.0.mlp.down_proj"]}
     others = {"fp8_base": False}, SHARED | {"fp8_weight_format": "tensor"}, SHARED | kept
     others = [arguments(tmp_path, **flags) for flags in others]  # after an engine they would make a process group
-    with training(model, arguments(tmp_path, fp8_forward="full")):
+    with training(model, arguments(tmp_path, fp8_forward="one_forward")):
         pass
     for _ in range(2):
         with training(model, arguments(tmp_path, **(SHARED | FULL)), peft_config=lora()) as trainer:

@@ -8,14 +8,14 @@ from transformers import AutoModelForCausalLM
 from testing.runs import arguments, column, recorded, training
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.followed_reference import FollowedReference
-from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.shared_base.adapter_tensors import reference_parameters
 
 
 pytestmark = pytest.mark.engine
 
 BETA = 0.04
-FULL = {"fp8_forward": "full"}
+FULL = {"fp8_forward": "one_forward"}
 SHARED = {"fp8_base": True, **FULL}
 MOVING = {"beta": BETA, "learning_rate": 1e-3, "max_steps": 2}
 # What quantization makes of the KL divergence of this model from itself is 0.003 and more, e4m3 in the KV cache 0.0009
@@ -127,7 +127,7 @@ def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monk
         trainer.train()
         assert column(trainer, "kl")[1] > VISIBLE
         # what was written is proven each time
-        weights = trainer.feature(Flow).followed_reference._weights
+        weights = trainer.feature(Following).followed_reference._weights
         next(iter(weights._away.values())).view(torch.uint8)[0, 0] ^= 1
         batch = trainer._buffered_inputs[0]
         with pytest.raises(RuntimeError, match="1 tensors of the reference have changed since they were written"):

@@ -52,7 +52,11 @@ def test_what_cannot_be_read_back_is_refused_before_an_engine_starts(flags, tmp_
 @pytest.mark.parametrize(
     "model_type, flags, said",
     [
-        ("glm4_moe", {}, "fp8_forward='full' with a policy of type 'glm4_moe'.* known of cohere, .*fp8_forward='off'"),
+        (
+            "glm4_moe",
+            {},
+            "fp8_forward='one_forward' with a policy of type 'glm4_moe'.* known of cohere, .*fp8_forward='off'",
+        ),
         ("qwen3_moe", {"fp8_backward": "fp8"}, "fp8_backward='fp8' with FP8 experts .*fp8_ignored_modules"),
     ],
 )
@@ -60,7 +64,7 @@ def test_policies_that_cannot_follow_are_refused_before_an_engine_starts(
     model_type, flags, said, checkpoint, tmp_path, no_engine
 ):
     with offered_fp8_experts(), pytest.raises(ValueError, match=said):
-        training(checkpoint(model_type), arguments(tmp_path, fp8_forward="full", **flags)).__enter__()
+        training(checkpoint(model_type), arguments(tmp_path, fp8_forward="one_forward", **flags)).__enter__()
 
 
 PROMPT = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.engine
     "options",
     [
         # checkpoint 2 falls between two generations: 3 updates for each batch of rollouts
-        {"fp8_forward": "full", "num_iterations": 3},
+        {"fp8_forward": "one_forward", "num_iterations": 3},
         {"num_iterations": 3, "beta": 0.02},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
-        {"fp8_base": True, "fp8_forward": "full", "num_iterations": 3, "beta": 0.02, "learning_rate": 1e-2},
+        {"fp8_base": True, "fp8_forward": "one_forward", "num_iterations": 3, "beta": 0.02, "learning_rate": 1e-2},
     ],
     ids=["full", "iterations", "generation-of-three-steps", "adapters"],
 )

@@ -173,7 +173,7 @@ LORA_ON_EXPERTS = LoraConfig(
 )
 
 
-@pytest.mark.parametrize("flags", [{}, {"fp8_forward": "full"}], ids=["plain", "flow"])
+@pytest.mark.parametrize("flags", [{}, {"fp8_forward": "one_forward"}], ids=["plain", "one_forward"])
 @pytest.mark.parametrize("lora", [None, LORA_ON_EXPERTS], ids=["all weights", "LoRA"])
 def test_fp8_experts_train_with_replay(lora, flags, moe, tmp_path):
     """As on CUDA: weights of experts quantized and synced at every step, read back, and routes replayed."""
@@ -204,7 +204,7 @@ def test_fp8_experts_train_with_replay(lora, flags, moe, tmp_path):
 )
 def test_a_policy_that_follows_the_engine_chooses_as_it_does(flags, moe, tmp_path):
     """With every kind of replay, as weights change; experts are unquantized, linears and KV cache FP8."""
-    with training(moe, arguments(tmp_path, fp8_forward="full", learning_rate=1e-2, **flags)) as trainer:
+    with training(moe, arguments(tmp_path, fp8_forward="one_forward", learning_rate=1e-2, **flags)) as trainer:
         trainer.train()
     scored = [row for row in rows(trainer) if "router/disagreement" in row]
     assert len(scored) == (2 if "num_iterations" in flags else 3)

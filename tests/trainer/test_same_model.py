@@ -30,7 +30,7 @@ def run(folder, checkpoint, **flags):
 def test_a_policy_that_would_follow_is_stopped_before_anything_is_sampled(
     architecture, options, said, checkpoint, tmp_path
 ):
-    with run(tmp_path, checkpoint(architecture, **options), fp8_forward="full") as trainer:
+    with run(tmp_path, checkpoint(architecture, **options), fp8_forward="one_forward") as trainer:
         sampled = recorded(trainer.vllm_generation.llm, "generate", lambda outputs, *args, **kwargs: len(outputs))
         with pytest.raises(RuntimeError, match="computes another model than the policy, of type") as raised:
             trainer.train()
@@ -42,7 +42,7 @@ def test_a_policy_that_would_follow_is_stopped_before_anything_is_sampled(
 
 
 def test_a_warning_once_where_it_is_asked_for(checkpoint, tmp_path, caplog):
-    args = {"fp8_forward": "full", "fp8_forward_check": "warn"}
+    args = {"fp8_forward": "one_forward", "fp8_forward_check": "warn"}
     with (
         run(tmp_path, checkpoint("llama", **WINDOWED), **args) as trainer,
         caplog.at_level("WARNING", logger="trl_fp8"),

@@ -96,7 +96,13 @@ def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tm
 
 def test_weights_that_the_trainer_computes_with_stay_awake(events, checkpoint, tmp_path):
     """Sent once when they changed: for rollouts, and for the second optimizer step on the same rollouts."""
-    flags = {"fp8_forward": "full", "num_iterations": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    flags = {
+        "fp8_forward": "one_forward",
+        "num_iterations": 2,
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
     trainer = sleepy_trainer(checkpoint("qwen3"), tmp_path, **flags)
     trainer.train()
     used = ["wake kv_cache", "generate", "free kv_cache"]

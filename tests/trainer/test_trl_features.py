@@ -98,9 +98,9 @@ TIED = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
         ({}, False, {"beta": 0.04}),
         ({"modules_to_save": ["lm_head"]}, False, {}),
         (TIED, True, {}),
-        ({}, False, {"fp8_forward": "full"}),
+        ({}, False, {"fp8_forward": "one_forward"}),
     ],
-    ids=["plain", "lm_head", "tied", "full"],
+    ids=["plain", "lm_head", "tied", "one_forward"],
 )
 def test_lora_trains_adapters_and_the_engine_holds_the_merged_weights(lora, tied, flags, checkpoint, tmp_path):
     """Bit for bit what an engine answers that loads the merged weights from a checkpoint."""
@@ -210,7 +210,7 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
     [
         ({"tools": [Keypad().press]}, "off"),
         ({"environment_factory": Keypad, "reward_funcs": None}, "off"),
-        ({"tools": [Keypad().press]}, "full"),
+        ({"tools": [Keypad().press]}, "one_forward"),
     ],
     ids=["tools", "environment", "one-forward"],
 )
@@ -235,7 +235,7 @@ def test_tools_are_called_and_their_output_is_not_corrected(source, forward, che
         k3 = torch.expm1(log_r) - log_r
         assert row["mismatch/k3_kl"] == pytest.approx(k3[own].mean().item(), rel=1e-5)
         assert row["mismatch/k3_kl"] < SMALL_K3 and k3[external].mean() > 1
-        assert (row["mismatch/logp_difference_mean"] < 1e-5) == (forward == "full")
+        assert (row["mismatch/logp_difference_mean"] < 1e-5) == (forward == "one_forward")
         assert row["correction/ratio_min"] == pytest.approx(log_r[own].min().exp().item(), rel=1e-5)
     # every token of prompts, turns and tool output was observed, and k of a layer has 2 heads of 64
     seen = [observation.elements_L3[0, 1].item() for observation in watched if observation.limits_L3 is not None]
@@ -265,7 +265,7 @@ def test_reward_models_and_asynchronous_rewards(checkpoint, tmp_path):
         return reward_digits(completions)
 
     # bf16=False: else accelerate runs the reward model under autocast, as it does for TRL
-    args = arguments(tmp_path / "run", max_steps=2, fp8_forward="full", bf16=False)
+    args = arguments(tmp_path / "run", max_steps=2, fp8_forward="one_forward", bf16=False)
     rewards = {"reward_funcs": [str(judge), later], "reward_processing_classes": [tiny_models.tokenizer(), None]}
     with training(checkpoint("qwen3"), args, **rewards) as trainer:
         trainer.train()

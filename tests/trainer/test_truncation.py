@@ -8,9 +8,9 @@ from vllm import SamplingParams
 
 from testing import engines
 from testing.runs import arguments, recorded, rows, training
-from trl_fp8.features.one_forward.head import scored_by
 from trl_fp8.features.truncated_sampling.truncated_head import truncated_head
 from trl_fp8.features.truncated_sampling.truncation import OfBatch, Truncation
+from trl_fp8.policy.head import scored_by
 
 
 pytestmark = pytest.mark.engine
@@ -25,7 +25,13 @@ ENGINE["kv_cache_memory_bytes"] = 4 * 2 * 2 * 2 * 64 * 1 * 32  # blocks; layers,
 @pytest.fixture(scope="module")
 def run(checkpoint, tmp_path_factory):
     """A trainer after two generations with two updates each, and the batches that it made of them."""
-    flags = {"num_iterations": 2, "max_steps": 4, "beta": 0.04, "fp8_forward": "full", "vllm_engine_kwargs": ENGINE}
+    flags = {
+        "num_iterations": 2,
+        "max_steps": 4,
+        "beta": 0.04,
+        "fp8_forward": "one_forward",
+        "vllm_engine_kwargs": ENGINE,
+    }
     folder = tmp_path_factory.mktemp("truncated")
     with training(checkpoint("qwen3"), arguments(folder, **SAMPLING | flags)) as trainer:
         batches = recorded(trainer, "_generate_and_score_completions", lambda output, *_: output)
@@ -67,14 +73,14 @@ def test_the_engine_tells_which_tokens_were_left(run):
             assert set(survivors.ids_E[end - count : end].tolist()) == left and len(row) >= VOCABULARY
 
 
-def scored(trainer, batch, *, truncated, flow=None):
+def scored(trainer, batch, *, truncated):
     """Log-probs of a batch's completions, outside of a step."""
     ids, mask = (
         torch.cat([batch[f"{part}_{name}"] for part in ("prompt", "completion")], 1) for name in ("ids", "mask")
     )
     columns = batch["completion_ids"].shape[1]
     survivors = OfBatch(batch["survivor_counts"], batch["survivor_ids"]).rows(mask, columns)
-    head = truncated_head(survivors, flow) if truncated else trl_utils._ChunkedLogProbFunction
+    head = truncated_head(survivors) if truncated else trl_utils._ChunkedLogProbFunction
     with torch.no_grad(), scored_by(head):
         return GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, mask, columns, 4)[0]
 

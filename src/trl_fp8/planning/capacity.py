@@ -38,7 +38,7 @@ class Setup:
     tensor_parallel_size: int | None = None
     utilization: float | None = None  # vllm_gpu_memory_utilization, the engine's share of a GPU
     sleeps: bool = False  # vllm_enable_sleep_mode: the engine's memory is the trainer's while it trains
-    shares_kernels: bool = False  # fp8_forward="full": the trainer computes with the engine's weights
+    shares_kernels: bool = False  # fp8_forward="one_forward": the trainer computes with the engine's weights
 
     @property
     def weights_sleep(self) -> bool:

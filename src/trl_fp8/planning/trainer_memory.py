@@ -11,17 +11,16 @@
 
 On a shared FP8 base (`fp8_base`) the engine has the FP8 weights and the trainer the rest of the model, in BF16 unless
 `dtype` says otherwise. Beside an engine that is split over ranks the trainer has codes and scales of its own, all of
-them on each GPU. With fp8_forward="full" a reference has its weights once more, as the engine holds the policy's: in
-codes, scales and BF16, on each GPU.
+them on each GPU. With one forward a reference has its weights once more, as the engine holds the policy's: in codes,
+scales and BF16, on each GPU.
 
 What passes is not in the total: what a layer saves of each token while its backward runs, weights that are gathered,
 the largest weight of an FP8 base in BF16, gradients of activations, the CUDA context, fragmentation. Plans leave a
 share of each GPU free for it (`capacity.FREE`), and more where `uncounted` is more.
 
-With one forward (`fp8_forward="full"`) the backward computes each MLP's act(gate) * up once more, in FP32
-(one_forward/modules/own_gradient.py): seven tensors `[tokens, intermediate]` at once, eight where gate and up are
-one linear.
-Of experts it takes the weights of a layer in BF16, and makes their gradients in BF16 before they become FP32.
+With one forward the backward computes each MLP's act(gate) * up once more, in FP32 (policy/own_gradient.py): seven
+tensors `[tokens, intermediate]` at once, eight where gate and up are one linear. Of experts it takes the weights
+of a layer in BF16, and makes their gradients in BF16 before they become FP32.
 """
 
 from collections import Counter, defaultdict

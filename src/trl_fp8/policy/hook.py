@@ -3,11 +3,14 @@
 transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
 caches. The hook sits in front of that function; the model's code, weights and parameter names are not touched:
 
-    q, k, v  ->  [observation: largest magnitudes, saturated elements]  ->  [round trip under scales]  ->  attention
+    q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention, or [replacement]  ->  [watcher]
 
 MLA's k and v are expanded from a latent, and that is what is cached: the hook also sits in front of the expansion.
 
-    latent and rotated key  ->  [observation, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
+    latent and rotated key  ->  [observer, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
+
+What is in brackets is plugged in from outside; the hook knows none of it by name. A policy has one hook: `hook_of`
+gives the one that is installed to whoever asks next.
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
@@ -19,7 +22,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +30,6 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_fp8.features.kv_cache.observation import QKVObservation
-from trl_fp8.features.one_forward.modules.packed_attention import packed_attention
-from trl_fp8.features.one_forward.modules.sequences import Sequences
 from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of
@@ -37,29 +37,50 @@ from trl_fp8.recipe.from_model import caches_of
 from .model import transformers_model
 
 
-if TYPE_CHECKING:
-    from trl_fp8.features.one_forward.one_forward import OneForward
-
-
 EAGER = "trl_fp8_eager"
 _HOOK = "_trl_fp8_hook"
-# A keyword that transformers hands on to the attention function, and gradient checkpointing keeps with its forward
-SEQUENCES = "trl_fp8_sequences"
-SINKS = "s_aux"  # transformers' keyword for attention sinks
+# The keyword under which `Replacement.before_forward` reaches `Replacement.attend`: transformers hands it on to the
+# attention function, and gradient checkpointing keeps it with the forward that it belongs to
+_BATCH = "trl_fp8_batch"
 _HOOKED: set[Callable] = set()  # registered attention functions that look for a hook
 
 
+class Observer(Protocol):
+    """What looks at the states of each attention call."""
+
+    def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor) -> None:
+        """`states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside of `real_BT` are padding
+        (None: there is none); scores are multiplied by `scaling`; `key` is k as q meets it.
+        """
+
+
+class Replacement(Protocol):
+    """What computes attention in the place of the policy's function, while it is `on`."""
+
+    on: bool
+
+    def before_forward(self, real_BT: Tensor | None, shape: tuple[int, int], device: torch.device) -> object:
+        """A forward of `[B, T]` tokens is about to start; what is returned reaches `attend` as `batch`."""
+
+    def attend(
+        self, layer: int, states: tuple[Tensor, ...], batch: object, scales: Tensor | None, options: dict
+    ) -> Tensor:
+        """The output `[B, T, H, D]` of q, k, v `[B, H, T, D]`, which the KV cache rounds under `scales` `[3]` (None:
+        it does not); `options` are the keywords that transformers gives an attention function.
+        """
+
+
 class AttentionHook:
-    """Installed on a policy, in whatever wrappings, until `remove`. Idle but inside `observing` or under scales."""
+    """Installed on a policy, in whatever wrappings, until `remove`. Without anything plugged in it does nothing."""
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
         self.layers: int = self.base.config.get_text_config().num_hidden_layers
         self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
-        self.observation: QKVObservation | None = None
+        self.observation: Observer | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too
-        self._flow: OneForward | None = None
+        self._replacement: Replacement | None = None
         self._aligned = False
         self._note: Callable | None = None
         self.skip(skip_layers)
@@ -71,7 +92,7 @@ class AttentionHook:
         self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
         self.implementation = self.base.config.get_text_config()._attn_implementation
         if self.implementation == "eager":
-            self.base.set_attn_implementation(EAGER)
+            self._use(EAGER)
         else:
             _wrap_registered(self.implementation)
         for module in self.attention:
@@ -92,9 +113,9 @@ class AttentionHook:
         """
         self._aligned = True
 
-    def follow(self, flow: "OneForward | None") -> None:
-        """Compute attention as the engine that `flow` calls, while it is on; None: never."""
-        self._flow = flow
+    def replace(self, replacement: Replacement | None) -> None:
+        """Let `replacement` compute attention while it is on; None: the policy's own function always does."""
+        self._replacement = replacement
 
     @contextmanager
     def watched(self, note: Callable[..., None]) -> Iterator[None]:
@@ -104,12 +125,12 @@ class AttentionHook:
         first one sees the second.
         """
         self._note = note
-        self.base.set_attn_implementation(EAGER)
+        self._use(EAGER)
         try:
             yield
         finally:
             self._note = None
-            self.base.set_attn_implementation(EAGER if self.implementation == "eager" else self.implementation)
+            self._use(EAGER if self.implementation == "eager" else self.implementation)
 
     def round_queries(self, rounded: bool) -> None:
         """While an FP8 cache is simulated, whether its attention rounds q, too."""
@@ -127,15 +148,15 @@ class AttentionHook:
             delattr(module, _HOOK)
             vars(module).pop("expand_kv", None)
         if self.implementation == "eager":
-            self.base.set_attn_implementation("eager")
+            self._use("eager")
 
     @property
     def device(self) -> torch.device:
         return next(self.base.parameters()).device
 
     @contextmanager
-    def observing(self, observation: QKVObservation) -> Iterator[QKVObservation]:
-        """Fill `observation` with the forwards inside the block."""
+    def observing(self, observation: Observer) -> Iterator[Observer]:
+        """Show `observation` the forwards inside the block."""
         self.observation = observation
         try:
             yield observation
@@ -159,12 +180,13 @@ class AttentionHook:
             latent = self._latents.pop(layer, None)
             cached = (key, value) if latent is None else (latent, latent)
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
-        sequences = kwargs.pop(SEQUENCES, None)
+        batch = kwargs.pop(_BATCH, None)
         states = query, key, value
         if not hasattr(module, "expand_kv"):
             states = self._as_cached(layer, *states)
-        if self._followed:
-            output = self._attend_as_engine(layer, sequences, query, key, value, kwargs.get(SINKS)), None
+        if self._is_replaced:
+            scales = self.scales_L3[layer] if self._simulates(layer) else None
+            output = self._replacement.attend(layer, (query, key, value), batch, scales, kwargs), None
         else:
             output = attend(module, *states, attention_mask, **kwargs)
         if self._note is not None:
@@ -180,24 +202,9 @@ class AttentionHook:
             both = cache_round_trip(both, self.scales_L3[layer, 1])
         return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
 
-    def _attend_as_engine(
-        self, layer: int, sequences: Sequences, query: Tensor, key: Tensor, value: Tensor, sinks_H: Tensor | None
-    ) -> Tensor:
-        """The engine's attention of this layer, `[B, T, H, D]`; which tokens a query sees it knows by itself."""
-        engine = self._flow.kernels.attention(layer)
-        scales = self.scales_L3[layer] if self._simulates(layer) else None
-        starts, longest = sequences.starts, sequences.longest
-
-        def kernel(*states: Tensor) -> tuple:
-            return engine(*states, starts, longest, scales)
-
-        states = (sequences.packed(tensor.to(torch.bfloat16)) for tensor in (query, key, value))
-        mask = engine.scaling, engine.window, engine.softcap
-        return sequences.padded(packed_attention(kernel, *states, starts, longest, *mask, sinks_H))
-
     @property
-    def _followed(self) -> bool:
-        return self._flow is not None and self._flow.on
+    def _is_replaced(self) -> bool:
+        return self._replacement is not None and self._replacement.on
 
     def _simulates(self, layer: int) -> bool:
         return self.scales_L3 is not None and layer not in self.skip_layers
@@ -215,17 +222,44 @@ class AttentionHook:
         self._real_BT = mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Give real tokens the positions that they have in the engine: observed, under scales, and while following."""
+        """Give real tokens the positions that they have in the engine, if anything is plugged in."""
         ours = {}
-        if self._followed:
+        if self._is_replaced:
             tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
-            ours[SEQUENCES] = Sequences.of(self._real_BT, *tokens.shape[:2], tokens.device)
-        idle = not (self._aligned or self._followed) and self.scales_L3 is None and self.observation is None
+            ours[_BATCH] = self._replacement.before_forward(self._real_BT, tuple(tokens.shape[:2]), tokens.device)
+        idle = not (self._aligned or self._is_replaced) and self.scales_L3 is None and self.observation is None
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return args, kwargs | ours
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
         return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
+
+    def _use(self, implementation: str) -> None:
+        """Set the attention implementation of the language model. The towers of images and sounds keep theirs, which
+        may be another one: a string would set all of them.
+        """
+        config, text = self.base.config, self.base.config.get_text_config()
+        parts = [name for name in config.sub_configs if getattr(config, name, None) is text]
+        one = {parts[0]: implementation} if parts else implementation
+        self.base.set_attn_implementation(one)
+
+
+def hook_of(model: nn.Module) -> AttentionHook:
+    """The hook of a policy: the one that is installed on it, else a new one."""
+    installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
+    return next((hook for hook in installed if hook is not None), None) or AttentionHook(model)
+
+
+@contextmanager
+def hooked(model: nn.Module) -> Iterator[AttentionHook]:
+    """The hook of a policy for the block. It is removed afterwards if it was not there before."""
+    there = any(hasattr(module, _HOOK) for module in transformers_model(model).get_decoder().modules())
+    hook = hook_of(model)
+    try:
+        yield hook
+    finally:
+        if not there:
+            hook.remove()
 
 
 def _wrap_registered(name: str) -> None:

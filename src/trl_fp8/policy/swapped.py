@@ -8,6 +8,21 @@ from functools import cache
 from torch import nn
 
 
+class Swapper:
+    """What swapped modules of a policy, and is an attribute of each of them."""
+
+    def remove(self) -> None:
+        """Turn the modules back into what they were."""
+        raise NotImplementedError
+
+
+def release(model: nn.Module) -> None:
+    """Turn back what a `Swapper` swapped: a trainer before this one left a policy that computes as its engine."""
+    for module in list(model.modules()):
+        for swapper in [value for value in vars(module).values() if isinstance(value, Swapper)]:
+            swapper.remove()
+
+
 def swap(module: nn.Module, mixin: type, **attributes: object) -> None:
     """Put `mixin` before the class of `module`, which it can call by `self.before`, and give it `attributes`."""
     module.__class__ = _swapped(mixin, type(module), tuple(attributes))

@@ -8,6 +8,8 @@
     after_generation(rollouts)       all turns are through
     scoring(mask, logits_to_keep)    around each pass of the policy that scores rollouts (TRL's old log-probs, loss)
     reference(mask, logits_to_keep)  around each pass of a reference, which may be the policy without its adapters
+    logits(reference)                what makes the logits of policy or reference, if it is not their own head
+    as_rollouts_saw()                around a pass that has to compute as the latest rollouts were computed
     extend_batch(batch)              TRL's batch is complete: add to it, correct it, measure it
     begin_loss(inputs)               a forward for the loss is about to start
     end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
@@ -20,8 +22,8 @@ The trainer calls a hook of all features in the order of features/__init__.py. A
 too.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +32,7 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
+from trl_fp8.policy.head import Logits
 
 from .batch import Batch, Rollouts
 
@@ -66,6 +69,16 @@ class Feature(TrainerCallback):
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         return nullcontext()
 
+    def logits(self, reference: bool) -> Logits | None:
+        """What makes the logits of the policy, or of its `reference`, in this run; None: their own output heads."""
+        return None
+
+    def as_rollouts_saw(self) -> AbstractContextManager:
+        """Inside the block the policy computes with what the latest rollouts were computed with, a rounded cache say.
+        Unlike `scoring` it measures nothing.
+        """
+        return nullcontext()
+
     def extend_batch(self, batch: Batch) -> None: ...
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None: ...
@@ -99,3 +112,12 @@ class Feature(TrainerCallback):
     def save(self, folder: str) -> None: ...
 
     def load(self, folder: str) -> None: ...
+
+
+@contextmanager
+def as_rollouts_saw(features: Sequence[Feature]) -> Iterator[None]:
+    """`Feature.as_rollouts_saw` of all of them."""
+    with ExitStack() as around:
+        for feature in features:
+            around.enter_context(feature.as_rollouts_saw())
+        yield

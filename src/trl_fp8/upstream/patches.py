@@ -48,7 +48,7 @@ _PATCHES = {  # how -> target -> (by, why)
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
         ),
         "trl.trainer.utils._ChunkedLogProbFunction": (
-            "features/one_forward/head.py",
+            "policy/head.py",
             "TRL's output head calls it by this name.",
         ),
         "transformers.modeling_utils.get_hf_quantizer": (

@@ -34,7 +34,7 @@ def fp8_experts(model: nn.Module) -> list[RoutedExperts]:
 
 
 def activation_scaling(model: nn.Module) -> ActivationScaling | None:
-    """`EngineNumerics.linears`. `RuntimeError` if they differ: no single flow of a trainer could follow them."""
+    """`EngineNumerics.linears`. `RuntimeError` if they differ: no trainer could follow them with one format."""
     found = {kernel_scaling(kernel) for kernel in _kernels(model)}
     if len(found) > 1:
         raise RuntimeError(

@@ -125,7 +125,7 @@ class Platform(ABC):
 
     @abstractmethod
     def attention(self, layer: Attention) -> object:
-        """`policy.flow.kernels.Attention` of a layer of the engine."""
+        """`engine.kernels.Attention` of a layer of the engine."""
 
     @abstractmethod
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict: ...
@@ -258,15 +258,15 @@ class Cuda(Platform):
             compiled = "rotary embedding (longrope) with what is around it"
         if compiled:
             raise ValueError(
-                f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+                f"fp8_forward='one_forward' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
                 f"{compiled}, so that the trainer cannot have the engine's bits. Set fp8_forward='off'."
             )
         if self.flash_attention != 3:
             major, minor = self.capability
             raise ValueError(
-                f"fp8_forward='full' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
-                "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
-                "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
+                f"fp8_forward='one_forward' on a GPU of compute capability {major}.{minor}: vLLM attends with "
+                "TRITON_ATTN there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not "
+                "read. On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
             )
         return super()._invariant_arguments(config)
 

@@ -18,7 +18,7 @@ from trl.distributed import DistributedBackend
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -45,7 +45,8 @@ class KVCache(Feature):
         super().__init__(trainer)
         args = trainer.args
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
-        self.hook = AttentionHook(trainer.model, recipe.kv_cache_skip_layers)
+        self.hook = hook_of(trainer.model)
+        self.hook.skip(recipe.kv_cache_skip_layers)
         self.hook.align()
         if args.skip_layers is None:
             tokens = self._first_prompts()
@@ -55,7 +56,9 @@ class KVCache(Feature):
             self.hook.skip(recipe.kv_cache_skip_layers)
         trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
         reference = trainer.ref_model if args.simulate_kv_cache else None
-        self.reference_hook = reference and AttentionHook(reference, recipe.kv_cache_skip_layers)
+        self.reference_hook = reference and hook_of(reference)
+        if self.reference_hook:
+            self.reference_hook.skip(recipe.kv_cache_skip_layers)
         self.calibration = Calibration(
             self.hook,
             mode=args.kv_calibration,
@@ -113,14 +116,14 @@ class KVCache(Feature):
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        with self.kv_state.watching(self.hook), self.simulated():
+        with self.kv_state.watching(self.hook), self.as_rollouts_saw():
             yield
 
     @contextmanager
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         """Under the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
         hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
-        with self.simulated():
+        with self.as_rollouts_saw():
             before, scales_L3 = hook.scales_L3, self.hook.scales_L3
             hook.simulate(scales_L3)
             try:
@@ -129,7 +132,7 @@ class KVCache(Feature):
                 hook.simulate(before)
 
     @contextmanager
-    def simulated(self) -> Iterator[None]:
+    def as_rollouts_saw(self) -> Iterator[None]:
         """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
         before = self.hook.scales_L3
         if before is None and self.trainer.args.simulate_kv_cache:

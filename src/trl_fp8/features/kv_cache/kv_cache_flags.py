@@ -56,7 +56,7 @@ class KVCacheFlags(FlagGroup):
         "Whether the trainer's attention sees k and v (and q, if the engine's attention rounds it) as the "
         "engine's FP8 KV cache held them during the rollout, under the same scales; gradients pass straight "
         "through. Lowers the mismatch where nothing larger hides it, and is on there if not set: with "
-        "fp8_weights=False. A part of fp8_forward='full'.",
+        "fp8_weights=False. A part of fp8_forward='one_forward'.",
     )
 
     @property

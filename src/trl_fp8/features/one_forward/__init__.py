@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def _construct(trainer, making: Construction) -> Iterator[None]:
     """A model that followed the engine of a trainer before this one computes by itself again."""
     if not isinstance(model := making.given["model"], str):
-        from .one_forward import release
+        from trl_fp8.policy.swapped import release
 
         release(model)
     yield
@@ -26,7 +26,7 @@ def _construct(trainer, making: Construction) -> Iterator[None]:
 def _features(trainer) -> "Iterator[Feature]":
     args = trainer.args
     if args.fp8_flow_on:
-        from .following import Flow
+        from trl_fp8.features.one_forward.following import Flow
 
         yield Flow(trainer)
     if args.any_fp8:

@@ -1,9 +1,8 @@
-"""`FP8Flow`: how the trainer quantizes what it quantizes itself, decided once for all layers.
+"""`BackwardPrecision`: how a trainer with one forward quantizes what it quantizes itself, decided once for all layers.
 
 The forward is the engine's. What is left are weights whose codes an engine holds in parts only, and with
-`backward="fp8"` the operands of both backward GEMMs: rounded to e4m3, weights as their format says
-(`quantization.facts`), the others in groups of 128 along the dim that the GEMM contracts. The fields carry the
-values of the flags fp8_backward and fp8_gemm_backend.
+`fp8_backward="fp8"` the operands of both backward GEMMs: rounded to e4m3, weights as their format says
+(`quantization.facts`), the others in groups of 128 along the dim that the GEMM contracts.
 """
 
 from collections.abc import Sequence
@@ -16,43 +15,27 @@ from torchao.quantization import Float8Tensor
 from trl_fp8.quantization.codec.blockwise import quantize_activation
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.quantization.facts.scaling import ScaleFormat, check_scale_format
+from trl_fp8.quantization.facts.scaling import ScaleFormat
 from trl_fp8.quantization.facts.spec import FormatSpec
 
 
-BACKENDS = ("fake_quant", "scaled_mm")
 # Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the
 # scale of an all-zero group a normal fp32 number.
 GRADIENT_AMAX_FLOOR = 1e-30
 
 
 @dataclass(frozen=True)
-class FP8Flow:
-    """Checked when it is made."""
+class BackwardPrecision:
+    """Values of flags, which `ForwardFlags` has checked, and what they mean for an operand."""
 
-    backward: str = "bf16"
+    precision: str = "bf16"  # flag fp8_backward
     format: FormatSpec = BLOCKS  # of the weights; what the sync sends to the engine, as is their `scale_format`
     scale_format: ScaleFormat = "pow2"
     operand_scale_format: ScaleFormat = "pow2"  # of activations in the engine, and so of the backward's operands
-    backend: str = "fake_quant"  # of the backward's FP8 GEMMs, see gemm.py
+    backend: str = "fake_quant"  # flag fp8_gemm_backend, see gemm.py
     # Keep each layer's quantized weight (1 byte per element) until its weight changes. False where the weight that a
     # forward sees is gathered anew each time (FSDP2, ZeRO-3).
     cache_weights: bool = True
-
-    def __post_init__(self):
-        for flag, value, known in (
-            ("fp8_backward", self.backward, ("bf16", "fp8")),
-            ("fp8_gemm_backend", self.backend, BACKENDS),
-        ):
-            if value not in known:
-                raise ValueError(f"{flag}={value!r} is not a precision flow. Use one of {list(known)}.")
-        check_scale_format(self.scale_format)
-        check_scale_format(self.operand_scale_format)
-        if self.backend not in self.format.gemm_backends:
-            raise ValueError(
-                f"fp8_gemm_backend={self.backend!r} with fp8_weight_format={self.format.name!r}: it multiplies other "
-                f"blocks. Use one of {list(self.format.gemm_backends)}, or fp8_weight_format='blocks'."
-            )
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
         """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""

@@ -14,11 +14,11 @@ from functools import cached_property
 
 from trl import GRPOTrainer
 
-from trl_fp8.features.kv_cache.kv_cache import KVCache
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.head import scored_by
+from trl_fp8.policy.hook import hook_of
 
-from .head import engine_head, scored_by
-from .one_forward import OneForward
+from .followed_head import followed_head
+from .one_forward import OneForward, require_followable
 from .reference_weights import ReferenceWeights
 
 
@@ -28,9 +28,9 @@ class FollowedReference:
     def __init__(self, trainer: GRPOTrainer, policy: OneForward):
         self._trainer, self.forward = trainer, policy
         if trainer.ref_model is not None:
-            kv_cache = trainer.feature(KVCache)
-            hook = kv_cache.reference_hook if kv_cache else AttentionHook(trainer.ref_model)
-            self.forward = OneForward(trainer.ref_model, policy.recipe, policy.kernels, policy.flow, hook)
+            require_followable(trainer.ref_model, policy.recipe, policy.backward.precision)
+            hook = hook_of(trainer.ref_model)
+            self.forward = OneForward(trainer.ref_model, policy.recipe, policy.kernels, policy.backward, hook)
         self.forward.switch(on=False)
         # With PEFT's `bias` the base's own biases are trained, and TRL's reference computes with them
         adapters = trainer.model.peft_config.values() if trainer.ref_model is None else ()
@@ -45,7 +45,7 @@ class FollowedReference:
     @contextmanager
     def scored(self) -> Iterator[None]:
         """Around a pass of the reference."""
-        with self._weights.held(), self.forward.switched(on=True), scored_by(engine_head(self.forward)):
+        with self._weights.held(), self.forward.switched(on=True), scored_by(followed_head(self.forward)):
             yield
 
     def outdate(self) -> None:

@@ -1,4 +1,4 @@
-"""One forward (`fp8_forward="full"`): the policy computes what the engine computes, and it is checked that it does.
+"""The policy computes what the engine computes (`fp8_forward="one_forward"`), and it is checked that it does.
 
 engine started     the policy's modules are told whom to call in the engine
 scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
@@ -8,7 +8,8 @@ first rollouts     compared: beyond what the platform guarantees is an error tha
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 
 import torch
 from accelerate.logging import get_logger
@@ -17,23 +18,25 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.modules.gemm import require_backend
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.head import Logits, scored_by
+from trl_fp8.policy.hook import hook_of
+from trl_fp8.policy.swapped import release
 from trl_fp8.run.batch import Batch, Rollouts
-from trl_fp8.run.feature import Feature
+from trl_fp8.run.feature import Feature, as_rollouts_saw
+from trl_fp8.run.metric import quotient
 
-from .backward import FP8Flow
+from .backward import BackwardPrecision
 from .comparison import Comparison
+from .followed_head import engine_logits, followed_head
 from .followed_reference import FollowedReference
-from .head import engine_head, scored_by
-from .one_forward import OneForward, release, require_followable
+from .one_forward import OneForward, require_followable
 
 
 logger = get_logger(__name__)
 
 
-class Flow(Feature):
+class Following(Feature):
     """`ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have."""
 
     def __init__(self, trainer: GRPOTrainer):
@@ -41,10 +44,11 @@ class Flow(Feature):
         self.forward: OneForward | None = None  # until the engine is there to be called
         self.followed_reference: FollowedReference | None = None  # likewise; None without beta
         self._outdated, self._checked = True, False
-        # what can be refused before an engine is started
+        # What can be refused before an engine is started
         release(trainer.model)
-        require_followable(trainer.model, trainer.recipe, self._flow())
-        require_backend(trainer.args.fp8_gemm_backend, _capability())
+        require_followable(trainer.model, trainer.recipe, trainer.args.fp8_backward)
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        require_backend(trainer.args.fp8_gemm_backend, capability)
         self._require_whole_weights()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
@@ -62,25 +66,19 @@ class Flow(Feature):
                 "activations with one scale per batch, so that a token's depends on the others. Remove linear_backend "
                 "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
-        kv_cache = trainer.feature(KVCache)
-        hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
         self._bound = numerics.mismatch_bound
-        options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
-        flow = self._flow(**options)
-        self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
+        backward = BackwardPrecision(
+            precision=trainer.args.fp8_backward,
+            backend=trainer.args.fp8_gemm_backend,
+            format=trainer.recipe.format,
+            scale_format=trainer.recipe.scale_format,
+            operand_scale_format="pow2" if numerics.linears is None else numerics.linears.scale_format,
+            cache_weights=not self._sharded,
+        )
+        self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
         if trainer.args.beta:
             self.followed_reference = FollowedReference(trainer, self.forward)
-
-    def _flow(self, **options) -> FP8Flow:
-        trainer = self.trainer
-        return FP8Flow(
-            **trainer.args.flow,
-            format=trainer.recipe.format,
-            scale_format=trainer.recipe.scale_format,
-            cache_weights=not self._sharded,
-            **options,
-        )
 
     def _require_whole_weights(self) -> None:
         args, recipe = self.trainer.args, self.trainer.recipe
@@ -100,7 +98,7 @@ class Flow(Feature):
     def __str__(self) -> str:
         weights = "its tensors" if self.forward.shares else "codes of its own"
         reference = ", the reference likewise" if self.followed_reference else ""
-        return f"the engine's kernels on {weights}{reference}, backward {self.forward.flow.backward}"
+        return f"the engine's kernels on {weights}{reference}, backward {self.forward.backward.precision}"
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self.forward.invalidate()
@@ -125,11 +123,14 @@ class Flow(Feature):
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         self._bring_up_to_date()
-        with self.forward.switched(on=True), scored_by(engine_head(self.forward)):
+        with self.forward.switched(on=True), scored_by(followed_head(self.forward)):
             yield
 
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self.followed_reference.scored()
+
+    def logits(self, reference: bool) -> Logits:
+        return partial(engine_logits, self.followed_reference.forward if reference else self.forward)
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
         self._bring_up_to_date()
@@ -148,13 +149,12 @@ class Flow(Feature):
             self._outdated = False
 
     def extend_batch(self, batch: Batch) -> None:
-        """Look at the first rollouts that were measured, with `fp8_base` until adapters took part in them.
-
-        A collective with `fp8_base`, and if they differ.
+        """Look at the first rollouts that both sides scored, with `fp8_base` until adapters took part in them. A
+        collective until then.
         """
         if self._checked:
             return
-        if self.trainer.args.correction is None:
+        if not getattr(self.trainer.args, "vllm_importance_sampling_correction", False):
             self._checked = True
             logger.warning(
                 f"fp8_forward={self.trainer.args.fp8_forward!r} with vllm_importance_sampling_correction=False: the "
@@ -162,14 +162,22 @@ class Flow(Feature):
                 "share a forward. Set it to True; rollout_correction='monitor' only measures."
             )
             return
-        mismatch = batch.metrics["mismatch/logp_difference_mean"].value  # of all ranks; NaN if no token was scored
-        broken = batch.metrics["mismatch/fraction_broken"].value  # tokens whose log-prob is no number on one side
-        measured = not math.isnan(mismatch) or broken > 0
+        ratio, accelerator = batch.ratio, self.trainer.accelerator
+        sums = ratio.values_BT.double().abs().sum(), ratio.scored_BT.sum(), ratio.broken_BT.sum()
+        of_ranks = accelerator.gather(torch.stack([each.double() for each in sums])).view(-1, len(sums))
+        distance, scored, broken = of_ranks.sum(0).tolist()
+        mismatch = quotient(distance, scored)  # mean |log r|; NaN if no token was scored
+        measured = not math.isnan(mismatch) or broken > 0  # broken: the log-prob is no number on the trainer's side
         checked = measured and (not self.trainer.args.fp8_base or self._adapters_add())
         if not (mismatch > self._bound or broken > 0):
             self._checked = checked
             return
-        text = self._failure(mismatch, batch)
+        text = (
+            "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
+            f"{mismatch:.2g}, where trainer and engine share kernels that leave at most {self._bound:g} (a policy of "
+            f"type {self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout "
+            "correction works without it), or fp8_forward_check='warn' to go on as it is."
+        )
         if self.trainer.args.fp8_forward_check == "error":
             raise RuntimeError(text)
         self._checked = checked
@@ -182,28 +190,15 @@ class Flow(Feature):
         accelerator = self.trainer.accelerator
         return bool(accelerator.reduce(torch.tensor(float(found), device=accelerator.device)) > 0)
 
-    def _failure(self, mismatch: float, batch: Batch) -> str:
-        return (
-            f"fp8_forward='full', but the mean difference of log-probs of the first rollouts is {mismatch:.2g}, where "
-            f"trainer and engine share kernels that leave at most {self._bound:g} (a policy of type "
-            f"{self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout correction "
-            "works without it), or fp8_forward_check='warn' to go on as it is."
-        )
-
     def _where(self, batch: Batch) -> str:
         """Sentences on the first layer whose result the policy does not get, found with a rollout of this rank."""
         trainer, comparison = self.trainer, Comparison(self.forward)
         with comparison.engine():
             tokens = trainer.vllm_generation.prefill(worst_rollout(batch))
         ids = torch.tensor([tokens], device=trainer.accelerator.device)
-        kv_cache = trainer.feature(KVCache)
-        as_cached = kv_cache.simulated() if kv_cache else nullcontext()
-        with (
-            torch.no_grad(),
-            as_cached,
-            self.scoring(torch.ones_like(ids), 1),
-            comparison.policy(),
-        ):  # but no observation, no routes
+        # TRL's own method: in that of this trainer the other features would observe the pass, and replay routes in it
+        as_cached, scoring = as_rollouts_saw(trainer.features), self.scoring(torch.ones_like(ids), 1)
+        with torch.no_grad(), as_cached, scoring, comparison.policy():
             GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
         if difference := comparison.first_difference():
             return f"First to differ, when both compute one of the rollouts, is {difference}."
@@ -226,7 +221,3 @@ def worst_rollout(batch: Batch) -> list[int]:
         for part in ("prompt", "completion")
     ]
     return torch.cat(parts)[:-1].tolist()
-
-
-def _capability() -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None

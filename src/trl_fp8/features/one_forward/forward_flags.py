@@ -1,14 +1,18 @@
-"""Flags of the trainer's own forward and backward in FP8."""
+"""Flags of one forward: whether the trainer computes as the engine does, and how it computes gradients then."""
 
+import logging
 from dataclasses import dataclass
 
+from trl_fp8.quantization.facts import format_named
 from trl_fp8.recipe.families import family_of, types_with
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.run.flag import FlagGroup, flag
 
 
-FP8_FORWARDS = "off", "full"
+logger = logging.getLogger(__name__)
+
 KNOWN = {
+    "fp8_forward": ("off", "one_forward"),
     "fp8_forward_check": ("error", "warn"),
     "fp8_backward": ("bf16", "fp8"),
     "fp8_gemm_backend": ("fake_quant", "scaled_mm"),
@@ -21,21 +25,21 @@ class ForwardFlags(FlagGroup):
 
     fp8_forward: str = flag(
         "off",
-        "Whether the trainer's forward is its own ('off') or the engine's ('full'): each module of the policy calls "
-        "the engine's kernel on the engine's tensors, KV cache included, so that trainer and rollouts do not differ. "
-        "On CPU they do not, at any depth that was measured; on a GPU nothing has been measured "
-        "(docs/unified_flow.md). Master weights and checkpoints stay as they are.",
+        "Whether the trainer's forward is its own ('off') or the engine's ('one_forward'): each module of the policy "
+        "calls the engine's kernel on the engine's tensors, KV cache included, so that trainer and rollouts do not "
+        "differ. On CPU they do not, at any depth that was measured; on a GPU nothing has been measured "
+        "(docs/one_forward.md). Master weights and checkpoints stay as they are.",
     )
     fp8_forward_check: str = flag(
         "error",
-        "What happens with fp8_forward='full' if the engine computes another model than the policy, or if the "
+        "What happens with fp8_forward='one_forward' if the engine computes another model than the policy, or if the "
         "mismatch of the first rollouts is not what the platform guarantees: 'error', or 'warn' to go on. Both name "
         "the modules that differ.",
     )
     fp8_backward: str = flag(
         "bf16",
         "Backward of the FP8 linear layers: 'bf16' (straight through: gradients of the unquantized layer) or 'fp8' "
-        "(both GEMMs with quantized operands, as in Jet-RL). Only with fp8_forward='full'.",
+        "(both GEMMs with quantized operands, as in Jet-RL). Only with fp8_forward='one_forward'.",
     )
     fp8_gemm_backend: str = flag(
         "fake_quant",
@@ -44,80 +48,80 @@ class ForwardFlags(FlagGroup):
     )
 
     @property
-    def fp8_flow_on(self) -> bool:
+    def one_forward(self) -> bool:
+        """Whether the trainer's forward is the engine's."""
         return self.fp8_forward != "off"
 
-    @property
-    def flow(self) -> dict[str, str]:
-        """What the flags say of an `FP8Flow`."""
-        return {"backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
-
     def calls_engine(self) -> bool:
-        return self.fp8_flow_on
+        return self.one_forward
 
     def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
-        return self.fp8_flow_on and bool(outline.experts or has_adapters)
+        return self.one_forward and bool(outline.experts or has_adapters)
 
     def check_model(self, outline: Outline) -> None:
-        if self.fp8_flow_on:
+        if self.one_forward:
             require_followed(outline)
 
     def resolve(self) -> None:
         """Before TRL's own checks: `ValueError` for what cannot be."""
-        # These replace parts of the policy's forward. transformers takes either of the last two as torch_compile=True.
-        # A compiler builds the kernels of the loss's forward anew, and the comparison with the engine does not see
-        # it: rollouts are scored uncompiled
-        names = "use_liger_kernel", "cast_lm_head_to_fp32"
-        others = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        others["torch_compile"] = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
-        if self.fp8_forward not in FP8_FORWARDS:
-            raise ValueError(
-                f"fp8_forward={self.fp8_forward!r} is not a precision flow. Use one of {list(FP8_FORWARDS)}."
-            )
-        if self.fp8_flow_on and not self.fp8_weights:
+        if self.fp8_forward == "full":
+            self.fp8_forward = "one_forward"
+            logger.warning("fp8_forward='full' is now called 'one_forward', which is used.")
+        for name, known in KNOWN.items():
+            if (value := getattr(self, name)) not in known:
+                raise ValueError(f"{name}={value!r} is not known. Use one of {list(known)}.")
+        if not self.one_forward:
+            for name in ("fp8_backward", "fp8_forward_check", "fp8_gemm_backend"):
+                if (value := getattr(self, name)) != KNOWN[name][0]:
+                    raise ValueError(
+                        f"{name}={value!r} with fp8_forward='off': there is no forward that it would concern. "
+                        f"Set fp8_forward='one_forward', or remove {name}."
+                    )
+            return
+        if not self.fp8_weights:
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the trainer would compute in FP8 what the "
                 "engine does not, and add mismatch instead of removing it. Set fp8_weights=True or fp8_forward='off'."
             )
-        if self.fp8_forward == "full" and self.fp16:
+        if self.fp16:
             raise ValueError(
-                "fp8_forward='full' with fp16=True: a full FP8 forward shares the engine's activations, which are "
-                "BF16. Set bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
+                f"fp8_forward={self.fp8_forward!r} with fp16=True: the trainer shares the engine's activations, which "
+                "are BF16. Set bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
-        if self.fp8_forward == "full" and getattr(self, "simulate_kv_cache", None) is False:
+        if getattr(self, "simulate_kv_cache", None) is False:
             raise ValueError(
-                "simulate_kv_cache=False with fp8_forward='full': the engine's forward reads k and v from its KV "
-                "cache, and the trainer runs that forward. Remove simulate_kv_cache, or set fp8_forward='off'."
+                f"simulate_kv_cache=False with fp8_forward={self.fp8_forward!r}: the engine's forward reads k and v "
+                "from its KV cache, and the trainer runs that forward. Remove simulate_kv_cache, or set "
+                "fp8_forward='off'."
             )
-        if self.fp8_flow_on and (replaced := [name for name, on in others.items() if on]):
+        # These replace parts of the policy's forward. transformers takes either of the last two as torch_compile=True.
+        # A compiler builds the kernels of the loss's forward anew, and the comparison with the engine does not see
+        # it: rollouts are scored uncompiled
+        others = {name: getattr(self, name, False) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
+        others["torch_compile"] = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
+        if replaced := [name for name, on in others.items() if on]:
             raise ValueError(
                 f"{replaced[0]}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward, which "
                 f"would not be the engine's any more. Remove {replaced[0]}, or set fp8_forward='off'."
             )
-        given = {
-            "fp8_backward": (self.fp8_backward, "bf16"),
-            "fp8_forward_check": (self.fp8_forward_check, "error"),
-            "fp8_gemm_backend": (self.fp8_gemm_backend, "fake_quant"),
-        }
-        for name, (value, default) in given.items():
-            if value != default and not self.fp8_flow_on:
-                raise ValueError(
-                    f"{name}={value!r} with fp8_forward='off': there is no forward that it would concern. "
-                    f"Set fp8_forward='full', or remove {name}."
-                )
-        for name, known in KNOWN.items():
-            if (value := getattr(self, name)) not in known:
-                raise ValueError(f"{name}={value!r} is not known. Use one of {list(known)}.")
-        if self.fp8_gemm_backend != "fake_quant" and self.fp8_backward != "fp8":
+        if self.fp8_gemm_backend == "fake_quant":
+            return
+        if self.fp8_backward != "fp8":
             raise ValueError(
                 f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_backward={self.fp8_backward!r}: it computes the "
                 "GEMMs of an FP8 backward. Set fp8_backward='fp8', or remove fp8_gemm_backend."
+            )
+        backends = format_named(self.fp8_weight_format).gemm_backends
+        if self.fp8_gemm_backend not in backends:
+            raise ValueError(
+                f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_weight_format={self.fp8_weight_format!r}: it "
+                f"multiplies other blocks. Use one of {list(backends)}, or fp8_weight_format='blocks'."
             )
 
 
 def require_followed(outline: Outline) -> None:
     """Raise `ValueError` for a model of a type whose layers a trainer cannot compute as an engine does."""
-    policy = f"fp8_forward='full' with a policy of type {outline.config_type!r}"
+    policy = f"fp8_forward='one_forward' with a policy of type {outline.config_type!r}"
     if any(cache.is_latent for cache in outline.caches):
         raise ValueError(
             f"{policy}: its attention is latent (MLA), and an engine expands the latents of prompts by kv_b_proj, but "
@@ -131,6 +135,6 @@ def require_followed(outline: Outline) -> None:
         )
     if outline.config_type != outline.model_type:
         raise ValueError(
-            f"fp8_forward='full' with a {outline.class_name}: text models are known, and not what images do to masks "
+            f"fp8_forward='one_forward' with a {outline.class_name}: text models are known, and not what images do to masks "
             "and positions. Set fp8_forward='off'."
         )

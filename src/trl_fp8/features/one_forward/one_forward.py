@@ -10,7 +10,6 @@ Modules stay the objects that they are: only their class is exchanged (swapped.p
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import ModuleType
 
 from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -29,22 +28,23 @@ from trl_fp8.features.one_forward.modules.between import (
     Turning,
 )
 from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter, require_sums
+from trl_fp8.features.one_forward.modules.followed_attention import FollowedAttention
 from trl_fp8.features.one_forward.modules.followed_experts import (
     FollowedExperts,
     FollowedRouter,
     require_followable_experts,
 )
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.policy.swapped import restore, swap
+from trl_fp8.policy.swapped import Swapper, restore, swap
 from trl_fp8.recipe.from_model import linear_layers, of_adapter, outline_of
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import patch
 
-from .backward import FP8Flow
+from .backward import BackwardPrecision
 from .forward_flags import require_followed
 
 
@@ -53,26 +53,34 @@ MLPS = {
     FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
 }
 TURN = "apply_rotary_pos_emb"
-PLAIN = nn.Linear.forward, SharedLinear.forward
 
 
-class OneForward:
+class OneForward(FollowedAttention, Swapper):
     """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
 
-    `ValueError` names what the engine has nothing to call for; the policy is as it was then.
+    The policy has passed `require_followable`. `ValueError` names what the engine has nothing to call for; the policy
+    is as it was then.
     """
 
     def __init__(
-        self, model: nn.Module, recipe: FP8Recipe, kernels: EngineKernels, flow: FP8Flow, hook: AttentionHook
+        self,
+        model: nn.Module,
+        recipe: FP8Recipe,
+        kernels: EngineKernels,
+        backward: BackwardPrecision,
+        hook: AttentionHook,
     ):
-        self.flow, self.kernels, self.recipe, self.hook = flow, kernels, recipe, hook
+        self.backward, self.kernels, self.recipe, self.hook = backward, kernels, recipe, hook
         self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
-        require_followable(model, recipe, flow)
         base = transformers_model(model)
-        _turn_by_engine(sys.modules[type(base).__module__])
+        # Attention of this family calls its module's function for rotary embeddings by name: it stays patched for good
+        # and does nothing until it is handed a `Turn`
+        family = sys.modules[type(base).__module__]
+        if not isinstance(turn := getattr(family, TURN), Turning):
+            patch(family, TURN, Turning(turn))
         ours = _computing(base)
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
         self._experts = {experts for _, experts in expert_modules(model)}
@@ -85,7 +93,7 @@ class OneForward:
         except ValueError:
             self.remove()
             raise
-        hook.follow(self)
+        hook.replace(self)
 
     def switch(self, on: bool) -> None:
         self.on = on
@@ -110,7 +118,7 @@ class OneForward:
             restore(module)
         self.modules.clear()
         self.copies.clear()
-        self.hook.follow(None)
+        self.hook.replace(None)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a copy of a policy has no engine that holds its weights
@@ -148,15 +156,17 @@ class OneForward:
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
+        # What the engine fused is one call, whose output is read once by each layer, and by an adapted one twice: for
+        # its value, and by PEFT's own forward, which gives the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (
                 FusedCall(lambda x: engine(tokens_of(x)), readers),
-                FusedCall(lambda x: self.flow.quantize_for_backward(tokens_of(x).t()), len(peers)),
+                FusedCall(lambda x: self.backward.quantize_for_backward(tokens_of(x).t()), len(peers)),
             )
         fused, along_tokens = self._calls[engine]
+        sharing = self.recipe.sharing_scale(f"{name}.weight")
         return {
-            "fp8_flow": self.flow,
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
             "adapted": module in self._adapted,
@@ -166,11 +176,11 @@ class OneForward:
             "fused": fused,
             "along_tokens": along_tokens,
             "kept": None,
-            "peers": tuple(self._linears[peer] for peer in _sharing_scale(self.recipe, name)),
+            "peers": tuple(self._linears[weight.removesuffix(".weight")] for weight in sharing),
         }
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:
-        swap(module, mixin, flow=self, **attributes)
+        swap(module, mixin, one_forward=self, **attributes)
         name = checkpoint_name(path)
         among = self.modules if name == without_copies(name) else self.copies
         among[path] = module
@@ -181,28 +191,18 @@ def is_rotary(module: nn.Module) -> bool:
     return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
 
 
-def _sharing_scale(recipe: FP8Recipe, name: str) -> list[str]:
-    return [weight.removesuffix(".weight") for weight in recipe.sharing_scale(f"{name}.weight")]
-
-
-def release(model: nn.Module) -> None:
-    """Let a model that followed the engine of a trainer before this one compute by itself."""
-    for module in list(model.modules()):
-        if isinstance(before := module.__dict__.get("flow"), OneForward):
-            before.remove()
-
-
-def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> None:
+def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
     """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
     require_sums(model, recipe.tensor_parallel_size)
-    require_followable_experts(recipe, flow.backward)
+    require_followable_experts(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
     if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
         raise ValueError(
-            f"fp8_forward='full' with attention_dropout={dropout} in the model's config: the engine's attention drops "
-            "nothing. Load the model with attention_dropout=0.0 (model_init_kwargs={'attention_dropout': 0.0}, or "
-            "from_pretrained(..., attention_dropout=0.0)), or set fp8_forward='off'."
+            f"fp8_forward='one_forward' with attention_dropout={dropout} in the model's config: the engine's "
+            "attention drops nothing. Load the model with attention_dropout=0.0 "
+            "(model_init_kwargs={'attention_dropout': 0.0}, or from_pretrained(..., attention_dropout=0.0)), or set "
+            "fp8_forward='off'."
         )
     computing = _computing(base)
     for name, module in model.named_modules():
@@ -210,15 +210,19 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
             _embedding(module)
         elif module in computing and isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
             raise ValueError(
-                f"fp8_forward='full': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
+                f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
                 "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
                 "0.0}), or set fp8_forward='off'."
             )
-        elif module in computing and isinstance(module, nn.Linear) and type(module).forward not in PLAIN:
+        elif module in computing and isinstance(module, nn.Linear) and not _is_plain(module):
             raise ValueError(
-                f"fp8_forward='full': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward would "
-                "be lost. Set fp8_forward='off'."
+                f"fp8_forward='one_forward': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward "
+                "would be lost. Set fp8_forward='off'."
             )
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    return type(linear).forward is nn.Linear.forward or isinstance(linear, HoldsCodes)
 
 
 def _computing(base: PreTrainedModel) -> set[nn.Module]:
@@ -232,13 +236,6 @@ def _embedding(module: nn.Embedding) -> type:
     if type(module).__name__.endswith("ScaledWordEmbedding"):
         return FollowedScaledEmbedding
     raise ValueError(
-        f"fp8_forward='full': the model's embedding is a {type(module).__name__}, of which is not known where an "
-        "engine rounds. Set fp8_forward='off'."
+        f"fp8_forward='one_forward': the model's embedding is a {type(module).__name__}, of which is not known where "
+        "an engine rounds. Set fp8_forward='off'."
     )
-
-
-def _turn_by_engine(family: ModuleType) -> None:
-    """Let the attention of this family of models hand its rotary embedding to an engine. Idempotent."""
-    apply = getattr(family, TURN)
-    if not isinstance(apply, Turning):
-        patch(family, TURN, Turning(apply))

@@ -1,30 +1,27 @@
 """After the first sync, before anything is sampled: does the engine compute the model that the policy is?
 
-The policy runs one short sequence, and its modules are compared with the engine's (policy/witness). Where the policy
-calls the engine (`fp8_forward="full"`) a difference is an error, unless fp8_forward_check='warn': gradients would
-be those of one model and values those of another, and no mismatch would show it. Elsewhere it is a warning, because
-`mismatch/*` shows it, too.
+The policy runs one short sequence, and its modules are compared with the engine's (witness/). With one forward a
+difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
+another, and no mismatch would show it. Without it a difference is a warning, because `mismatch/*` shows it, too.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack
 
 import torch
 from accelerate.logging import get_logger
-from torch import Tensor
 from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.witness.witness import Witness
-from trl_fp8.policy.hook import AttentionHook
+from trl_fp8.policy.head import scored_by
+from trl_fp8.policy.hook import hooked
 from trl_fp8.recipe.messages import listed
-from trl_fp8.run.feature import Feature
+from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.sync.audit import all_reduce_max
 
-from .following import Flow
-from .head import engine_head, engine_logits, scored_by
+from .followed_head import engine_logits, followed_head
+from .following import Following
 from .one_forward import OneForward
 
 
@@ -49,48 +46,25 @@ class SameModel(Feature):
     def after_sync(self) -> None:
         if self._compared:
             return
-        flow, kv_cache = self.trainer.feature(Flow), self.trainer.feature(KVCache)
-        forward = flow and flow.forward
-        with self._hook() as hook:
-            longest = (
-                self.trainer.args.vllm_max_model_length or hook.base.config.get_text_config().max_position_embeddings
-            )
-            self.witness = Witness(self.trainer.model, self._kernels, hook, longest, forward)
-            as_cached = kv_cache.simulated() if kv_cache and flow else nullcontext()
-            with torch.no_grad(), as_cached, self._following(forward), self.witness.watching():
-                ids = self._tokens(longest)
-                mask = torch.ones_like(ids)
-                inputs = self.trainer, self.trainer.model, ids, mask, ids.shape[1] - 1
-                GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
-        self._tell(len(self.witness.findings.differences), follows=flow is not None)
+        trainer, following = self.trainer, self.trainer.feature(Following)
+        forward = following and following.forward
+        with hooked(trainer.model) as hook, torch.no_grad(), ExitStack() as around:
+            positions = hook.base.config.get_text_config().max_position_embeddings
+            longest = trainer.args.vllm_max_model_length or positions
+            self.witness = Witness(trainer.model, self._kernels, hook, longest, forward)
+            if following:
+                # The policy calls the engine, whose cache rounds k and v, and the output head is compared, too
+                around.enter_context(as_rollouts_saw(trainer.features))
+                around.enter_context(forward.switched(on=True))
+                around.enter_context(scored_by(witnessed_head(self.witness, forward)))
+            around.enter_context(self.witness.watching())
+            # A short text, the same on all ranks, through TRL's own method: no other feature takes part in the pass
+            tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
+            ids = torch.tensor([tokens], device=trainer.accelerator.device)
+            inputs = trainer, trainer.model, ids, torch.ones_like(ids), len(tokens) - 1
+            GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
+        self._tell(len(self.witness.findings.differences), follows=following is not None)
         self._compared = True  # not before: a run that goes on after the error is compared again
-
-    @contextmanager
-    def _hook(self) -> Iterator[AttentionHook]:
-        """That of the run, or one for the block."""
-        features = (self.trainer.feature(kind) for kind in (KVCache, Flow))
-        if (feature := next((one for one in features if one), None)) is not None:
-            yield feature.hook if isinstance(feature, KVCache) else feature.forward.hook
-            return
-        hook = AttentionHook(self.trainer.model)
-        try:
-            yield hook
-        finally:
-            hook.remove()
-
-    @contextmanager
-    def _following(self, forward: OneForward | None) -> Iterator[None]:
-        """Inside the block the policy calls the engine, and its output head is compared."""
-        if forward is None:
-            yield
-            return
-        with forward.switched(on=True), scored_by(witnessed_head(self.witness, forward)):
-            yield
-
-    def _tokens(self, longest: int) -> Tensor:
-        """A short text, `[1, T]`, the same on all ranks."""
-        ids = self.trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
-        return torch.tensor([ids], device=self.trainer.accelerator.device)
 
     def _tell(self, found: int, follows: bool) -> None:
         """A collective, so that all ranks end together."""
@@ -110,9 +84,9 @@ class SameModel(Feature):
             )
             return
         text = (
-            f"fp8_forward='full', but the engine computes another model than the policy, of type {kind!r}. First to "
-            f"differ, on the same inputs:\n  {differ}\nThe trainer would follow the engine's model, with no mismatch "
-            "to show it. Set fp8_forward='off' (rollouts will still be those of another model), or "
+            f"fp8_forward='one_forward', but the engine computes another model than the policy, of type {kind!r}. "
+            f"First to differ, on the same inputs:\n  {differ}\nThe trainer would follow the engine's model, with no "
+            "mismatch to show it. Set fp8_forward='off' (rollouts will still be those of another model), or "
             "fp8_forward_check='warn' to go on as it is."
         )
         if self.trainer.args.fp8_forward_check == "error":
@@ -122,7 +96,7 @@ class SameModel(Feature):
 
 def witnessed_head(witness: Witness, forward: OneForward) -> type:
     """TRL's `ChunkedLogProbFunction` as a policy that follows has it, and compared."""
-    head = engine_head(forward)
+    head = followed_head(forward)
 
     class WitnessedHead:
         @staticmethod

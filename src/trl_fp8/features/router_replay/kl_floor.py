@@ -23,7 +23,7 @@ class KLFloor(Feature):
         logger.warning(
             f"beta={trainer.args.beta} with router_replay={trainer.args.router_replay!r}: the reference chooses "
             "experts by itself, so that kl does not start at 0. kl_floor in the log is its value before the first "
-            "step. With fp8_forward='full' kl starts at 0."
+            "step. With fp8_forward='one_forward' kl starts at 0."
         )
 
     def end_loss(self) -> None:

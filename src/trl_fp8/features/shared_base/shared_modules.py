@@ -3,9 +3,9 @@
     forward     y = x @ W.T + bias, W dequantized for the call, in the dtype that the layer would have computed in
     backward    dX = dY @ W, W dequantized once more: no copy of a weight outlives a call
 
-Modules stay the objects that they are (flow/swapped.py), so names, adapters and gradient checkpointing work as before.
-Where a weight was stands a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and whoever
-computed with it would notice. PEFT, which would merge adapters into it, is told what can.
+Modules stay the objects that they are (policy/swapped.py), so names, adapters and gradient checkpointing work as
+before. Where a weight was stands a NaN of its shape: PEFT and transformers look at shapes, dtypes and devices, and
+whoever computed with it would notice. PEFT, which would merge adapters into it, is told what can.
 """
 
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.features.one_forward.modules.own_gradient import holding, own_gradient
+from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.own_gradient import holding, own_gradient
 from trl_fp8.policy.swapped import swap
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.recipe.names import TRANSFORMERS
@@ -31,10 +32,10 @@ class AbsentWeight(Tensor):
         )
 
 
-class SharedLinear:
+class SharedLinear(HoldsCodes):
     """Mixed into the class of an `nn.Linear`."""
 
-    codes: Float8Tensor | None  # of the weight `[N, K]`; None until they are there
+    codes: Float8Tensor | None  # of the weight `[N, K]`
     absent: Tensor
 
     @property
@@ -53,7 +54,7 @@ def _held_or_absent(name: str) -> property:
     return property(lambda module: module._parameters.get(name, module.absent[name]))
 
 
-class SharedExperts:
+class SharedExperts(HoldsCodes):
     """Mixed into the class of all experts of a layer, `[E, N, K]` each."""
 
     codes: dict[str, Float8Tensor] | None  # by the name of the parameter

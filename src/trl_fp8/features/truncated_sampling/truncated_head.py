@@ -9,6 +9,8 @@ Shape letters: N tokens that TRL's head gets, R of them sampled, E survivors of 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -16,8 +18,7 @@ from torch.nn import functional as F
 from trl.kernels.chunked_logprob import TOKEN_CHUNK_SIZE, _addmm_fp32
 from trl.trainer.utils import maybe_gather_lm_head_ctx
 
-from trl_fp8.features.one_forward.head import TOKENS, engine_logits
-from trl_fp8.features.one_forward.one_forward import OneForward
+from trl_fp8.policy.head import TOKENS, Logits
 
 
 ALIGNED = 8  # columns; a GEMM in 16 bits wants rows that begin at 16 bytes
@@ -43,71 +44,86 @@ class Rows:
         return counts_N, ids_E
 
 
-def truncated_head(survivors: Rows, flow: OneForward | None = None) -> type[torch.autograd.Function]:
-    """What TRL 1.16 calls as its `ChunkedLogProbFunction`; the logits are those of `flow`, if the policy has one.
-
-    Log-probs and entropies are of the survivors, renormalized, and zero for tokens that nobody sampled.
+def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> SimpleNamespace:
+    """What TRL 1.16 calls as its `ChunkedLogProbFunction`; `elsewhere` makes the logits, if the policy's own weight
+    does not.
     """
+    return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, elsewhere))
 
-    class TruncatedHead(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx, hidden, weight, bias, targets, temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-        ) -> tuple[Tensor | None, ...]:
-            """hidden `[N, K]`, weight `[V, K]`, targets `[N]` -> log-probs and, if wanted, entropy, FP32 `[N]`."""
-            assert set(outputs) <= {"log_probs", "entropy"}, outputs  # all that GRPO asks for
-            ctx.set_materialize_grads(False)  # of an entropy that is only logged
-            device = hidden.device
-            enabled = torch.is_autocast_enabled(device.type)
-            dtype = torch.get_autocast_dtype(device.type) if enabled else hidden.dtype
-            if flow is None:
-                logits = _own_logits(weight.to(dtype), bias, logit_scale, final_logit_softcapping)
-            else:
-                logits, dtype = engine_logits(flow, weight, bias), torch.bfloat16
-            counts_N, ids_E = survivors.take(len(hidden))
-            sampled_R = counts_N.nonzero()[:, 0]
-            counts_R = counts_N[sampled_R]
-            log_probs, entropy = (torch.zeros(len(hidden), device=device) for _ in range(2))
-            kept, slopes = [], []  # of each survivor: log-prob, and how fast its logit follows the projection
-            for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS):
-                tokens = sampled_R[start : start + len(counts)]
-                all_TV = logits(hidden[tokens]).float()
-                left_TV = torch.full_like(all_TV, -torch.inf)
-                left_TV[rows, ids] = all_TV[rows, ids] / temperature
-                log_p = left_TV.log_softmax(-1)
-                log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
-                entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
-                kept.append(log_p[rows, ids])
-                if final_logit_softcapping is not None:
-                    slopes.append(1 - (all_TV[rows, ids] / final_logit_softcapping).square())
-            log_p_E = torch.cat(kept) if kept else log_probs[:0]
-            slope_E = torch.cat(slopes) if slopes else None
-            ctx.save_for_backward(hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy)
-            ctx.dtype, ctx.chunk_size, ctx.slope = dtype, chunk_size, logit_scale / temperature
-            return log_probs, entropy if "entropy" in outputs else None, None, None, None
 
-        @staticmethod
-        def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_) -> tuple[Tensor | None, ...]:
-            hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy = ctx.saved_tensors
-            token_E = sampled_R.repeat_interleave(counts_R)
-            hidden_RK, p_E, grad_E = hidden[sampled_R], log_p_E.exp(), torch.zeros_like(log_p_E)
-            if grad_log_probs is not None:
-                grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
-            if grad_entropy is not None:
-                grad_E -= grad_entropy[token_E] * p_E * (log_p_E + entropy[token_E])
-            grad_E *= ctx.slope if slope_E is None else ctx.slope * slope_E
-            with maybe_gather_lm_head_ctx(weight, bias):
-                grads = [  # in FP32: added up over many tiles
-                    torch.zeros(x.shape, device=x.device) if x is not None and needed else None
-                    for x, needed in zip((hidden_RK, weight, bias), ctx.needs_input_grad, strict=False)
-                ]
-                _add_gradients(grads, grad_E, hidden_RK, weight, (counts_R, ids_E), ctx.chunk_size, ctx.dtype)
-            if grads[0] is not None:
-                grads[0] = torch.zeros(hidden.shape, device=hidden.device).index_copy_(0, sampled_R, grads[0])
-            given = zip(grads, (hidden, weight, bias), strict=True)
-            return *(None if grad is None else grad.to(x.dtype) for grad, x in given), *([None] * 6)
+class TruncatedHead(torch.autograd.Function):
+    """Log-probs and entropies of the survivors, renormalized, and zero for tokens that nobody sampled."""
 
-    return TruncatedHead
+    @staticmethod
+    def forward(
+        ctx,
+        survivors,
+        elsewhere,
+        hidden,
+        weight,
+        bias,
+        targets,
+        temperature,
+        chunk_size,
+        final_logit_softcapping,
+        logit_scale,
+        outputs,
+    ) -> tuple[Tensor | None, ...]:
+        """hidden `[N, K]`, weight `[V, K]`, targets `[N]` -> log-probs and, if wanted, entropy, FP32 `[N]`."""
+        assert set(outputs) <= {"log_probs", "entropy"}, outputs  # all that GRPO asks for
+        ctx.set_materialize_grads(False)  # of an entropy that is only logged
+        device, cap = hidden.device, final_logit_softcapping
+        autocast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
+        if elsewhere is None:
+            logits = _own_logits(weight.to(dtype), bias, logit_scale, cap)
+        else:
+            logits, dtype = elsewhere(weight, bias), torch.bfloat16
+        counts_N, ids_E = survivors.take(len(hidden))
+        sampled_R = counts_N.nonzero()[:, 0]
+        counts_R = counts_N[sampled_R]
+        log_probs, entropy = (torch.zeros(len(hidden), device=device) for _ in range(2))
+        kept, slopes = [], []  # of each survivor: log-prob, and how fast its logit follows the projection
+        for start, rows, counts, ids in _tiles(counts_R, ids_E, TOKENS):
+            tokens = sampled_R[start : start + len(counts)]
+            all_TV = logits(hidden[tokens]).float()
+            # What was dropped is -inf, as in vLLM's sampler; softmax then normalizes over what is left
+            left_TV = torch.full_like(all_TV, -torch.inf)
+            left_TV[rows, ids] = all_TV[rows, ids] / temperature
+            log_p = left_TV.log_softmax(-1)
+            log_probs[tokens] = log_p.gather(-1, targets[tokens, None])[:, 0]
+            entropy[tokens] = torch.special.entr(log_p.exp()).sum(-1)
+            kept.append(log_p[rows, ids])
+            if cap is not None:  # d (cap * tanh(x / cap)) / dx = 1 - tanh(x / cap)^2
+                slopes.append(1 - (all_TV[rows, ids] / cap).square())
+        log_p_E = torch.cat(kept) if kept else log_probs[:0]
+        slope_E = torch.cat(slopes) if slopes else None
+        ctx.save_for_backward(hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy)
+        ctx.dtype, ctx.chunk_size, ctx.slope = dtype, chunk_size, logit_scale / temperature
+        return log_probs, entropy if "entropy" in outputs else None, None, None, None
+
+    @staticmethod
+    def backward(ctx, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *_) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy = ctx.saved_tensors
+        token_E = sampled_R.repeat_interleave(counts_R)
+        hidden_RK, p_E, grad_E = hidden[sampled_R], log_p_E.exp(), torch.zeros_like(log_p_E)
+        # Of a survivor's logit: d log p_target = [it is the target] - p, and dH = - p (log p + H)
+        if grad_log_probs is not None:
+            grad_E += grad_log_probs[token_E] * ((ids_E == targets[token_E]).float() - p_E)
+        if grad_entropy is not None:
+            grad_E -= grad_entropy[token_E] * p_E * (log_p_E + entropy[token_E])
+        grad_E *= ctx.slope if slope_E is None else ctx.slope * slope_E
+        needed = ctx.needs_input_grad[2:5]
+        with maybe_gather_lm_head_ctx(weight, bias):
+            grads = [  # in FP32: added up over many tiles
+                torch.zeros(x.shape, device=x.device) if x is not None and need else None
+                for x, need in zip((hidden_RK, weight, bias), needed, strict=True)
+            ]
+            _add_gradients(grads, grad_E, hidden_RK, weight, (counts_R, ids_E), ctx.chunk_size, ctx.dtype)
+        if grads[0] is not None:
+            grads[0] = torch.zeros(hidden.shape, device=hidden.device).index_copy_(0, sampled_R, grads[0])
+        given = zip(grads, (hidden, weight, bias), strict=True)
+        return None, None, *(None if grad is None else grad.to(x.dtype) for grad, x in given), *([None] * 6)
 
 
 def _own_logits(weight: Tensor, bias: Tensor | None, scale: float, cap: float | None) -> Callable[[Tensor], Tensor]:

@@ -22,9 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.features.one_forward.following import Flow
-from trl_fp8.features.one_forward.head import scored_by
-from trl_fp8.features.one_forward.one_forward import OneForward
+from trl_fp8.policy.head import Logits, scored_by
 from trl_fp8.run.batch import Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
@@ -63,12 +61,10 @@ class Truncation(Feature):
         self._now = OfBatch(*(tensor.to(self.trainer.accelerator.device) for tensor in self._now))
 
     def scoring(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
-        flow = self.trainer.feature(Flow)
-        return self._truncated(mask, logits_to_keep, flow and flow.forward)
+        return self._truncated(mask, logits_to_keep, reference=False)
 
     def reference(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
-        flow = self.trainer.feature(Flow)
-        return self._truncated(mask, logits_to_keep, flow and flow.followed_reference.forward)
+        return self._truncated(mask, logits_to_keep, reference=True)
 
     def extend_batch(self, batch: Batch) -> None:
         tensors, counts_BT = batch.tensors, self._now.counts_BT
@@ -92,15 +88,16 @@ class Truncation(Feature):
     def end_loss(self) -> None:
         self._now = None
 
-    def _truncated(self, mask_BS: Tensor, columns: int, flow: OneForward | None) -> AbstractContextManager:
+    def _truncated(self, mask_BS: Tensor, columns: int, reference: bool) -> AbstractContextManager:
         if self._now is None:
             return nullcontext()
-        return _scored(self._now.rows(mask_BS, columns), flow)
+        made = (feature.logits(reference) for feature in self.trainer.features)
+        return _scored(self._now.rows(mask_BS, columns), next((one for one in made if one is not None), None))
 
 
 @contextmanager
-def _scored(rows: Rows, flow: OneForward | None) -> Iterator[None]:
-    with scored_by(truncated_head(rows, flow)):
+def _scored(rows: Rows, elsewhere: Logits | None) -> Iterator[None]:
+    with scored_by(truncated_head(rows, elsewhere)):
         yield
     if len(rows.counts_N):
         raise RuntimeError(

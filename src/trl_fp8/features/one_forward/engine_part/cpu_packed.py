@@ -8,7 +8,7 @@ from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 
 
 class PackedAttention:
-    """One layer's, see `policy.flow.kernels.Attention`."""
+    """One layer's, see `engine.kernels.Attention`."""
 
     def __init__(self, layer: Attention):
         impl, self._fp8 = layer.impl, layer.kv_cache_dtype.startswith("fp8")

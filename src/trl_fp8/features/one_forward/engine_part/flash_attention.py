@@ -100,7 +100,7 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
         }
         if names := [name for name, used in other.items() if used]:
             raise ValueError(
-                f"fp8_forward='full': the engine would run {', '.join(names)} in this model (head size "
+                f"fp8_forward='one_forward': the engine would run {', '.join(names)} in this model (head size "
                 f"{self.head_size}), which its trainer does not compute. Set fp8_forward='off'."
             )
 
@@ -116,7 +116,7 @@ class PackedAttention:
         if not isinstance(layer.impl, InvariantFlashAttentionImpl):
             raise RuntimeError(
                 f"the engine attends with {type(layer.impl).__name__}, expected InvariantFlashAttentionImpl: prefill "
-                "and decode may run different kernels. Start the engine inside of Cuda.ready, for a full flow."
+                "and decode may run different kernels. Start the engine inside of Cuda.ready, for one forward."
             )
         self._layer, impl = layer, layer.impl
         self.scaling: float = impl.scale

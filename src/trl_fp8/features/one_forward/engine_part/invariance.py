@@ -76,9 +76,9 @@ class Invariance:
             found.append(f"{SWITCH}=0 in the environment")
         if found:
             raise ValueError(
-                "fp8_forward='full' computes with the engine's kernels, bit for bit, but vllm_engine_kwargs lets the "
-                f"engine run others: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove these from "
-                "vllm_engine_kwargs, or set fp8_forward='off'."
+                "fp8_forward='one_forward' computes with the engine's kernels, bit for bit, but vllm_engine_kwargs "
+                f"lets the engine run others: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove these "
+                "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
 
 
@@ -92,6 +92,6 @@ def require_invariant_routers(model: nn.Module) -> None:
     ]
     if found:
         raise ValueError(
-            f"fp8_forward='full': routers of the engine take a kernel by the number of tokens: {listed(found, 4)}. A "
-            "token could go to other experts in another batch. Set fp8_forward='off'."
+            "fp8_forward='one_forward': routers of the engine take a kernel by the number of tokens: "
+            f"{listed(found, 4)}. A token could go to other experts in another batch. Set fp8_forward='off'."
         )

@@ -43,8 +43,8 @@ def _like(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
     if variance_size is not None:
         raise ValueError(
-            f"fp8_forward='full': the engine normalizes by the variance of {variance_size} columns in this model, "
-            "which has no kernel that gives a row the same bits in every batch. Set fp8_forward='off'."
+            f"fp8_forward='one_forward': the engine normalizes by the variance of {variance_size} columns in this "
+            "model, which has no kernel that gives a row the same bits in every batch. Set fp8_forward='off'."
         )
     return getattr(torch.ops.vllm, OPERATOR)(x, weight, epsilon)
 

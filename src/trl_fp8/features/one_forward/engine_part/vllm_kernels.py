@@ -1,4 +1,4 @@
-"""`EngineKernels` of a vLLM engine: its own modules, called on what a trainer hands them, as `policy.flow` wants it.
+"""`EngineKernels` of a vLLM engine: its own modules, called on what a trainer hands them, as one forward wants it.
 
 A call goes where the engine's own forward goes: to the module's method, its kernel, its tensors. Nothing is computed
 here. Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
@@ -56,7 +56,7 @@ def holding(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
 
 
 class EngineLinear:
-    """A linear layer of the engine, see `policy.flow.kernels.Linear`."""
+    """A linear layer of the engine, see `engine.kernels.Linear`."""
 
     def __init__(self, module: nn.Module, layout: Layout, spec: FormatSpec, layers: dict[str, str]):
         """`layers`: name in the policy -> in the engine, of those that `module` computes."""
@@ -109,7 +109,7 @@ def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | No
 
 
 class EngineRotary:
-    """A rotary embedding of the engine, see `policy.flow.kernels.Rotary`."""
+    """A rotary embedding of the engine, see `engine.kernels.Rotary`."""
 
     def __init__(self, module: nn.Module):
         self._module = module
@@ -120,7 +120,7 @@ class EngineRotary:
 
 
 class VLLMKernels:
-    """The kernels of one engine, see `policy.flow.kernels.EngineKernels`."""
+    """The kernels of one engine, see `engine.kernels.EngineKernels`."""
 
     def __init__(
         self,
@@ -267,6 +267,6 @@ class VLLMKernels:
     def _unknown(self, name: str, found: nn.Module | None) -> ValueError:
         what = "nothing" if found is None else f"a {type(found).__name__}"
         return ValueError(
-            f"fp8_forward='full': for {name} of a policy of type {self._recipe.model_type!r} the engine has {what}, "
-            "which the trainer cannot call. Set fp8_forward='off'."
+            f"fp8_forward='one_forward': for {name} of a policy of type {self._recipe.model_type!r} the engine has "
+            f"{what}, which the trainer cannot call. Set fp8_forward='off'."
         )

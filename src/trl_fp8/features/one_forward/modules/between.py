@@ -12,15 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import Rotary
-
-from .own_gradient import holding, own_gradient, with_value
+from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 
 
 class FollowedNorm:
     """Mixed into a norm's class. `engine` is the engine's norm."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(x)
         return own_gradient(self._value, self._own, x, *dict(self.named_parameters(recurse=False)).values())
 
@@ -37,7 +36,7 @@ class FollowedMLP:
     """Mixed into the class of an MLP `down(act(gate(x)) * up(x))`. `engine` is act(gate) * up of both in a row."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         return self.down_proj(own_gradient(self._value, self._own, gate, up))
@@ -53,7 +52,7 @@ class FollowedFusedMLP:
     """As `FollowedMLP`, of an MLP whose gate and up projection are one linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(x)
         return self.down_proj(own_gradient(self._value, self._own, self.gate_up_proj(x)))
 
@@ -71,7 +70,7 @@ class FollowedParallelLayer:
     """
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(hidden_states, *args, **kwargs)
         outputs = []
 
@@ -91,7 +90,7 @@ class FollowedEmbedding:
     """Mixed into embeddings: rounding the rows that were looked up is cheaper than rounding the table."""
 
     def forward(self, *args, **kwargs) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(*args, **kwargs)
         return nn.Embedding.forward(self, *args, **kwargs).to(torch.bfloat16)
 
@@ -101,7 +100,7 @@ class FollowedScaledEmbedding(FollowedEmbedding):
 
     def forward(self, *args, **kwargs) -> Tensor:
         rows = super().forward(*args, **kwargs)
-        return rows * self.embed_scale.to(torch.bfloat16) if self.flow.on else rows
+        return rows * self.embed_scale.to(torch.bfloat16) if self.one_forward.on else rows
 
 
 class FollowedRotary:
@@ -109,7 +108,7 @@ class FollowedRotary:
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple:
         given = () if layer_type is None else (layer_type,)
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(x, position_ids, *given)
         cos, sin = super().forward(x[:0].float(), position_ids, *given)  # of x the device and the dtype matter
         turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)

@@ -14,11 +14,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import Adapter
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router
-
-from .own_gradient import with_value
 
 
 class FollowedAdapter:
@@ -26,7 +25,7 @@ class FollowedAdapter:
 
     def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         base = self.base_layer
-        if not base.flow.on:
+        if not base.one_forward.on:
             return super().forward(x, *args, **kwargs)
         value = base.value(x, self._active())
         return with_value(super().forward(x, *args, **kwargs), value)
@@ -42,25 +41,20 @@ class FollowedAdapter:
 
 def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
     """Raise `ValueError` for adapters whose layers are not followed."""
-    shared = any(isinstance(module, SharedLinear) for module in model.modules())
+    shared = any(isinstance(module, HoldsCodes) for module in model.modules())
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
     if adapters and tensor_parallel_size > 1 and not shared:
         raise ValueError(
-            f"fp8_forward='full' with adapters and vllm_tensor_parallel_size={tensor_parallel_size}: the engine "
-            "quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
+            f"fp8_forward='one_forward' with adapters and vllm_tensor_parallel_size={tensor_parallel_size}: the "
+            "engine quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
             "vllm_tensor_parallel_size=1, or fp8_forward='off'."
         )
-    others = {
-        checkpoint_name(name): kind
-        for name, module in adapters.items()
-        if (kind := _other_than_sum(module)) is not None
-    }
-    if others:
+    kinds = {checkpoint_name(name): _other_than_sum(module) for name, module in adapters.items()}
+    if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]:
         raise ValueError(
-            "fp8_forward='full' with adapters that are not plain LoRA on linear layers, experts or routers: "
-            f"{_described(others)}. The engine holds them merged, and only of a sum is the gradient known without "
-            "what the base alone computes. Use LoRA on these, without variants such as use_dora, or set "
-            "fp8_forward='off'."
+            "fp8_forward='one_forward' with adapters that are not plain LoRA on linear layers, experts or routers: "
+            f"{listed(others, 3)}. The engine holds them merged, and only of a sum is the gradient known without what "
+            "the base alone computes. Use LoRA on these, without variants such as use_dora, or set fp8_forward='off'."
         )
 
 
@@ -72,7 +66,3 @@ def _other_than_sum(module: BaseTunerLayer) -> str | None:
     if type(module) is not LoraLinear:
         return f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
     return next((type(variant).__name__ for variant in module.lora_variant.values()), None)
-
-
-def _described(kinds: dict[str, str]) -> str:
-    return listed([f"{name} ({kind})" for name, kind in kinds.items()], 3)

@@ -4,8 +4,8 @@
               softmax, top-k and normalization: transformers' code at these logits, in FP32, around the engine's choice
     experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
 
-The engine's choice is taken as it is, so that nobody breaks a tie otherwise. Router replay has the
-last word: experts that it gives get gate weights of the engine's logits.
+The engine's choice is taken as it is, so that a tie is broken once. Router replay has the last word: experts that it
+gives get gate weights of the engine's logits.
 
 Shape letters: T tokens, E experts, K experts per token.
 """
@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trl_fp8.features.shared_base.shared_modules import SharedExperts
+from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import TRANSFORMERS
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
 from .followed_linear import StraightThrough, gemm_dtype, tokens_of
-from .own_gradient import holding, own_gradient, with_value
 
 
 BIASES = tuple(f"{name}_bias" for name in TRANSFORMERS.fused)
@@ -32,8 +32,8 @@ def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
     """`ValueError` for experts that no policy can follow, or not with this `fp8_backward`."""
     if recipe.has_experts and recipe.tensor_parallel_size > 1:
         raise ValueError(
-            f"fp8_forward='full' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: each rank "
-            "of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
+            f"fp8_forward='one_forward' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: "
+            "each rank of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
         )
     if recipe.fp8_experts and backward == "fp8":
         raise ValueError(
@@ -47,12 +47,12 @@ class FollowedRouter:
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits `[T, E]`, gate weights `[T, K]`, both FP32, and chosen experts `[T, K]`."""
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(hidden_states)
         logits_TE, weights_TK, chosen_TK = self.engine(tokens_of(hidden_states))
 
         def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-            # in FP32 softmax and gate weights stay so, and their gradients
+            # Logits in FP32 keep softmax and gate weights in FP32, and their gradients
             return StraightThrough.apply(lambda _: logits_TE.float(), x, weight, bias, None)
 
         with substituted(F, "linear", linear), _Routing(chosen_TK.long(), logits_TE.shape):
@@ -71,7 +71,8 @@ class _Routing(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **(kwargs or {}))
-        # a ranking that is the engine's: whoever looks on, or replaces the choice, calls or is called by this
+        # The router asks for the top k of its scores and gets that of a ranking: K, K - 1, ..., 1 for the engine's
+        # choice, 0 for other experts. `func` is called on it, so that router replay, which wraps it, has its say, too
         rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
         ranking_TE = torch.zeros(self.shape, device=self.chosen_TK.device)
         ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))
@@ -83,15 +84,14 @@ class FollowedExperts:
     """Mixed into the class of the experts of a layer. `engine`: see `EngineKernels.experts`."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        if isinstance(self, SharedExperts):
-            inputs = hidden_states, top_k_index, top_k_weights
-            return own_gradient(self._value, self.dequantized, *inputs, dtype=gemm_dtype(hidden_states.device))
-        # not `_parameters`: adapters of parameters replace them by sums while they run
+        inputs, dtype = (hidden_states, top_k_index, top_k_weights), gemm_dtype(hidden_states.device)
+        if isinstance(self, HoldsCodes):
+            return own_gradient(self._value, self.dequantized, *inputs, dtype=dtype)
+        # Not `_parameters`: adapters of parameters replace them by sums while they run
         weights = [getattr(self, name) for name in self._names]
-        inputs = hidden_states, top_k_index, top_k_weights, *weights
-        return own_gradient(self._value, self._own, *inputs, dtype=gemm_dtype(hidden_states.device))
+        return own_gradient(self._value, self._own, *inputs, *weights, dtype=dtype)
 
     @property
     def _names(self) -> list[str]:

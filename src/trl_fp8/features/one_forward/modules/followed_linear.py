@@ -6,7 +6,10 @@
 
 What the backward keeps decides its memory: straight through x in BF16, in FP8 the codes of x along its tokens, 1 byte
 an element. Neither keeps a copy of the weight. Where several ranks share an engine (tensor parallelism) each holds a
-part of a layer: there the trainer quantizes the weight itself, and calls the engine's kernel on that.
+part of a layer: there the trainer quantizes the weight itself, keeps the codes until the weight changes, and calls the
+engine's kernel on them. A change shows in the weight's identity, version counter or storage. Fused optimizers and
+in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights calls
+`OneForward.invalidate`.
 
 Under LoRA the engine holds the sum of base and adapters (adapter.py), or beside a base that it shares with the policy
 the adapters by themselves: then W is that base, dequantized for the backward.
@@ -15,6 +18,7 @@ Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -23,13 +27,12 @@ from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Adapter, Linear
-from trl_fp8.features.one_forward.backward import FP8Flow
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.facts.blocks import BLOCK
 
 from .gemm import gemm_for
-from .kept_weight import KeepsQuantizedWeight
 
 
 class FusedCall:
@@ -54,7 +57,13 @@ class FusedCall:
         return output
 
 
-class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
+class QuantizedWeight(NamedTuple):
+    codes: Float8Tensor
+    weight: ref[Tensor]  # what they were made from, and its state then
+    state: tuple
+
+
+class FollowedLinear(nn.Linear):
     """An `nn.Linear` whose values are the engine's, made by `OneForward` of an existing layer."""
 
     name: str  # checkpoint name
@@ -65,17 +74,19 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
     parts: int  # of K that tensor parallel ranks multiply by themselves
     fused: FusedCall
     along_tokens: FusedCall  # Q(X.T)
+    kept: QuantizedWeight | None
+    peers: tuple["FollowedLinear", ...]  # all layers, this one included, whose weights share a scale
 
     def forward(self, input: Tensor) -> Tensor:
-        if not self.flow.on:
+        if not self.one_forward.on:
             return super().forward(input)
-        in_fp8 = self if self.is_fp8 and self.fp8_flow.backward == "fp8" else None
-        weight = self.codes if isinstance(self, SharedLinear) else self.weight
+        in_fp8 = self if self.is_fp8 and self.one_forward.backward.precision == "fp8" else None
+        weight = self.codes if isinstance(self, HoldsCodes) else self.weight
         return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
 
     def value(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
         """What the engine computes of `[..., K]`: BF16 `[..., N]`. `adapter`: what it holds beside this weight."""
-        if self.flow.shares:
+        if self.one_forward.shares:
             y = self.fused(input)[:, self.columns]
         else:
             y = self._own(tokens_of(input), adapter)
@@ -83,20 +94,35 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
 
     def lasting_codes(self) -> Float8Tensor | None:
         """Codes of the weight that somebody keeps anyway; None if nobody does."""
-        if isinstance(self, SharedLinear):
+        if isinstance(self, HoldsCodes):
             return self.codes
         if self.adapted:
             return None  # the engine's are those of another weight
-        if self.flow.shares:
+        if self.one_forward.shares:
             return self.engine.codes(self.name)
-        return self.quantized_weight() if self.fp8_flow.cache_weights else None
+        return self.quantized_weight() if self.one_forward.backward.cache_weights else None
 
-    def _quantized(self) -> Float8Tensor:
-        return self.codes if isinstance(self, SharedLinear) else self.quantized_weight()
+    def quantized_weight(self) -> Float8Tensor:
+        """Q(W), codes `[N, K]`, of this rank's own: the kept ones if they are current, else made now."""
+        if isinstance(self, HoldsCodes):
+            return self.codes
+        if (codes := self.cached_weight()) is None or any(peer.cached_weight() is None for peer in self.peers):
+            backward = self.one_forward.backward
+            made = backward.quantize_weights([peer.weight for peer in self.peers])
+            codes = made[self.peers.index(self)]
+            for peer, its_codes in zip(self.peers, made, strict=True) if backward.cache_weights else ():
+                peer.kept = QuantizedWeight(its_codes, ref(peer.weight), _state(peer.weight))
+        return codes
+
+    def cached_weight(self) -> Float8Tensor | None:
+        """Q(W) if it is kept and no change of the weight since is visible, else None."""
+        kept, weight = self.kept, self.weight
+        is_current = kept is not None and kept.weight() is weight and kept.state == _state(weight)
+        return kept.codes if is_current else None
 
     def _own(self, x: Tensor, adapter: Adapter | None) -> Tensor:
         """The engine's kernel on this rank's own tensors, one partial product for each tensor parallel rank."""
-        weight = self._quantized() if self.is_fp8 else self.weight.to(torch.bfloat16)
+        weight = self.quantized_weight() if self.is_fp8 else self.weight.to(torch.bfloat16)
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         if self.parts == 1:
             return self.engine.on(x, weight, bias, adapter)
@@ -105,7 +131,7 @@ class FollowedLinear(KeepsQuantizedWeight, nn.Linear):
             layer, a, b = adapter
             adapters = [(layer, part, b) for part in a.chunk(self.parts, 1)]
         pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), adapters, strict=True)
-        # the first rank adds the bias; any all-reduce of two ranks rounds the sum once
+        # As ranks do it: the first one adds the bias, partial sums are BF16, and an all-reduce of two rounds once
         products = [
             self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
         ]
@@ -119,7 +145,7 @@ class StraightThrough(torch.autograd.Function):
     def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             y = value(x)
-            ctx.flow, ctx.blocks = in_fp8 and in_fp8.fp8_flow, None
+            ctx.precision, ctx.blocks = in_fp8 and in_fp8.one_forward.backward, None
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
             frozen = weight if isinstance(weight, Float8Tensor) else None
             for_dx, for_dw = (None, None), (None, None)
@@ -144,34 +170,38 @@ class StraightThrough(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 if weight_scale is not None:
                     weight = _float8(weight, weight_scale, ctx.blocks)
-                dx = _input_gradient(dy, weight, ctx.flow)
+                dx = _input_gradient(dy, weight, ctx.precision)
                 dx = dx.view(*shape[:-1], dx.shape[-1]).to(ctx.dtypes[0])
             if ctx.needs_input_grad[2]:
-                dw = _weight_gradient(dy, x, x_scale, ctx.flow).to(ctx.dtypes[1])
+                dw = _weight_gradient(dy, x, x_scale, ctx.precision).to(ctx.dtypes[1])
             if ctx.needs_input_grad[3]:
                 db = dy.sum(0, dtype=ctx.dtypes[2])
         return None, dx, dw, db, None
 
 
-def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, flow: FP8Flow | None) -> Tensor:
+def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: BackwardPrecision | None) -> Tensor:
     """dX `[T, K]`. `weight` is W, or codes of it."""
-    if flow is None:
+    if precision is None:
         dtype = gemm_dtype(dy.device)
         whole = dequantize_weight(weight, dtype) if isinstance(weight, Float8Tensor) else weight.to(dtype)
         return dy.to(dtype).mm(whole)
-    codes = weight if isinstance(weight, Float8Tensor) else flow.quantize_weights([weight])[0]
+    codes = weight if isinstance(weight, Float8Tensor) else precision.quantize_weights([weight])[0]
     # Blocks transposed are the same blocks: no second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
-    return gemm_for(flow.backend)(flow.quantize_for_backward(dy), transposed)
+    return gemm_for(precision.backend)(precision.quantize_for_backward(dy), transposed)
 
 
-def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, flow: FP8Flow | None) -> Tensor:
+def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: BackwardPrecision | None) -> Tensor:
     """dW `[N, K]`. `x` is X, or its codes along the tokens `[K, T]` with their scales."""
     if scale is None:
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
     along_tokens = _float8(x, scale, [1, BLOCK])
-    return gemm_for(flow.backend)(flow.quantize_for_backward(dy.t()), along_tokens)
+    return gemm_for(precision.backend)(precision.quantize_for_backward(dy.t()), along_tokens)
+
+
+def _state(weight: Tensor) -> tuple:
+    return weight._version, weight.data_ptr(), weight.dtype, weight.device
 
 
 def tokens_of(x: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.features.one_forward.backward import BACKENDS
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.facts.blocks import BLOCK
 
@@ -65,8 +64,6 @@ def scaled_mm_gemm(a: Float8Tensor, b: Float8Tensor) -> Tensor:
 def require_backend(backend: str, device_capability: tuple[int, int] | None) -> None:
     """Raise `ValueError` unless `backend` can run on a device of this CUDA compute capability (None: on CPU)."""
     flag, remedy = f"fp8_gemm_backend={backend!r}", "Set fp8_gemm_backend='fake_quant', which runs on any device."
-    if backend not in BACKENDS:
-        raise ValueError(f"{flag} is not a GEMM backend. Use one of {list(BACKENDS)}.")
     if backend == "fake_quant":
         return
     if device_capability != HOPPER:

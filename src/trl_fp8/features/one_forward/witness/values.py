@@ -24,9 +24,9 @@ from trl_fp8.features.one_forward.modules.between import (
 from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, tokens_of
-from trl_fp8.features.one_forward.modules.own_gradient import holding
 from trl_fp8.features.one_forward.one_forward import OneForward
-from trl_fp8.features.shared_base.shared_modules import SharedLinear
+from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.own_gradient import holding
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 
 from . import bounds
@@ -68,7 +68,7 @@ class Values:
     def _linear(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Adapters among them: the engine computes with the sum of base and adapter, or with both."""
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-        weight = dequantize_weight(base.codes, torch.float32) if isinstance(base, SharedLinear) else base.weight
+        weight = dequantize_weight(base.codes, torch.float32) if isinstance(base, HoldsCodes) else base.weight
         if isinstance(module, BaseTunerLayer):
             for adapter in set(module.active_adapters) & set(module.lora_A):
                 weight = weight.float() + module.get_delta_weight(adapter).float()

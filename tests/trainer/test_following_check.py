@@ -1,4 +1,4 @@
-"""After the first rollouts of a full flow: that it holds, or the first layer whose output differs, by its name."""
+"""After the first rollouts under one forward: that it holds, or the first layer whose output differs, by its name."""
 
 from contextlib import nullcontext
 
@@ -9,15 +9,15 @@ from vllm import LLM
 
 from testing.runs import arguments, training
 from trl_fp8.features.one_forward.engine_part.vllm_kernels import VLLMKernels
-from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.following import Following
 from trl_fp8.run.batch import Batch
-from trl_fp8.run.metric import mean_of
+from trl_fp8.run.log_ratio import log_ratio
 from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine
 
-FULL = {"fp8_forward": "full", "max_steps": 1}
+FULL = {"fp8_forward": "one_forward", "max_steps": 1}
 LAYERS = 14  # linear layers of two decoder layers
 DECODED = 8  # rows of a decode: one for each rollout
 
@@ -42,7 +42,7 @@ def trainer(checkpoint, tmp_path_factory):
 def failure(trainer, name, **where):
     """What a run says whose engine computes something else in one of its modules."""
     handle = off(engine_model(trainer.vllm_generation.llm).get_submodule(name), **where)
-    trainer.feature(Flow)._checked = False
+    trainer.feature(Following)._checked = False
     try:
         with pytest.raises(RuntimeError, match="mean difference of log-probs of the first rollouts is 0.0") as raised:
             trainer.train()
@@ -78,12 +78,13 @@ def test_an_engine_whose_modules_are_not_called_is_said_to_be_compiled(trainer, 
 
 
 def test_log_probs_that_are_no_numbers_are_no_agreement(trainer, monkeypatch):
-    flow, batch = trainer.feature(Flow), Batch({})
-    batch.metrics |= {"mismatch/logp_difference_mean": mean_of(0.0), "mismatch/fraction_broken": mean_of(0.5)}
-    monkeypatch.setattr(flow, "_checked", False)
-    monkeypatch.setattr(flow, "_where", lambda batch: "Nobody knows.")
-    with pytest.raises(RuntimeError, match="fp8_forward='full', but"):
-        flow.extend_batch(batch)
+    """Every other token is equal on both sides."""
+    following, batch, logps = trainer.feature(Following), Batch({}), torch.full((2, 4), -1.0)
+    batch.ratio = log_ratio(logps.where(torch.tensor([True, False] * 2), torch.nan), logps, torch.ones(2, 4))
+    monkeypatch.setattr(following, "_checked", False)
+    monkeypatch.setattr(following, "_where", lambda batch: "Nobody knows.")
+    with pytest.raises(RuntimeError, match="fp8_forward='one_forward', but"):
+        following.extend_batch(batch)
 
 
 def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog):
@@ -91,7 +92,7 @@ def test_a_warning_is_enough_where_it_is_asked_for(checkpoint, tmp_path, caplog)
     with training(checkpoint("qwen3"), args) as trainer, caplog.at_level("WARNING", logger="trl_fp8"):
         off(engine_model(trainer.vllm_generation.llm).model.layers[0].self_attn.o_proj)
         trainer.train()
-    warnings = [record.message for record in caplog.records if "fp8_forward='full', but" in record.message]
+    warnings = [record.message for record in caplog.records if "fp8_forward='one_forward', but" in record.message]
     assert len(warnings) == 1 and "the output of model.layers.0.self_attn.o_proj" in warnings[0]
 
 

@@ -15,7 +15,7 @@ from testing.fake_engine import followed
 from testing.runs import arguments, column, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
-from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.quantization.facts.scaling import ActivationScaling
@@ -25,7 +25,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 pytestmark = pytest.mark.engine
 
-FULL = {"fp8_forward": "full"}
+FULL = {"fp8_forward": "one_forward"}
 MISMATCH = "sampling/sampling_logp_difference/mean"
 # Both sides take a log_softmax of the same logits in FP32, in other orders: a few 2**-24 of magnitudes around 5
 ROUNDING = 1e-5
@@ -64,17 +64,17 @@ def test_the_mismatch_stays_at_rounding_while_weights_change(flags, checkpoint, 
     assert min(column(trainer, "grad_norm")) > 0
 
 
-def test_without_the_flow_the_mismatch_is_that_of_quantization(checkpoint, tmp_path):
+def test_without_one_forward_the_mismatch_is_that_of_quantization(checkpoint, tmp_path):
     trainer = run(checkpoint("qwen3"), tmp_path, simulate_kv_cache=True)
     mismatch = column(trainer, MISMATCH)
     assert min(mismatch) > VISIBLE, mismatch
     assert not trainer.vllm_generation.share_kernels
 
 
-def flow_trainer(model, recipe, sharded=False, **flags):
-    """What a flow asks of a trainer before there is an engine."""
-    flow = {"backward": "bf16", "backend": "fake_quant"} | flags
-    args = SimpleNamespace(fp8_forward="full", fp8_base=False, fp8_gemm_backend=flow["backend"], flow=flow)
+def bare_trainer(model, recipe, sharded=False, **flags):
+    """What one forward asks of a trainer before there is an engine."""
+    given = {"fp8_forward": "one_forward", "fp8_base": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"}
+    args = SimpleNamespace(**given | flags)
     return SimpleNamespace(
         args=args,
         recipe=recipe,
@@ -88,40 +88,45 @@ def flow_trainer(model, recipe, sharded=False, **flags):
 def test_what_shows_without_an_engine_is_refused_before_one_starts():
     model, recipe = tiny_models.build("qwen3"), FP8Recipe(("a",), format=TENSOR)
     before, _ = followed(model)  # of an earlier trainer
-    Flow(flow_trainer(model, recipe))
+    Following(bare_trainer(model, recipe))
     assert not before.modules
-    with pytest.raises(ValueError, match="fp8_gemm_backend='scaled_mm' with fp8_weight_format='tensor'"):
-        Flow(flow_trainer(model, recipe, backend="scaled_mm"))
-    with pytest.raises(ValueError, match="full' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
-        Flow(flow_trainer(tiny_models.build("glm4_moe"), recipe))
+    with pytest.raises(ValueError, match="fp8_gemm_backend='scaled_mm' on CPU"):
+        Following(bare_trainer(model, recipe, fp8_gemm_backend="scaled_mm"))
+    with pytest.raises(ValueError, match="one_forward' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
+        Following(bare_trainer(tiny_models.build("glm4_moe"), recipe))
     with pytest.raises(
-        ValueError, match="'full' with experts and vllm_tensor_parallel_size=2: each rank of the engine has a part"
+        ValueError,
+        match="'one_forward' with experts and vllm_tensor_parallel_size=2: each rank of the engine has a part",
     ):
-        Flow(flow_trainer(tiny_models.build("mixtral"), replace(recipe, fp8_experts=("b",), tensor_parallel_size=2)))
+        Following(
+            bare_trainer(tiny_models.build("mixtral"), replace(recipe, fp8_experts=("b",), tensor_parallel_size=2))
+        )
     model.model.embed_tokens.__class__ = type("OddEmbedding", (torch.nn.Embedding,), {"forward": lambda *args: None})
     with pytest.raises(ValueError, match="the model's embedding is a OddEmbedding"):
-        Flow(flow_trainer(model, recipe))
+        Following(bare_trainer(model, recipe))
 
 
 @pytest.mark.parametrize("spec, refused", [(TENSOR, True), (BLOCKS, False)], ids=["tensor", "blocks"])
 def test_shared_scales_of_weights_that_are_gathered_one_at_a_time_are_refused(spec, refused):
     """Only with tensor parallelism: else the codes are the engine's."""
     model = tiny_models.build("qwen3")
-    Flow(flow_trainer(model, FP8Recipe(("a",), format=spec), sharded=True))
-    Flow(flow_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2)))
-    said = "'tensor' with fp8_forward='full' and vllm_tensor_parallel_size=2 under FSDP2 or ZeRO-3"
+    Following(bare_trainer(model, FP8Recipe(("a",), format=spec), sharded=True))
+    Following(bare_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2)))
+    said = "'tensor' with fp8_forward='one_forward' and vllm_tensor_parallel_size=2 under FSDP2 or ZeRO-3"
     with pytest.raises(ValueError, match=said) if refused else nullcontext():
-        Flow(flow_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2), sharded=True))
+        Following(bare_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2), sharded=True))
 
 
 def test_an_engine_without_fp8_kernels_has_nothing_to_call():
-    trainer = flow_trainer(tiny_models.build("qwen3"), FP8Recipe(("a", "b"), fp8_experts=("c",)))
-    expected = "fp8_forward='full'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
+    trainer = bare_trainer(tiny_models.build("qwen3"), FP8Recipe(("a", "b"), fp8_experts=("c",)))
+    expected = (
+        "fp8_forward='one_forward'.*2 linear layers and 1 layers of experts, found is none.*Remove linear_backend"
+    )
     with pytest.raises(RuntimeError, match=expected):
-        Flow(trainer).engine_started(EngineNumerics(kernels={}), None)
+        Following(trainer).engine_started(EngineNumerics(kernels={}), None)
     of_a_batch = EngineNumerics(kernels={"SomeKernel": 2}, linears=ActivationScaling("fp32", scope="tensor"))
     with pytest.raises(RuntimeError, match=r"\['SomeKernel'\] quantize activations with one scale per batch"):
-        Flow(trainer).engine_started(of_a_batch, None)
+        Following(trainer).engine_started(of_a_batch, None)
 
 
 def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint, tmp_path):
@@ -145,17 +150,17 @@ def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint,
 @pytest.mark.parametrize("told", [True, False])
 def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(told, checkpoint, tmp_path, monkeypatch):
     """One that is fused moves no version counter: it is the callback that tells."""
-    begin_loss, stale = Flow.begin_loss, []
+    begin_loss, stale = Following.begin_loss, []
 
-    def begun(flow, inputs):
-        begin_loss(flow, inputs)
-        linears = [module for module in flow.forward.modules.values() if getattr(module, "is_fp8", False)]
+    def begun(following, inputs):
+        begin_loss(following, inputs)
+        linears = [module for module in following.forward.modules.values() if getattr(module, "is_fp8", False)]
         stale.append(sum(not holds(linear) for linear in linears))
         assert len(linears) == 14
 
-    monkeypatch.setattr(Flow, "begin_loss", begun)
+    monkeypatch.setattr(Following, "begin_loss", begun)
     if not told:
-        monkeypatch.setattr(Flow, "on_optimizer_step", lambda *args, **kwargs: None)
+        monkeypatch.setattr(Following, "on_optimizer_step", lambda *args, **kwargs: None)
     flags = {"num_iterations": 2, "max_steps": 4, "optim": "adamw_torch_fused", "learning_rate": 1e-2}
     trainer = run(checkpoint("qwen3"), tmp_path, **(FULL | flags))
     assert stale == ([0] * 4 if told else [0, 14, 0, 14])
@@ -166,7 +171,7 @@ def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(told, ch
 
 def holds(linear):
     """Whether the engine holds the codes of the layer's weight."""
-    fresh, held = linear.fp8_flow.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
+    fresh, held = linear.one_forward.backward.quantize_weights([linear.weight])[0], linear.engine.codes(linear.name)
     return torch.equal(held.qdata.view(torch.uint8), fresh.qdata.view(torch.uint8))
 
 
@@ -181,7 +186,7 @@ def test_between_forward_and_backward_no_copy_of_a_weight_is_kept(backward, chec
         keep = torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: kept.append(tensor) or tensor, lambda kept: kept
         )
-        with trainer.feature(Flow).forward.switched(on=True), trainer.feature(KVCache).simulated(), keep:
+        with trainer.feature(Following).forward.switched(on=True), trainer.feature(KVCache).as_rollouts_saw(), keep:
             trainer.model(input_ids=torch.tensor([[5, 6, 7]]))
         weights = [tensor for tensor in kept if tensor.numel() >= 64 * 128]  # the smallest; activations have 3 rows
         assert len(weights) >= 15 and len(kept) > 2 * len(weights)
@@ -198,7 +203,7 @@ def test_another_training_begins_with_the_weights_that_are_there(checkpoint, tmp
         engines.perturb(trainer.model, seed=1)
         for _ in range(2):
             trainer.train()
-            assert not trainer.feature(Flow).forward.on  # outside of a training, the policy computes by itself
+            assert not trainer.feature(Following).forward.on  # outside of a training, the policy computes by itself
             linears = [module for module in trainer.model.modules() if isinstance(module, FollowedLinear)]
             assert not all(holds(linear) for linear in linears if linear.is_fp8)  # an optimizer step came after
             assert column(trainer, MISMATCH)[-1] < ROUNDING
@@ -210,11 +215,11 @@ def test_a_loss_outside_of_a_training_step_leaves_the_reference_alone(checkpoint
     args = arguments(tmp_path, max_steps=1, beta=0.1, **FULL)
     with training(checkpoint("qwen3"), args, peft_config=lora) as trainer:
         trainer.train()
-        flow, ids = trainer.feature(Flow), torch.tensor([[5, 6, 7, 8]])
+        following, ids = trainer.feature(Following), torch.tensor([[5, 6, 7, 8]])
         inputs = ids, torch.ones_like(ids), 2
-        flow.begin_loss({})
+        following.begin_loss({})
         with torch.no_grad(), trainer.model.disable_adapter():
             on = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
-            flow.end_loss()
+            following.end_loss()
             off = trainer._get_per_token_logps_and_entropies(trainer.model, *inputs)[0]
     assert torch.equal(on, off)

@@ -1,4 +1,4 @@
-"""LoRA under a full flow: values of the merged weights, PEFT's own gradients, and what is refused by name."""
+"""LoRA under one forward: values of the merged weights, PEFT's own gradients, and what is refused by name."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from transformers import AutoModelForCausalLM
 
 from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
-from trl_fp8.features.one_forward.following import Flow
+from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.one_forward.modules.followed_adapter import require_sums
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.run.syncs import merged_into_bf16
 
 
-FULL = {"fp8_forward": "full"}
+FULL = {"fp8_forward": "one_forward"}
 MISMATCH = "mismatch/logp_difference_mean"
 TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]  # and of fused layers not all
 
@@ -54,7 +54,7 @@ def test_adapters_get_the_gradients_that_peft_computes(checkpoint, tmp_path):
     args = arguments(tmp_path, max_steps=1, bf16=False, **FULL)
     with training(checkpoint("qwen3"), args, peft_config=lora(init_lora_weights=False)) as trainer:
         trainer.train()
-        flow = trainer.feature(Flow).forward
+        forward = trainer.feature(Following).forward
         layers = {name: module for name, module in trainer.model.named_modules() if isinstance(module, LoraLinear)}
         assert len(layers) == 2 * len(TARGETS)
         for name, layer in layers.items():
@@ -62,7 +62,7 @@ def test_adapters_get_the_gradients_that_peft_computes(checkpoint, tmp_path):
             found = {}
             for on in (True, False):
                 x_leaf = x.clone().requires_grad_()
-                with flow.switched(on):
+                with forward.switched(on):
                     y = layer(x_leaf)
                 wanted = [x_leaf, layer.lora_A["default"].weight, layer.lora_B["default"].weight]
                 found[on] = y.detach(), torch.autograd.grad(y, wanted, dy)
@@ -81,7 +81,7 @@ def test_nothing_is_quantized_in_the_trainer(checkpoint, tmp_path, monkeypatch):
     counter = QuantizationCounter(monkeypatch)
     with training(checkpoint("qwen3"), arguments(tmp_path, **FULL)) as trainer:
         trainer.train()
-        modules = trainer.feature(Flow).forward.modules.values()
+        modules = trainer.feature(Following).forward.modules.values()
         linears = [module for module in modules if isinstance(module, FollowedLinear)]
         assert linears and counter.calls == 0 and not any(linear.kept for linear in linears)
 
@@ -113,7 +113,7 @@ def test_a_tensor_parallel_engine_holds_no_sum(checkpoint):
     model = adapted(checkpoint, lora())
     require_sums(model, tensor_parallel_size=1)
     require_sums(AutoModelForCausalLM.from_pretrained(checkpoint("qwen3")), tensor_parallel_size=2)
-    with pytest.raises(ValueError, match="fp8_forward='full' with adapters and vllm_tensor_parallel_size=2"):
+    with pytest.raises(ValueError, match="fp8_forward='one_forward' with adapters and vllm_tensor_parallel_size=2"):
         require_sums(model, tensor_parallel_size=2)
 
 

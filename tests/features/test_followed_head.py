@@ -11,8 +11,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from testing import tiny_models
 from testing.fake_engine import followed
-from trl_fp8.features.one_forward import head as module
-from trl_fp8.features.one_forward.head import OPTIONAL, engine_head
+from trl_fp8.features.one_forward import followed_head as module
+from trl_fp8.features.one_forward.followed_head import OPTIONAL, followed_head
 from trl_fp8.upstream.patches import substituted
 
 
@@ -65,10 +65,16 @@ def test_values_and_gradients_are_trls_at_the_same_logits(shares, outputs, scale
     for ours in (False, True):
         hidden, weight, targets = given()
         kernels = Kernels(weight, scale, cap)
-        flow = SimpleNamespace(shares=shares, kernels=kernels)
+        forward = SimpleNamespace(shares=shares, kernels=kernels)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = apply(
-                engine_head(flow) if ours else ChunkedLogProbFunction, hidden, weight, targets, outputs, scale, cap
+                followed_head(forward) if ours else ChunkedLogProbFunction,
+                hidden,
+                weight,
+                targets,
+                outputs,
+                scale,
+                cap,
             )
         log_probs, entropy, *others = found
         loss = (log_probs * torch.linspace(-1, 1, T)).sum() + (0.3 * entropy.sum() if entropy is not None else 0.0)
@@ -92,8 +98,8 @@ def test_values_and_gradients_are_trls_at_the_same_logits(shares, outputs, scale
 
 def test_an_entropy_that_is_only_logged_costs_no_gradient(monkeypatch):
     hidden, weight, targets = given()
-    flow = SimpleNamespace(shares=True, kernels=Kernels(weight))
-    log_probs, entropy, *_ = apply(engine_head(flow), hidden, weight, targets, ("entropy",))
+    forward = SimpleNamespace(shares=True, kernels=Kernels(weight))
+    log_probs, entropy, *_ = apply(followed_head(forward), hidden, weight, targets, ("entropy",))
     assert entropy.requires_grad
     seen = []
     backward = log_probs.grad_fn
@@ -105,18 +111,18 @@ def test_an_entropy_that_is_only_logged_costs_no_gradient(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_head_and_masters_of_either_dtype(dtype):
     hidden, weight, targets = given(dtype)
-    flow = SimpleNamespace(shares=True, kernels=Kernels(weight))
-    apply(engine_head(flow), hidden, weight, targets, ())[0].sum().backward()
+    forward = SimpleNamespace(shares=True, kernels=Kernels(weight))
+    apply(followed_head(forward), hidden, weight, targets, ())[0].sum().backward()
     assert weight.grad.dtype == dtype and hidden.grad.dtype == torch.bfloat16
     expected, hidden.grad = hidden.grad, None
-    apply(engine_head(flow), hidden, weight.detach(), targets, ())[0].sum().backward()
+    apply(followed_head(forward), hidden, weight.detach(), targets, ())[0].sum().backward()
     assert torch.equal(hidden.grad, expected)
 
 
 def test_a_followed_policy_scores_with_the_engines_logits():
     """Through TRL's fused head, over a batch with padding; TRL's own function would read the policy's weight."""
     model = tiny_models.build()
-    flow, engine = followed(model)
+    forward, engine = followed(model)
     add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
     ids = torch.randint(4, 60, (2, 24), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -125,7 +131,7 @@ def test_a_followed_policy_scores_with_the_engines_logits():
     with torch.no_grad():
         model.lm_head.weight.mul_(1.1)  # which the engine has not been sent
         logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1].float() / TEMPERATURE
-        with substituted(trl_utils, "_ChunkedLogProbFunction", engine_head(flow)):
+        with substituted(trl_utils, "_ChunkedLogProbFunction", followed_head(forward)):
             found = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True).log_probs
     real = mask[:, 1:].bool()
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
