@@ -295,6 +295,6 @@ def interim(trainer):
     return {
         "return_routes": args.routes_returned,
         "return_survivors": args.survivors_returned,
-        "share_kernels": args.fp8_forward == "full",
+        "share_kernels": args.one_forward,
         "base": base and base.base,
     }

@@ -25,10 +25,10 @@ def _construct(trainer, making: Construction) -> Iterator[None]:
 
 def _features(trainer) -> "Iterator[Feature]":
     args = trainer.args
-    if args.fp8_flow_on:
-        from trl_fp8.features.one_forward.following import Flow
+    if args.one_forward:
+        from .following import Following
 
-        yield Flow(trainer)
+        yield Following(trainer)
     if args.any_fp8:
         from .same_model import SameModel
 

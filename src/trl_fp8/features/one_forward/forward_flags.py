@@ -135,6 +135,6 @@ def require_followed(outline: Outline) -> None:
         )
     if outline.config_type != outline.model_type:
         raise ValueError(
-            f"fp8_forward='one_forward' with a {outline.class_name}: text models are known, and not what images do to masks "
-            "and positions. Set fp8_forward='off'."
+            f"fp8_forward='one_forward' with a {outline.class_name}: text models are known, and not what images do to "
+            "masks and positions. Set fp8_forward='off'."
         )
