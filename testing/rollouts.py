@@ -99,7 +99,7 @@ def follow(generation, hook=None, model=None, **fields):
     """Let the policy, or `model`, compute as its engine does."""
     model = generation.model if model is None else model
     hook = hook or AttentionHook(model, generation.recipe.kv_cache_skip_layers)
-    return OneForward(model, generation.recipe, generation.engine.kernels, flow_of(generation, **fields), hook)
+    return OneForward(model, generation.recipe, generation.kernels, flow_of(generation, **fields), hook)
 
 
 def scored(flow, model, sequences, head=None):

@@ -299,6 +299,10 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             parts = [part for feature in self.features if (part := feature.engine_part()) is not None]
+            if self._base:
+                from .features.shared_base.engine_base import BasePart  # needs vllm
+
+                parts.append(BasePart(SharedBase(self.model, self._base, self.accelerator.device)))
             generation = self._start_engine(recipe, parts, **kwargs)
         for feature in self.features:
             feature.engine_started(generation.numerics, generation.kernels)
@@ -319,10 +323,6 @@ class FP8GRPOTrainer(Saving, GRPOTrainer):
             parts=parts,
             after_sync=self._after_sync,
             engine_kwargs=args.vllm_engine_kwargs,
-            return_routes=args.routes_returned,
-            return_survivors=args.survivors_returned,
-            share_kernels=args.fp8_forward == "full",
-            base=self._base and SharedBase(self.model, self._base, self.accelerator.device),
             **kwargs,
         )
 

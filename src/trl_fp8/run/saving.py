@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list
@@ -21,10 +20,6 @@ from trl_fp8.sync.policy_checks import require_finite
 
 from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
 from .facts import run_facts
-
-
-if TYPE_CHECKING:
-    from trl_fp8.features.shared_base.held_base import SharedBase
 
 
 logger = get_logger(__name__)
@@ -85,7 +80,7 @@ class Saving:
                 try:
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
-                    words = {"card": card, "merge": _merge(generation.base, what)}
+                    words = {"card": card, "merge": generation.merged_into(what)}
                     export(transformers_model(self.model), self.processing_class, parameters=parameters, **words)
                 except (ValueError, OSError, SafetensorError) as error:
                     failure = error
@@ -174,20 +169,6 @@ class Saving:
             feature.load(checkpoint)
         if rollouts := load_rollouts(checkpoint, self.accelerator):
             self._step, self._buffered_inputs = rollouts
-
-
-def _merge(base: "SharedBase | None", what: str) -> str:
-    """For a model card: what adapters were merged into. Warns where that is not the original weights."""
-    if base is None:
-        return ""
-    into = "the original weights"
-    if isinstance(base.original, str):
-        into = "dequantized FP8 weights"
-        logger.warning(f"{what}: adapters are merged into {into}, because {base.original}.")
-    return (
-        f"Adapters are merged into {into}: W + s B A, in FP32. The engine that they were trained with computed "
-        "Q(W) x + B A x, Q to FP8. "
-    )
 
 
 def _require_success(what: str, failure: Exception | None) -> None:

@@ -68,8 +68,11 @@ _PATCHES = {  # how -> target -> (by, why)
             "engine/vllm/fallback.py",
             "It gives the policy's class another base.",
         ),
-        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platforms.py", "It warns where nothing is bound."),
-        f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
+        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/cpu_platform.py", "It warns where nothing is bound."),
+        f"{_INVARIANT}.init_batch_invariance": (
+            "features/one_forward/engine_part/invariance.py",
+            "It would slow the trainer's NCCL down.",
+        ),
     },
     FOR_GOOD: {
         f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} block-FP8 linears."),

@@ -9,6 +9,7 @@ first rollouts     compared: beyond what the platform guarantees is an error tha
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -29,6 +30,9 @@ from .head import engine_head, scored_by
 from .one_forward import OneForward, release, require_followable
 
 
+if TYPE_CHECKING:
+    from .engine_part.kernels_part import SharedKernelsPart
+
 logger = get_logger(__name__)
 
 
@@ -45,6 +49,12 @@ class Flow(Feature):
         require_followable(trainer.model, trainer.recipe, self._flow())
         require_backend(trainer.args.fp8_gemm_backend, _capability())
         self._require_whole_weights()
+
+    def engine_part(self) -> "SharedKernelsPart":
+        from .engine_part.kernels_part import SharedKernelsPart  # needs vllm
+
+        self.in_engine = SharedKernelsPart()
+        return self.in_engine
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         trainer = self.trainer
@@ -63,13 +73,13 @@ class Flow(Feature):
             )
         kv_cache = trainer.feature(KVCache)
         hook = kv_cache.hook if kv_cache else AttentionHook(trainer.model)
-        self._bound = numerics.mismatch_bound
+        self._bound = self.in_engine.mismatch_bound
         options = {} if numerics.linears is None else {"operand_scale_format": numerics.linears.scale_format}
         flow = self._flow(**options)
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, flow, hook)
         self.forward.switch(on=False)
         if trainer.args.beta:
-            self.followed_reference = FollowedReference(trainer, self.forward)
+            self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
 
     def _flow(self, **options) -> FP8Flow:
         trainer = self.trainer

@@ -8,6 +8,7 @@ be those of one model and values those of another, and no mismatch would show it
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -28,6 +29,9 @@ from .head import engine_head, engine_logits, scored_by
 from .one_forward import OneForward
 
 
+if TYPE_CHECKING:
+    from .engine_part.kernels_part import KernelsPart
+
 logger = get_logger(__name__)
 
 TEXT = "In 1969 three people flew to the moon: 2 + 1 = 3. They came back after eight days, and the sea was calm."
@@ -42,6 +46,13 @@ class SameModel(Feature):
         super().__init__(trainer)
         self.witness: Witness | None = None  # of the latest comparison
         self._compared = False
+
+    def engine_part(self) -> "KernelsPart | None":
+        if self.trainer.feature(Flow):  # which has its own
+            return None
+        from .engine_part.kernels_part import KernelsPart  # needs vllm
+
+        return KernelsPart()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         self._kernels = kernels

@@ -10,6 +10,7 @@ Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L la
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,6 +23,10 @@ from trl_fp8.run.metric import Metric, mean_of
 from .replay import RouterReplay, RouteTally
 
 
+if TYPE_CHECKING:
+    from .engine_routes import RouteLog
+
+
 class Routes(Feature):
     """From the engine's answer to the routers of the policy."""
 
@@ -31,8 +36,14 @@ class Routes(Feature):
         self.replay = RouterReplay(trainer.model, f"router_replay={mode!r}")
         self.routes = RolloutRoutes(self.replay, mode)
 
+    def engine_part(self) -> "RouteLog":
+        from .engine_routes import RouteLog  # needs vllm
+
+        self.log = RouteLog()
+        return self.log
+
     def after_generation(self, rollouts: Rollouts) -> None:
-        chosen = self.trainer.vllm_generation.llm.routes.of(rollouts.sequences)
+        chosen = self.log.of(rollouts.sequences)
         self.routes.arrived(chosen, [len(prompt) for prompt in rollouts.prompt_ids])
 
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
