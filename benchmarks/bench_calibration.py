@@ -13,15 +13,17 @@ Plain and observed passes alternate; shares are of one repeat's own step. The po
 """
 
 import tempfile
+from collections.abc import Callable
 
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_fp8.features.kv_cache.calibration import KVCalibrator
+from testing import record
+from trl_fp8.features.kv_cache.calibration import Calibration, KVState, next_scales
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 
-from . import harness, record, shapes
+from . import harness, shapes
 
 
 class Step:
@@ -52,20 +54,22 @@ def measure(step: Step, hook: AttentionHook, ids: torch.Tensor, tokens: int) -> 
     """Seconds of one repeat: the passes, and what each source of scales adds."""
     rows = ids.tolist()
     options = {"margin": 1.05, "max_tokens": tokens, "fused_lm_head": True}
-    sources = {mode: KVCalibrator(hook, mode=mode, **options) for mode in ("rollout", "policy")}
+    sources = {mode: Calibration(hook, mode=mode, **options) for mode in ("rollout", "policy")}
     scales = KVScales(torch.full((hook.layers, 3), 2.0**-5))
-    for source in sources.values():
-        source.rollouts_arrived(rows, scales, step=0)
+    states = {name: KVState(margin=1.05).after_rollouts(how, rows, scales, step=0) for name, how in sources.items()}
 
     def observed() -> None:
-        with sources["rollout"].watching():
+        with states["rollout"].watching(hook):
             step.old_log_probs()
+
+    def made(name: str) -> Callable[[], object]:
+        return lambda: next_scales(states[name], sources[name], step.model)
 
     found = {"old_log_probs": shapes.seconds_of(step.old_log_probs)}
     found["observed_old_log_probs"] = shapes.seconds_of(observed)
     found["old_log_probs_again"] = shapes.seconds_of(step.old_log_probs)
-    found["rollout_scales"] = shapes.seconds_of(lambda: sources["rollout"].next_scales(step.model))
-    found["policy_scales"] = shapes.seconds_of(lambda: sources["policy"].next_scales(step.model))
+    found["rollout_scales"] = shapes.seconds_of(made("rollout"))
+    found["policy_scales"] = shapes.seconds_of(made("policy"))
     found["training"] = shapes.seconds_of(step.train)
     return found
 

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_correction [--steps 20]
 
-The first three steps warm up. For each preset the share is (time in `batch_log_ratio` and `apply_correction`) /
+The first three steps warm up. For each preset the share is (time in `log_ratio` and `apply_correction`) /
 (step time), step by step.
 """
 
@@ -13,12 +13,11 @@ import torch
 from transformers import TrainerCallback
 
 from examples.addition_task import cached_checkpoint, exact_answer, reinforcement_dataset
+from testing import record
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.features.correction.correction import correction
+from trl_fp8.features.correction import correction
 from trl_fp8.features.correction.presets import PRESETS
-from trl_fp8.run import feature
-
-from . import record
+from trl_fp8.run import batch
 
 
 WARM_UP = 3
@@ -33,7 +32,9 @@ def main() -> None:
 
     class Meter(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            trainer.correction = PRESETS[NAMES[max(0, state.global_step - WARM_UP) // steps]].correction
+            trainer.feature(correction.Correction).correction = PRESETS[
+                NAMES[max(0, state.global_step - WARM_UP) // steps]
+            ].correction
             spent.clear()
             began[0] = time.perf_counter()
 
@@ -52,7 +53,7 @@ def main() -> None:
 
         return call
 
-    for module, name in ((feature, "batch_log_ratio"), (correction, "apply_correction")):
+    for module, name in ((batch, "log_ratio"), (correction, "apply_correction")):
         setattr(module, name, timed(getattr(module, name)))
     args = FP8GRPOConfig(
         "outputs/bench_correction",

@@ -23,9 +23,10 @@ from pathlib import Path
 
 import torch
 
+from testing import record
 from testing.processes import alone, free_port
 
-from . import harness, record
+from . import harness
 from .pictures import plot_rewards
 
 

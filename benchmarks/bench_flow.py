@@ -10,7 +10,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from . import record
+from testing import record
+
 from .bench_demo import run_demo
 
 

@@ -22,9 +22,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from testing import record
 from testing.tokenizer import tokenizer
 
-from . import harness, record, shapes
+from . import harness, shapes
 
 
 NAME = "fp8_linear"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from . import record
+from testing import record
 
 
 def observation_cost(repeats: int) -> dict:
@@ -47,9 +47,9 @@ def k_bias(biases=(0, 10, 30, 100, 300)) -> list[dict]:
     from vllm import SamplingParams
 
     from testing import engines, tiny_models
-    from trl_fp8.features.kv_cache.calibration import observe_sequences
+    from trl_fp8.features.kv_cache.observation import observe_sequences
     from trl_fp8.policy.hook import AttentionHook
-    from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+    from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax
 
     prompts = torch.randint(4, 60, (16, 48), generator=torch.Generator().manual_seed(1))
     rows = []

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from testing import engines, tiny_models
+from testing import engines, record, tiny_models
 from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
@@ -45,7 +45,7 @@ from trl_fp8.features.shared_base.held_base import SharedBase
 from trl_fp8.features.shared_base.stored_base import load_without_base
 from trl_fp8.recipe.recipe import recipe_for_model
 
-from . import harness, record, shapes
+from . import harness, shapes
 from .bench_sync import Operations
 from .deep_policies import DeepPolicy, RandomPolicy, TrainedPolicy
 from .measure_depth import PROMPTS, decoded, in_a_process, in_step, of_seed, prefilled

@@ -30,7 +30,9 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from . import harness, record, shapes
+from testing import record
+
+from . import harness, shapes
 
 
 PROMPT = {"tiny": 16}

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 from vllm import SamplingParams
 
+from testing import record
 from trl_fp8.features.kv_cache.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.features.router_replay.replay import RouterReplay, RouteTally
-from trl_fp8.features.router_replay.routes import RolloutRoutes
+from trl_fp8.features.router_replay.routes import padded_routes
 
-from . import harness, record
+from . import harness
 from .bench_demo import run_demo
 from .rollouts import Rollouts, score
 
@@ -72,9 +73,8 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
         rollouts = Rollouts(outputs, generation.accelerator.device)
         sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
         replay = RouterReplay(generation.model)
-        routes = RolloutRoutes(replay, "rollout")
-        routes.arrived(log.of(sequences), [0] * len(sequences))
-        field = routes.batch_field(0, rollouts.ids.shape[1])
+        routes, prompts = log.of(sequences), [0] * len(sequences)
+        field = padded_routes(replay, routes, prompts, prompt_columns=0, columns=rollouts.ids.shape[1])
         for flow in (False, True) if hook is not None else (False,):
             if flow:
                 follow(generation, hook)

@@ -13,9 +13,8 @@ from statistics import linear_regression, median
 
 from transformers import TrainerCallback
 
+from testing import record
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-
-from . import record
 
 
 WARM_UP = 100

@@ -27,7 +27,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from . import harness, record, shapes
+from testing import record
+
+from . import harness, shapes
 
 
 ORDER = ("bf16", "fp8_linears_kv", "fp8_flow")

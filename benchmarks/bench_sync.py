@@ -32,7 +32,9 @@ from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import harness, record, shapes
+from testing import record
+
+from . import harness, shapes
 
 
 DEEP = dict(
@@ -83,8 +85,9 @@ def reload(generation) -> None:
     """The baseline: finite? -> [quantize -> statistics -> checksum -> vLLM's loader] -> checksums -> KV scales."""
     from torchao.quantization import Float8Tensor
 
-    from trl_fp8.quantization.blockwise import dequantize_weight, first_rows
-    from trl_fp8.quantization.digest import digest
+    from trl_fp8.quantization.codec.blockwise import dequantize_weight, first_rows
+    from trl_fp8.quantization.codec.digest import digest
+    from trl_fp8.quantization.codec.weights import dead_scale
     from trl_fp8.sync.policy_checks import require_finite
     from trl_fp8.sync.weight_stream import weight_stream
     from trl_fp8.sync.writer import SAMPLED_ROWS
@@ -92,7 +95,7 @@ def reload(generation) -> None:
     model, recipe, pieces = generation.model, generation.recipe, generation.engine.layout.pieces
     [scales], weights, sent, statistics = generation.delivery.carried, dict(model.named_parameters()), {}, []
     scales.prepare()
-    block, dead_scale = recipe.format.weight_block, recipe.format.dead_scale(recipe.scale_format)
+    block, dead_scale = recipe.format.weight_block, dead_scale(recipe.format, recipe.scale_format)
 
     def statistics_of(weight: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         rows = weight.detach()[:SAMPLED_ROWS].bfloat16().float()
@@ -228,7 +231,7 @@ def start(name: str, folder: str, options: argparse.Namespace):
 
     from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
     from trl_fp8.features.kv_cache.engine_scales import EngineScales
-    from trl_fp8.quantization.kv_scales import KVScales
+    from trl_fp8.quantization.codec.kv_scales import KVScales
     from trl_fp8.recipe.recipe import recipe_for_model
     from trl_fp8.upstream.patches import substituted
 

@@ -17,7 +17,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from . import record, shapes
+from testing import record
+
+from . import shapes
 
 
 ROW = "ROW "

@@ -3,13 +3,11 @@
 from collections.abc import Mapping, Sequence
 from math import log10
 from pathlib import Path
-from statistics import fmean, stdev
 from typing import Any
 
+from testing.record import interval
 from trl_fp8.features.run_log.report.canvas import SERIES, new_figure, save, tidy
 from trl_fp8.features.run_log.report.series import moving
-
-from .record import T_95
 
 
 # Mismatches below this are drawn between it and 0, in proportion
@@ -35,11 +33,9 @@ def plot_rewards(curves: Mapping[str, Sequence[Sequence[float]]], path: str | Pa
     for name, runs in curves.items():
         smooth = [moving(run, window) for run in runs]
         steps = range(1, len(smooth[0]) + 1)
-        means = [fmean(values) for values in zip(*smooth, strict=True)]
-        half = T_95[len(runs)] / len(runs) ** 0.5
-        bands = [half * stdev(values) for values in zip(*smooth, strict=True)]
+        bands = [interval(values) for values in zip(*smooth, strict=True)]
+        means, low, high = ([band[key] for band in bands] for key in ("mean", "low", "high"))
         (line,) = axes.plot(steps, means, label=f"{name} ({len(runs)} seeds)")
-        low, high = ([m + sign * b for m, b in zip(means, bands, strict=True)] for sign in (-1, 1))
         axes.fill_between(steps, low, high, alpha=0.18, color=line.get_color(), linewidth=0)
     axes.set_xlabel("step")
     axes.set_ylabel(f"reward, mean of {window} steps")

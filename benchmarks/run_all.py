@@ -13,7 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from . import harness, record, shapes, table
+from testing import record
+
+from . import harness, shapes, table
 
 
 WITHOUT_SIZE = {"depth": "measure_depth", "lora": "bench_lora"}  # with sizes of their own, and results for CPU

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import record
+from testing import record
 
 
 SIZES = {"qwen3_8b": "Qwen3-8B", "qwen3_1_7b": "Qwen3-1.7B"}

@@ -23,10 +23,21 @@ from trl_fp8.recipe.servable import TRAINED
 
 PAGE = Path(__file__).with_name("capacity.md")
 SERVED = (
-    *("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B"),
-    *("Qwen/Qwen3-30B-A3B", "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-72B", "meta-llama/Llama-3.2-3B"),
-    *("meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "mistralai/Mistral-7B-v0.3", "google/gemma-2-9b"),
-    *("allenai/OLMoE-1B-7B-0924",),
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-1.7B",
+    "Qwen/Qwen3-4B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-14B",
+    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen2.5-7B",
+    "Qwen/Qwen2.5-72B",
+    "meta-llama/Llama-3.2-3B",
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "mistralai/Mistral-7B-v0.3",
+    "google/gemma-2-9b",
+    "allenai/OLMoE-1B-7B-0924",
 )
 GPUS = {24: "RTX 4090", 80: "H100", 141: "H200"}  # GiB -> what the estimate takes it for
 SETUPS = {  # column -> how to train

@@ -4,16 +4,26 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from math import ceil
 from pathlib import Path
 from shutil import which
 from typing import Any, NamedTuple
 
-from trl_fp8.features.run_log.report.canvas import MARK, Axes, Figure, save
-from trl_fp8.features.run_log.report.curves import TRAINING_PANELS, curves_figure
+from trl_fp8.features.run_log.report.canvas import MARK, Axes, Figure, new_figure, save
+from trl_fp8.features.run_log.report.curves import Panel, draw_panel
+from trl_fp8.features.run_log.report.series import series
 from trl_fp8.planning.plan import format_bytes
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+PANELS = (
+    Panel("reward", "Reward", "mean over a step's completions"),
+    Panel(
+        "sampling/sampling_logp_difference/mean", "Mismatch of rollout and trainer", "mean |log-prob difference|, nats"
+    ),
+    Panel("completions/mean_length", "Completion length", "mean, tokens"),
+    Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
+)
 
 
 def plot_training(
@@ -39,10 +49,27 @@ def training_figure(
     Raises:
         ValueError: `log_history` holds none of the series.
     """
-    figure, axes = curves_figure(log_history, TRAINING_PANELS, title)
-    if "reward" in axes and held_out:
-        _mark_held_out(axes["reward"], held_out)
-        axes["reward"].legend(frameon=False, fontsize=9, loc="best")
+    rows = list(log_history)
+    curves = {panel: series(rows, panel.key, panel.factor) for panel in PANELS}
+    found = [(panel, *points) for panel, points in curves.items() if points[0]]
+    if not found:
+        raise ValueError(
+            f"log_history with {len(rows)} entries: none has a finite value of {', '.join(p.key for p in PANELS)}; "
+            "train with logging_steps=1 and pass trainer.state.log_history"
+        )
+    columns = min(2, len(found))
+    lines = ceil(len(found) / columns)
+    figure = new_figure(5.6 * columns, 0.6 * bool(title) + 3.2 * lines)
+    if title:
+        figure.suptitle(title, fontsize=14, fontweight="bold")
+    last = max(max(steps) for _, steps, _ in found)
+    for index, (panel, steps, values) in enumerate(found):
+        axes = figure.add_subplot(lines, columns, index + 1)
+        draw_panel(axes, panel, steps, values)
+        axes.set_xlim(-0.02 * last, 1.02 * last)
+        if panel.key == "reward" and held_out:
+            _mark_held_out(axes, held_out)
+            axes.legend(frameon=False, fontsize=9, loc="best")
     return figure
 
 

@@ -401,7 +401,7 @@ def _call_own_kernels() -> None:
     """What a sync launches."""
     import torch
 
-    from trl_fp8.quantization.kernel_check import results
+    from trl_fp8.quantization.codec.kernel_check import results
 
     results(torch.empty(160, 320, dtype=torch.bfloat16))
 

@@ -272,7 +272,7 @@ def become_a_gpu(counted: Counted) -> None:
 
 def name_parts(counted: Counted) -> None:
     """Which functions of the project are which part."""
-    from trl_fp8.quantization import checksums
+    from trl_fp8.quantization.kernels import checksum_kernels as checksums
     from trl_fp8.sync import delivery, writer
 
     def wrap(owner: object, attribute: str, part: str) -> None:

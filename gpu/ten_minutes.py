@@ -31,7 +31,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import harness, record
+from benchmarks import harness
+from testing import record
 
 
 LIMIT = 590  # seconds; a lease's commands may take 600

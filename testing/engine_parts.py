@@ -17,7 +17,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.features.one_forward.engine_part.invariance import CUDA
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

@@ -30,7 +30,7 @@ from trl_fp8.features.kv_cache.engine_scales import EngineScales, write_kv_scale
 from trl_fp8.features.one_forward.engine_part.kernels_part import KernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
-from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model

@@ -16,8 +16,9 @@ from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation
-from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
+from trl_fp8.quantization.codec.e4m3 import cache_round_trip
+from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 
 
@@ -82,7 +83,7 @@ class FakeEngine:
         linear = self.held.get_submodule(name)
         weight = linear.weight.to(torch.bfloat16)
         if name in self._recipe.fp8_modules:
-            (weight,) = self._recipe.format.quantize_weights([weight], self._recipe.scale_format)
+            (weight,) = quantize_fused([weight], self._recipe.format, self._recipe.scale_format)
         return weight, None if linear.bias is None else linear.bias.to(torch.bfloat16)
 
     def norm(self, module: str):

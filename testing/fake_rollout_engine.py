@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from testing.fake_engine import FakeEngine
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import SyncReport, Tensors
 
@@ -135,9 +135,6 @@ class FakeRolloutEngine:
 
     def policy_tensors(self):
         return nullcontext(self.model.named_parameters())
-
-    def merged_into(self, what: str) -> str:
-        return ""
 
 
 class FakeEngineTrainer(FP8GRPOTrainer):

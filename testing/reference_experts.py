@@ -38,8 +38,9 @@ from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 from vllm.model_executor.layers.quantization import fp8
 
 from trl_fp8 import config
-from trl_fp8.quantization.blockwise import ACTIVATION_AMAX_FLOOR, BLOCK, quantize_activation
-from trl_fp8.quantization.formats.spec import ScaleFormat
+from trl_fp8.quantization.codec.blockwise import quantize_activation
+from trl_fp8.quantization.facts.blocks import BLOCK
+from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, ScaleFormat
 from trl_fp8.recipe import recipe
 
 

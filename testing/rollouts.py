@@ -6,7 +6,7 @@ import torch
 import trl.trainer.utils as trl_utils
 from vllm import SamplingParams
 
-from trl_fp8.features.kv_cache.calibration import observe_sequences
+from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.head import engine_head
 from trl_fp8.features.one_forward.one_forward import OneForward
@@ -14,7 +14,7 @@ from trl_fp8.features.one_forward.same_model import witnessed_head
 from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.features.router_replay.replay import RouterReplay
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import kv_scales_from_amax
+from trl_fp8.quantization.codec.kv_scales import kv_scales_from_amax
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import engine_model
 

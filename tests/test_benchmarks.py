@@ -82,7 +82,8 @@ def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
 
 
 def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatch, capsys):
-    from benchmarks import bench_flow, record
+    from benchmarks import bench_flow
+    from testing import record
 
     def run_demo(folder, words):
         forward, seed = words[1], words[-1]
@@ -99,7 +100,8 @@ def test_what_a_flow_costs_is_a_ratio_of_runs_with_one_seed(tmp_path, monkeypatc
 
 
 def test_lora_on_two_bases_is_compared_seed_by_seed_and_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
-    from benchmarks import bench_demo, record
+    from benchmarks import bench_demo
+    from testing import record
 
     ran, ends = [], {"merged": (0.7, 0.8, 0.6), "shared": (0.71, 0.83, 0.62)}
 
@@ -294,7 +296,7 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
 
 
 def test_a_run_goes_on_from_its_own_results_only(benchmarks, tmp_path, monkeypatch):
-    from benchmarks import record
+    from testing import record
 
     monkeypatch.setenv("TRL_FP8_COMMIT", "abc123")
     assert record.held("depth", 8, tmp_path) is None

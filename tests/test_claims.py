@@ -1,9 +1,12 @@
 """The experiment on what FP8 does to learning: its statistics, verdicts, tasks, formats and arithmetic. No engine."""
 
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import combinations, islice
-from math import comb, exp, gamma, inf, log, nan, pi
+from itertools import combinations, islice, repeat
+from math import comb, exp, inf, log, nan
+from multiprocessing import get_context
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -13,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.claims import automaton, evidence, pictures, policy, verdicts
+from benchmarks.claims import automaton, evidence, pictures, policy, run_table, verdicts
 from benchmarks.claims.automaton import REMARKS, TABLE, WEAK, Problem, Teacher, problems, right_trace
 from benchmarks.claims.cell import HeldOut, settings
 from benchmarks.claims.formats import SIMULATED, rounded_weights
-from benchmarks.claims.grid import FOLDER, Cell, cells
+from benchmarks.claims.grid import Cell, cells
 from benchmarks.claims.precision import EMULATED, LOSS_SCALE, ComputesIn, Rounded
 from benchmarks.claims.runs import Run, Runs
 from benchmarks.claims.statements import CLAIMS, Collapses, Comparison, arm
@@ -47,14 +50,6 @@ def test_an_interval_is_that_of_student_where_the_bootstrap_has_many_values():
     found, half = evidence.mean(values), 2.262 * values.std(ddof=1) / 10**0.5
     assert found.value == pytest.approx(values.mean()) and found.n == 10
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.12 * half)
-
-
-@pytest.mark.parametrize("level", evidence.T)
-def test_the_quantiles_are_those_of_student(level):
-    for n, quantile in evidence.T[level].items():
-        t = np.linspace(0, quantile, 100_001)
-        density = gamma(n / 2) / gamma((n - 1) / 2) / (pi * (n - 1)) ** 0.5 * (1 + t**2 / (n - 1)) ** (-n / 2)
-        assert 1 - 2 * np.trapezoid(density, t) == pytest.approx(level, rel=2e-3)
 
 
 def test_four_values_have_no_interval_and_none_no_mean():
@@ -342,6 +337,8 @@ def test_arms_are_compared_with_bf16_rollouts_and_corrections_with_others_on_the
 
 # -- the grid, and what is committed of it
 
+COMMITTED = Path(evidence.__file__).with_name("runs_cpu.jsonl.gz")
+
 
 def test_all_arms_of_a_seed_come_before_the_next_seed_and_none_comes_twice():
     arms = ["bf16 none", "e4m3 tis", "e4m3 tis fp16_emulated"]
@@ -386,16 +383,48 @@ def test_the_grid_has_at_least_eight_seeds_of_every_arm_that_a_claim_names():
 
 def test_committed_runs_are_those_of_the_grid_with_its_settings():
     grid = {cell.name: cell for cell in cells()}
-    for path in FOLDER.glob("*.json"):
-        run = Run.read(path)
-        assert path == run.cell.path and grid[run.cell.name] == run.cell
+    runs = [Run.of(row) for row in run_table.read(COMMITTED)]
+    assert len({run.cell.name for run in runs}) == len(runs) > 0
+    for run in runs:
+        assert grid[run.cell.name] == run.cell
         assert max(run.accuracies) == run.cell.generations and len(run.accuracies) == run.cell.evaluations + 1
+
+
+def test_a_run_is_added_to_the_table_whole_or_not_at_all(tmp_path, monkeypatch):
+    table, rows = tmp_path / "runs.jsonl.gz", run_table.read(COMMITTED)[:3]
+    assert run_table.read(table) == []
+    for row in reversed(rows):
+        run_table.add(row, table)
+    assert run_table.read(table) == rows
+    before = table.read_bytes()
+    run_table.add(rows[1], table)  # again, in its own place: the same bytes
+    assert table.read_bytes() == before and list(tmp_path.iterdir()) == [table]
+    run_table.add(rows[1] | {"commit": "another"}, table)
+    assert run_table.read(table) == [rows[0], rows[1] | {"commit": "another"}, rows[2]]
+    before = table.read_bytes()
+
+    def killed(path, data):
+        path.open("wb").write(data[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_table.add(rows[2] | {"commit": "lost"}, table)
+    assert table.read_bytes() == before
+
+
+def test_runs_that_end_at_once_are_all_in_the_table(tmp_path):
+    """Of two at a time, as `--workers 2` has them, each in a process of its own."""
+    table, rows = tmp_path / "runs.jsonl.gz", run_table.read(COMMITTED)[:8]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        list(pool.map(run_table.add, rows, repeat(table)))
+    assert run_table.read(table) == rows
 
 
 def test_committed_verdicts_are_those_of_the_committed_runs():
     if generate_claims.RESULTS.exists():
         committed = json.loads(generate_claims.RESULTS.read_text())["results"]
-        assert list(differing(committed, json.loads(json.dumps(verdicts.results(Runs.read()))))) == []
+        assert list(differing(committed, json.loads(json.dumps(verdicts.results(Runs.read(COMMITTED)))))) == []
 
 
 def differing(one, other, where=""):

@@ -19,6 +19,7 @@ from testing import release
 
 ROOT = Path(__file__).parents[1]
 MODULES = {path.relative_to(ROOT / "src").as_posix() for path in (ROOT / "src").rglob("*.py")}
+REPORT = "trl_fp8/features/run_log/report"
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(dist):
     wheel = release.wheel_of(dist)
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
-    assert MODULES | {"trl_fp8/py.typed", "trl_fp8/report/report.css"} <= held
+    assert MODULES | {"trl_fp8/py.typed", f"{REPORT}/report.css", f"{REPORT}/report.html.j2"} <= held
     assert {name.partition("/")[0] for name in held} == {"trl_fp8", f"trl_fp8-{trl_fp8.__version__}.dist-info"}
     metadata = release.metadata_of(wheel)
     assert metadata["Version"] == trl_fp8.__version__ and metadata["License-Expression"] == "Apache-2.0"

@@ -9,7 +9,6 @@ from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
 
-import pytest
 from torch import nn
 
 from trl_fp8.commands.cli import COMMANDS
@@ -21,45 +20,50 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "trl_fp8"
 # What a folder imports of ours, beside itself, by any import; read from the bottom up
 ALLOWED = {
-    "upstream": set(),
     "quantization": set(),
-    "correction": set(),
-    "console": set(),
+    "upstream": set(),
     "recipe": {"quantization"},
-    "planning": {"recipe"},
     "sync": {"quantization", "recipe"},
     "engine": {"quantization", "recipe", "sync", "upstream"},
     "policy": {"quantization", "recipe", "upstream"},
-    "flags": {"correction", "quantization"},
-    "config": {"correction", "flags", "recipe"},
+    "planning": {"recipe"},
     "export": {"planning", "quantization", "recipe", "sync"},
-    "run": {"export", "flags", "policy", "recipe", "sync"},
-    "report": {"correction", "planning", "run"},
-    "features": {"correction", "engine", "policy", "quantization", "recipe", "run", "sync", "upstream"},
-    "trainer": {
-        *("config", "console", "correction", "engine", "features", "planning", "policy", "recipe", "run", "sync"),
+    "run": {"engine", "export", "policy", "quantization", "recipe", "sync", "upstream"},
+    "features": {"engine", "planning", "policy", "quantization", "recipe", "run", "sync", "upstream"},
+    "config": {"features", "recipe", "run"},
+    "rollouts": {"engine", "features", "planning", "policy", "recipe", "run", "sync", "upstream"},
+    "trainer": {"config", "rollouts"},
+    "commands": {
+        "config",
+        "export",
+        "features",
+        "planning",
+        "policy",
+        "quantization",
+        "recipe",
+        "run",
+        "trainer",
         "upstream",
     },
-    "hub": {"export"},
-    "numerics": {"correction", "quantization"},
-    "commands": {
-        *("config", "console", "export", "flags", "planning", "policy", "quantization", "recipe", "report", "run"),
-        *("trainer", "upstream"),
+    "__init__": {"config", "recipe", "rollouts", "run", "trainer", "upstream"},
+}
+MOST_ENTRIES = 16  # at the top of the package
+PUBLISHED = ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "FP8Rollouts")
+FOREIGN = {  # packages that only some folders may import; a feature's modules that import vllm are called engine_*
+    "vllm": {"engine", "features", "upstream"},
+    "trl": {"commands", "config", "engine", "features", "policy", "rollouts", "run", "trainer"},
+    "transformers": {
+        "commands",
+        "engine",
+        "export",
+        "features",
+        "policy",
+        "recipe",
+        "rollouts",
+        "run",
+        "trainer",
+        "upstream",
     },
-    "cli": {"commands", "console", "upstream"},
-    "__init__": {"config", "console", "correction", "recipe", "trainer", "upstream"},
-}
-PUBLISHED = {  # import paths that do not change with the layout
-    "trl_fp8": ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "RolloutCorrection"),
-    "trl_fp8.hub": ("export_fp8",),
-    "trl_fp8.numerics.blockwise": ("quantize_weight", "dequantize_weight", "quantize_activation"),
-    "trl_fp8.numerics.importance": ("RolloutCorrection", "correct_rollout"),
-    "trl_fp8.numerics.mismatch": ("mismatch_metrics",),
-}
-FOREIGN = {  # packages that only some folders may import
-    "vllm": {"engine", "upstream"},
-    "trl": {"commands", "config", "engine", "features", "flags", "run", "trainer"},
-    "transformers": {"commands", "console", "engine", "export", "features", "policy", "run", "trainer"},
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {
@@ -116,10 +120,21 @@ NAMES_THAT_ARE_WRITTEN = {
 }
 
 
+def for_type_checkers(tree):
+    """Ids of all parts of what only a type checker reads."""
+    blocks = (
+        node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+    )
+    return {id(part) for block in blocks for part in ast.walk(block)}
+
+
 def imports():
     for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        for node in ast.walk(ast.parse(path.read_text())):
+        parts, tree = path.relative_to(PACKAGE).with_suffix("").parts, ast.parse(path.read_text())
+        hidden = for_type_checkers(tree)
+        for node in ast.walk(tree):
+            if id(node) in hidden:
+                continue
             if isinstance(node, ast.ImportFrom) and node.level:
                 base = list(parts[: len(parts) - node.level])
                 target = base + (node.module.split(".") if node.module else [])
@@ -149,6 +164,91 @@ def test_imports_go_one_way():
 def test_the_arrows_in_contributing_are_these():
     lines = [f"{layer:12} -> {', '.join(sorted(targets))}" for layer, targets in ALLOWED.items() if targets]
     assert "\n```\n" + "\n".join(reversed(lines)) + "\n```\n" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def modules():
+    """Dotted name within the package -> file; a folder has the name of its `__init__.py`."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(name, path, known):
+    """Modules of ours that one imports anywhere, inside functions too, but not for the eyes of a type checker."""
+    tree = ast.parse(path.read_text())
+    hidden = for_type_checkers(tree)
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            targets = [
+                alias.name.removeprefix("trl_fp8.") for alias in node.names if alias.name.startswith("trl_fp8.")
+            ]
+            yield from (target for target in targets if target in known)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            elif (node.module or "").split(".")[0] == "trl_fp8":
+                base = node.module.split(".")[1:]
+            else:
+                continue
+            base = ".".join(part for part in base if part)
+            for alias in node.names:
+                inside = f"{base}.{alias.name}" if base else alias.name
+                yield inside if inside in known else base
+
+
+def circles(arrows):
+    """Sets of modules that import each other, directly or through others."""
+
+    def reach(start):
+        found, due = set(), list(arrows[start])
+        while due:
+            if (node := due.pop()) not in found:
+                found.add(node)
+                due += arrows[node]
+        return found
+
+    reached = {node: reach(node) for node in arrows}
+    tied = {node: frozenset(other for other in reached[node] if node in reached[other]) for node in arrows}
+    return {together for node, together in tied.items() if node in together}
+
+
+def test_no_modules_import_each_other():
+    """In any folder, by imports inside functions, too. A folder's `__init__` is left out: it runs first."""
+    known = modules()
+    leaves = {name: path for name, path in known.items() if path.name != "__init__.py"}
+    arrows = {name: {to for to in imports_of(name, path, known) if to in leaves} for name, path in leaves.items()}
+    assert circles(arrows) == set()
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
+
+
+def test_features_do_not_import_each_other():
+    """A feature asks for another through hooks (run/feature.py), so that each can be deleted. The core knows none."""
+    known, wrong = modules(), []
+    for name, path in known.items():
+        of = name.split(".")[1] if name.startswith("features.") else None
+        for target in imports_of(name, path, known):
+            to = target.split(".")[1] if target.startswith("features.") else None
+            if to and to != of:
+                wrong.append(f"{name} -> {target}")
+    assert wrong == []
+
+
+def test_a_feature_meets_vllm_in_its_engine_part_only():
+    for path in (PACKAGE / "features").rglob("*.py"):
+        is_engine_part = path.name.startswith("engine_") or path.parent.name == "engine_part"
+        assert is_engine_part or "vllm" not in {name.split(".")[0] for name in imported(path)}, path
+
+
+def test_a_name_is_given_once_and_the_top_is_small():
+    names = [path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"]
+    assert [name for name in names if names.count(name) > 1] == []
+    entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
 
 
 def module_file(name, beside):
@@ -363,11 +463,10 @@ def test_every_module_says_what_it_is():
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
-@pytest.mark.parametrize("module, names", PUBLISHED.items())
-def test_published_names_can_be_imported(module, names):
-    found = import_module(module)
-    assert all(getattr(found, name).__module__.startswith("trl_fp8.") for name in names)
-    assert set(names) <= set(found.__all__)
+def test_published_names_can_be_imported():
+    found = import_module("trl_fp8")
+    assert all(getattr(found, name).__module__.startswith("trl_fp8.") for name in PUBLISHED)
+    assert set(PUBLISHED) == set(found.__all__)
 
 
 def test_importing_the_package_touches_no_gpu_and_starts_nothing():
@@ -430,3 +529,10 @@ def test_no_paths_of_a_developers_machine():
         path = ROOT / name
         if path.suffix in {".py", ".md", ".toml", ".yaml", ".yml", ".json", ".sh", ""} and path.is_file():
             assert not pattern.search(path.read_text(errors="ignore")), f"{name} holds a path of one machine"
+
+
+def test_testing_imports_no_benchmark():
+    """Benchmarks import testing: the other way round it would be a circle."""
+    for path in (ROOT / "testing").rglob("*.py"):
+        found = [name for name in imported(path) if name.partition(".")[0] == "benchmarks"]
+        assert not found, f"{path} imports {found}"

@@ -1,10 +1,10 @@
-"""Run the grid's cells that have no result file yet, and draw the verdicts from those that have.
+"""Run the grid's cells that are not in the table of runs yet.
 
-    python -m benchmarks.claims [CELL ...] [--workers 2] [--minutes M]
+    python -m benchmarks.claims [CELL ...] [--workers 2] [--minutes M] [--again]
 
 A CELL is the name of one, or what the names of several begin with; without any, the whole grid in its order. Every
-cell is one process and one file in benchmarks/results/claims. Stop it at any time, and go on with the same command:
-what has a file is not run again; delete the file to have it so. What a cell prints goes to outputs/claims.
+cell is one process, which adds one row to benchmarks/claims/runs_<cpu|gpu>.jsonl.gz. Stop it at any time, and go on
+with the same command: what has a row is not run again, except with --again. What a cell prints goes to outputs/claims.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 
+from . import run_table
 from .grid import Cell, cells
 
 
@@ -26,11 +27,13 @@ def main() -> int:
     parser.add_argument("cells", nargs="*", metavar="CELL", help="Names of cells, or their beginnings.")
     parser.add_argument("--workers", type=int, default=2, help="Cells at a time, one thread each.")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="Start none after so long.")
+    parser.add_argument("--again", action="store_true", help="Run also cells that have a row, and replace it.")
     given = parser.parse_args()
     wanted = [cell for cell in cells() if not given.cells or cell.name.startswith(tuple(given.cells))]
     if not wanted:
         parser.error(f"no cell of grid.yaml begins with {' or '.join(given.cells)}")
-    todo = [cell for cell in wanted if not cell.path.exists()]
+    done = set() if given.again else {run_table.cell_of(run).name for run in run_table.read(run_table.path())}
+    todo = [cell for cell in wanted if cell.name not in done]
     print(f"{len(wanted)} cells, {len(wanted) - len(todo)} of them done; each takes one to four minutes", flush=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     LOGS.mkdir(parents=True, exist_ok=True)

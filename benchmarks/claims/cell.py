@@ -1,4 +1,4 @@
-"""One training run of the grid, in a process of its own: `run` writes a result file and returns its path."""
+"""One training run of the grid, in a process of its own: `run` adds it to the table of runs."""
 
 import os
 import sys
@@ -13,13 +13,14 @@ from time import perf_counter
 import torch
 from transformers import TrainerCallback
 
+from testing import record
 from testing.processes import free_port
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
 
-from .. import record
+from . import run_table
 from .formats import SIMULATED, SimulatedFormat, rounded_weights
-from .grid import FOLDER, Cell
+from .grid import Cell
 from .precision import EMULATED, ComputesIn
 from .tasks import TASKS
 
@@ -79,20 +80,19 @@ def run_logged(cell: Cell, log: Path) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    # The command in the result file: not the one of the process that this one was forked from
+    # The command in the table: not the one of the process that this one was forked from
     sys.orig_argv = [sys.executable, "-m", __package__, cell.name]
     run(cell)
 
 
-def run(cell: Cell, folder: Path = FOLDER) -> Path:
-    """Train, and write FOLDER/NAME_<cpu|gpu>.json."""
+def run(cell: Cell) -> None:
+    """Train, and add the run to the table."""
     torch.set_num_threads(1)
     torch.compiler.set_stance("force_eager")  # vLLM would compile its sampler for 20 seconds
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "VLLM_CPU_KVCACHE_SPACE": "1"}
     with TemporaryDirectory() as scratch:
         results = train(cell, scratch)
-    folder.mkdir(exist_ok=True)
-    return record.write(cell.name, 1, results, folder)
+    run_table.add(record.made(1, results), run_table.path())
 
 
 def settings(cell: Cell, scratch: str) -> FP8GRPOConfig:

@@ -6,11 +6,6 @@ from pathlib import Path
 
 import yaml
 
-from .. import record
-
-
-FOLDER = record.RESULTS / "claims"
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -43,11 +38,6 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.arm}-{self.seed}"
-
-    @property
-    def path(self) -> Path:
-        """Of its result file, which exists once it has run."""
-        return record.path(self.name, FOLDER)
 
     @property
     def arm(self) -> str:

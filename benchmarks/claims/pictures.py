@@ -6,15 +6,15 @@ python -m benchmarks.claims.pictures        # writes docs/images/claims_map.png 
 from collections.abc import Sequence
 from math import ceil, isfinite, log10
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from PIL import Image
 
+from testing.record import interval
 from trl_fp8.features.run_log.report.canvas import new_figure, save, tidy
 
-from ..record import T_95
 from . import names
 from .evidence import FEWEST
 from .runs import Run, Runs
@@ -116,12 +116,11 @@ def _arms(claim: Claim) -> list[str]:
 def _curve(axes: Axes, of: Sequence[Run]) -> None:
     cell, generations = of[0].cell, sorted(of[0].accuracies)
     values = [[run.accuracies[generation] for run in of] for generation in generations]
-    means = [fmean(each) for each in values]
     colour, style = OF_ROLLOUTS[cell.rollouts], STYLES[cell.correction, cell.precision]
-    axes.plot(generations, means, style, color=colour, linewidth=1.6, label=f"{names.short(cell.arm)} ({len(of)})")
+    means, label = list(map(fmean, values)), f"{names.short(cell.arm)} ({len(of)})"
+    axes.plot(generations, means, style, color=colour, linewidth=1.6, label=label)
     if len(of) >= FEWEST:
-        halves = [T_95[len(of)] * stdev(each) / len(of) ** 0.5 for each in values]
-        low, high = ([m + sign * h for m, h in zip(means, halves, strict=True)] for sign in (-1, 1))
+        low, high = ([interval(each)[end] for each in values] for end in ("low", "high"))
         axes.fill_between(generations, low, high, color=colour, alpha=0.12, linewidth=0)
 
 

@@ -1,6 +1,5 @@
-"""What a training run came to, read from its result file."""
+"""What training runs came to, read from their table."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +8,8 @@ from math import isfinite, log, nan
 from pathlib import Path
 from statistics import fmean
 
-from .grid import FOLDER, Cell
+from . import run_table
+from .grid import Cell
 
 
 FALL = 0.2  # of a collapsed run, below its best
@@ -31,10 +31,11 @@ class Run:
     diverged: str | None = None
 
     @classmethod
-    def read(cls, path: Path) -> "Run":
-        results = json.loads(path.read_text())["results"]
+    def of(cls, row: dict) -> "Run":
+        """A row of the table."""
+        results = row["results"]
         accuracies = {int(generations): value for generations, value in results["held_out"].items()}
-        return cls(Cell(**results["cell"]), accuracies, results["curves"], results["end"]["diverged"])
+        return cls(run_table.cell_of(row), accuracies, results["curves"], results["end"]["diverged"])
 
     @cached_property
     def area(self) -> float:
@@ -90,8 +91,9 @@ class Runs:
             self.by_arm.setdefault(run.cell.arm, {})[run.cell.seed] = run
 
     @classmethod
-    def read(cls, folder: Path = FOLDER) -> "Runs":
-        return cls([Run.read(path) for path in sorted(folder.glob("*_cpu.json"))])
+    def read(cls, table: Path | None = None) -> "Runs":
+        """Of a table, by default that of this kind of host."""
+        return cls(list(map(Run.of, run_table.read(table or run_table.path()))))
 
     def __iter__(self) -> Iterator[Run]:
         for seeds in self.by_arm.values():

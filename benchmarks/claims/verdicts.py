@@ -9,9 +9,9 @@ from collections.abc import Container
 from dataclasses import dataclass
 from math import isfinite
 
+from testing import record
 from trl_fp8.features.correction.health import MAX_K3_KL, MIN_EFFECTIVE_SAMPLE_SIZE
 
-from .. import record
 from . import evidence
 from .evidence import Estimate
 from .runs import Run, Runs

@@ -6,25 +6,25 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .config import FP8GRPOConfig
-    from .features.correction.importance import RolloutCorrection
     from .recipe.recipe import FP8Recipe
+    from .rollouts import FP8Rollouts
     from .run.progress import FP8ProgressCallback
     from .trainer import FP8GRPOTrainer
 
-__all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "RolloutCorrection"]
+__all__ = ["FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "FP8Rollouts"]
 __version__ = "0.1.0.dev0"
 
 _HOME = {
     "FP8GRPOConfig": ".config",
     "FP8GRPOTrainer": ".trainer",
-    "FP8ProgressCallback": ".console.progress",
+    "FP8ProgressCallback": ".run.progress",
     "FP8Recipe": ".recipe.recipe",
-    "RolloutCorrection": ".correction.importance",
+    "FP8Rollouts": ".rollouts",
 }
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: TRL takes ten seconds, which a question about a plan need not wait for."""
+    """Import on first use: TRL takes ten seconds, which `trl-fp8 --help` need not wait for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .upstream.quiet import without_noise

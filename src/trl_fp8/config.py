@@ -1,8 +1,8 @@
 """`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
 
-Each flag is described once, in the `help` of its group in flags/; docs/configuration.md is generated from there. Three
-defaults of TRL's own depend on whether anything is FP8, so they are declared as None and resolved in `__post_init__`:
-with every FP8 flag off the config is TRL's, field for field.
+Each flag is described once, in the `help` of its group: weights and engine in run/, a feature's in its folder;
+docs/configuration.md is generated from there. A few defaults of TRL's own depend on whether anything is FP8, so they
+are declared as None and resolved in `__post_init__`: with every FP8 flag off the config is TRL's, field for field.
 """
 
 from dataclasses import MISSING, Field, dataclass, fields
@@ -11,19 +11,95 @@ from typing import Any
 from torch import nn
 from trl import GRPOConfig
 
-from .features.correction.correction_flags import CorrectionFlags
-from .features.correction.importance import RolloutCorrection
-from .features.kv_cache.kv_cache_flags import KVCacheFlags
-from .features.one_forward.forward_flags import ForwardFlags
-from .features.router_replay.router_flags import RouterFlags
+from .features import registrations
 from .recipe.recipe import FP8Recipe, recipe_for_model
 from .run.engine_flags import EngineFlags
-from .run.flag import flag
+from .run.flag import FlagGroup
 from .run.weight_flags import WeightFlags
 
 
+def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
+    """The groups of flags that go with a config of TRL's."""
+    known = {item.name for item in fields(trl_config)}
+    # The last one first: what a later feature demands is looked at before an earlier one fills in its defaults
+    of_features = [one.flags for one in reversed(registrations()) if not one.needs or one.needs in known]
+    return WeightFlags, EngineFlags, *filter(None, of_features)
+
+
 @dataclass
-class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, RouterFlags, KVCacheFlags, GRPOConfig):
+class FP8Config:
+    """What every FP8 config is, beside its groups of flags; to be inherited before them and TRL's config."""
+
+    def __post_init__(self):
+        given = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
+        for group in self.groups():
+            group.resolve(self)
+        super().__post_init__()
+        for group in self.groups():
+            group.check(self)
+        # A second config would tell what its defaults come to, but its making resets accelerate's state
+        self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in given}
+
+    @classmethod
+    def groups(cls) -> list[type[FlagGroup]]:
+        """The groups of flags, in the order in which they are resolved and checked."""
+        return [base for base in cls.__mro__ if issubclass(base, FlagGroup) and FlagGroup in base.__bases__]
+
+    @property
+    def any_fp8(self) -> bool:
+        return any(getattr(self, name) != off for group in self.groups() for name, off in group.FP8.items())
+
+    def fp8_flags(self, off: bool = False) -> str:
+        """The flags that make something FP8, with their values, or with those that switch all of it off."""
+        named = {
+            name: value if off else getattr(self, name) for one in self.groups() for name, value in one.FP8.items()
+        }
+        return (" with " if off else ", ").join(f"{name}={value!r}" for name, value in named.items())
+
+    @property
+    def own_engine(self) -> bool:
+        """Whether rollouts need this project's engine and not TRL's."""
+        return self.any_fp8 or any(group.wants_engine(self) for group in self.groups())
+
+    @property
+    def policy_calls_engine(self) -> bool:
+        """Whether the policy's forward calls the engine's kernels."""
+        return any(group.calls_engine(self) for group in self.groups())
+
+    @property
+    def blind_pass(self) -> str | None:
+        """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
+        if not getattr(self, "vllm_importance_sampling_correction", True):
+            return "vllm_importance_sampling_correction=False"
+        return "mask_truncated_completions=True" if self.mask_truncated_completions else None
+
+    def recipe_for(self, model: nn.Module, **resolved) -> FP8Recipe:
+        """Which tensors of `model` are FP8 under these flags, on this machine; `resolved` win over the flags."""
+        decided = {"expert_kernels": self.device.type != "cpu", "kv_cache_dtype": "auto"}
+        for group in self.groups():
+            decided |= group.recipe_fields(self)
+        return recipe_for_model(model, **decided | resolved)
+
+
+def default_of(item: Field) -> Any:
+    """The default of a dataclass field."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def documented(config: type, trl_config: type) -> str:
+    """A docstring as TRL's configs have them, from the one place where each flag is described."""
+    of_trl = {item.name for item in fields(trl_config)}
+    lines = [config.__doc__.rstrip(), "\nParameters:"]
+    for item in fields(config):
+        if item.name not in of_trl:
+            kind = item.type.__name__ if isinstance(item.type, type) else str(item.type)
+            lines.append(f"    {item.name} (`{kind}`, *optional*, defaults to `{default_of(item)!r}`):")
+            lines.append(f"        {item.metadata['help']}")
+    return "\n".join([*lines, f"\nThe parameters of `trl.{trl_config.__name__}`:\n\n{trl_config.__doc__.strip()}\n"])
+
+
+@dataclass
+class FP8GRPOConfig(FP8Config, *groups_for(GRPOConfig), GRPOConfig):
     """Configuration of `FP8GRPOTrainer`: every field of `trl.GRPOConfig`, and the ones below.
 
     Raises:
@@ -31,89 +107,9 @@ class FP8GRPOConfig(EngineFlags, CorrectionFlags, WeightFlags, ForwardFlags, Rou
             flag, value, reason and remedy.
     """
 
-    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["rollout_correction", "vllm_engine_kwargs"]
-
-    fp8_run_log: bool = flag(
-        True,
-        "Whether output_dir/fp8_run.jsonl is written, from which `trl-fp8 report` draws: facts of the "
-        "run, its logs, and of each generation a histogram of log-ratios, some pairs of log-probs and the KV "
-        "scales (a few KiB).",
-    )
-
-    def __post_init__(self):
-        given = {item.name for item in fields(self) if getattr(self, item.name) != _default(item)}
-        self.check_weights()
-        others = {name: getattr(self, name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
-        # transformers takes either of the last two for torch_compile=True. A compiler builds the kernels of the loss's
-        # forward anew, and the comparison with the engine does not see it: rollouts are scored uncompiled
-        others["torch_compile"] = bool(self.torch_compile or self.torch_compile_backend or self.torch_compile_mode)
-        self.check_forward(self.fp8_weights, self.fp16, self.simulate_kv_cache, others)
-        self.resolve_kv_cache(self.blind_pass, alone=self.fp8_forward == "full" or not self.fp8_weights)
-        self.resolve_engine(self.any_fp8)
-        self.resolve_correction(self.any_fp8)
-        super().__post_init__()
-        self.check_router(self.use_vllm, self.vllm_mode, self.blind_pass)
-        fp8 = f"fp8_weights={self.fp8_weights}, kv_cache_dtype={self.kv_cache_dtype!r}" if self.any_fp8 else None
-        self.check_engine(fp8, self.own_engine)
-        self.check_correction(self.any_fp8)
-        # A second config would tell what its defaults come to, but its making resets accelerate's state
-        self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in given}
-
-    @property
-    def any_fp8(self) -> bool:
-        return self.fp8_weights or self.kv_cache_dtype != "auto"
-
-    @property
-    def own_engine(self) -> bool:
-        """Whether rollouts need this project's engine and not TRL's."""
-        return self.any_fp8 or self.routes_returned or self.survivors_returned
-
-    @property
-    def survivors_returned(self) -> bool:
-        """Whether the trainer's log-probs are of what top-k, top-p and min-p leave, as those of the rollouts are."""
-        ours = self.any_fp8 or self.routes_returned or self.rollout_correction is not None
-        corrected = self.use_vllm and self.vllm_importance_sampling_correction and self.vllm_mode == "colocate"
-        return bool(ours and corrected and self.truncated_by)
-
-    @property
-    def correction(self) -> RolloutCorrection | None:
-        """The correction in force, if any."""
-        return self.correction_in_force(self.any_fp8)
-
-    def recipe_for(self, model: nn.Module, kv_cache_skip_layers: tuple[int, ...] = ()) -> FP8Recipe:
-        """Which tensors of `model` are FP8 under these flags, on this machine; `kv_cache_skip_layers` with 'auto'
-        resolved.
-        """
-        return recipe_for_model(
-            model,
-            fp8_weights=self.fp8_weights,
-            kv_cache_dtype=self.kv_cache_dtype,
-            kv_cache_skip_layers=self.skip_layers or kv_cache_skip_layers,
-            weight_format=self.fp8_weight_format,
-            scale_format=self.fp8_scale_format,
-            kv_scale_margin=self.kv_scale_margin,
-            tensor_parallel_size=self.vllm_tensor_parallel_size,
-            ignored_modules=tuple(self.fp8_ignored_modules or ()),
-            expert_kernels=self.device.type != "cpu",
-        )
-
-
-def _default(item: Field) -> Any:
-    return item.default if item.default_factory is MISSING else item.default_factory()
-
-
-def _described(item: Field) -> str:
-    kind = item.type.__name__ if isinstance(item.type, type) else str(item.type)
-    return (
-        f"    {item.name} (`{kind}`, *optional*, defaults to `{_default(item)!r}`):\n        {item.metadata['help']}"
-    )
-
-
-# As TRL documents its configs, from the one place where each flag is described: for help() and notebooks
-_OURS = [item for item in fields(FP8GRPOConfig) if item.name not in {of.name for of in fields(GRPOConfig)}]
-FP8GRPOConfig.__doc__ = "\n".join(
-    [
-        *(FP8GRPOConfig.__doc__.rstrip(), "\nParameters:", *map(_described, _OURS)),
-        f"\nThe parameters of `trl.GRPOConfig`:\n\n{GRPOConfig.__doc__.strip()}\n",
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + [
+        name for one in groups_for(GRPOConfig) for name in one.AS_JSON
     ]
-)
+
+
+FP8GRPOConfig.__doc__ = documented(FP8GRPOConfig, GRPOConfig)

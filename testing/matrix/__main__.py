@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from benchmarks import record
+from testing import record
 from testing.processes import alone, free_port
 
 from .torchvision import FOLDER, declare_operators
@@ -25,7 +25,14 @@ from .torchvision import FOLDER, declare_operators
 LIMIT = 600  # seconds of a family
 RESULT = "RESULT "
 WITH_TORCHVISION = (
-    *("gemma3", "mistral3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
+    "gemma3",
+    "mistral3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_vl",
 )
 

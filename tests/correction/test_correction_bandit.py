@@ -2,7 +2,7 @@
 
 A policy p writes T tokens over V symbols with its own logits after every prefix; the engine samples from a perturbed
 q. The on-policy gradient g* = E_p[A(s) grad log p(s)] is computed by enumeration of all V^T sequences. An estimator
-multiplies the terms of sequences sampled from q by the weights of `correct_rollout`:
+multiplies the terms of sequences sampled from q by the weights of `correct`:
 
     g = mean over sequences of  sum_t  w_t A(s) grad log p(s_t | s_<t)
 
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.importance import RolloutCorrection, correct
+from trl_fp8.run.log_ratio import log_ratio
 
 
 V, T = 4, 3
@@ -58,7 +59,7 @@ class Problem:
     def contributions(self, correction):
         """What each sequence adds to the gradient, [S, rows * V]."""
         mask = torch.ones_like(self.p_logps, dtype=torch.long)
-        weights = correct_rollout(self.p_logps, self.q_logps, mask, correction).weights
+        weights = correct(log_ratio(self.p_logps, self.q_logps, mask), correction).weights
         return (weights[:, :, None] * self.terms).sum(1)
 
     def bias_and_variance(self, correction):

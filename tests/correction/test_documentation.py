@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from trl_fp8.config import FP8GRPOConfig
-from trl_fp8.features.correction.apply import apply_correction
+from trl_fp8.features.correction.correction import apply_correction
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
 from trl_fp8.run.log_ratio import log_ratio

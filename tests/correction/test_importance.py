@@ -12,11 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from testing import oracles
 from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.features.correction.correction_report import correction_metrics
-from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.importance import RolloutCorrection, correct
 from trl_fp8.features.correction.mismatch import mismatch_tally
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.features.correction.rejection import Rejection
-from trl_fp8.features.correction.tally import Tally
 from trl_fp8.run.log_ratio import log_ratio
 from trl_fp8.run.metric import values_of
 
@@ -45,7 +44,7 @@ def test_weights_agree_with_the_oracle(batch, level, bound, band, normalize):
     expected, margin = oracles.importance_weights(*(x.tolist() for x in batch), level, bound, low, high, normalize)
     # exactly on a bound both answers of `mask` are right, and exp(0) = 1 = bound is exact on both sides
     assume(bound == "truncate" or margin > 1e-9 or high == 1.0)
-    weights = correct_rollout(*batch, correction).weights
+    weights = correct(log_ratio(*batch), correction).weights
     assert weights.dtype == torch.float64
     torch.testing.assert_close(weights, torch.tensor(expected.reshape(weights.shape)), rtol=1e-6, atol=0)
 
@@ -56,7 +55,7 @@ def test_weights_agree_with_the_oracle(batch, level, bound, band, normalize):
 def test_ten_thousand_tokens(level, dtype, seed):
     batch = random_batch(B=2, T=10_000, sigma=0.05, seed=seed, dtype=dtype, padded=False)
     expected, _ = oracles.importance_weights(*(x.tolist() for x in batch), level, "truncate", None, 2.0)
-    weights = correct_rollout(*batch, RolloutCorrection(level)).weights.double()
+    weights = correct(log_ratio(*batch), RolloutCorrection(level)).weights.double()
     if dtype is torch.float64:
         rtol = 1e-6
     else:
@@ -97,12 +96,11 @@ def test_trl_modes_are_reproduced_bit_for_bit(mode, clip, T, sigma):
         rollout[0, 2] = math.nan
         mask[1, 3:5] = 0  # a tool call
     correction = RolloutCorrection.from_trl_mode(mode, *clip)
-    corrected = correct_rollout(trainer, rollout, mask, correction)
+    corrected = correct(log_ratio(trainer, rollout, mask), correction)
     theirs = trl_ratio(trainer, rollout, mask, mode, *clip)
     assert torch.equal(corrected.loss_weights, theirs)  # (B, 1) for sequences, as TRL has it
     assert torch.equal(corrected.weights, torch.where(mask.bool(), theirs, 1.0))
     assert torch.equal(corrected.keep_mask, mask.bool())
-    assert correction.trl_mode == mode
 
 
 @settings(max_examples=100, deadline=None)
@@ -111,7 +109,7 @@ def test_trl_token_modes_on_arbitrary_ordinary_log_probs(batch, mode, transposed
     trainer, rollout, mask = batch[0].float(), batch[1].float(), batch[2]
     if transposed:
         trainer, rollout, mask = trainer.T, rollout.T, mask.T
-    ours = correct_rollout(trainer, rollout, mask, RolloutCorrection.from_trl_mode(mode, 0.5, 2.0)).weights
+    ours = correct(log_ratio(trainer, rollout, mask), RolloutCorrection.from_trl_mode(mode, 0.5, 2.0)).weights
     assert torch.equal(ours, trl_ratio(trainer, rollout, mask, mode, 0.5, 2.0))
 
 
@@ -122,7 +120,7 @@ def test_losses_and_gradients_equal_trls(mode, loss_columns):
     whose backward would round differently with (B, T) weights.
     """
     trainer, rollout, mask = random_batch(sigma=0.1)
-    corrected = correct_rollout(trainer, rollout, mask, RolloutCorrection.from_trl_mode(mode, None, 2.0))
+    corrected = correct(log_ratio(trainer, rollout, mask), RolloutCorrection.from_trl_mode(mode, None, 2.0))
     theirs = trl_ratio(trainer, rollout, mask, mode, None, 2.0)
     loss = torch.randn(6, loss_columns, generator=torch.Generator().manual_seed(1), requires_grad=True)
     for ours, other in zip(
@@ -168,7 +166,7 @@ ALL = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equal_log_probs_give_weights_of_exactly_one(correction, dtype):
     trainer, _, mask = random_batch(dtype=dtype)
-    corrected = correct_rollout(trainer, trainer.clone(), mask, correction)
+    corrected = correct(log_ratio(trainer, trainer.clone(), mask), correction)
     assert torch.equal(corrected.weights, torch.ones(6, 50))
     assert torch.equal(corrected.loss_weights, torch.ones_like(corrected.loss_weights))
     assert torch.equal(corrected.keep_mask, mask.bool()) and torch.equal(corrected.loss_mask, mask.bool())
@@ -189,7 +187,7 @@ def test_nothing_at_padding_reaches_the_result(correction):
     for tensor, junk in zip(dirty[:2], (math.nan, -math.inf), strict=True):
         tensor[padding] = junk
     dirty[1][padding.nonzero(as_tuple=True)[0][0], -1] = 1e30
-    expected, corrected = correct_rollout(*clean, correction), correct_rollout(*dirty, correction)
+    expected, corrected = correct(log_ratio(*clean), correction), correct(log_ratio(*dirty), correction)
     assert torch.equal(corrected.weights, expected.weights)
     assert torch.equal(corrected.keep_mask, expected.keep_mask)
     assert torch.equal(corrected.report.values, expected.report.values)
@@ -202,7 +200,7 @@ def test_nothing_at_padding_reaches_the_result(correction):
 @given(batches(), st.sampled_from(sorted(ALL)))
 def test_no_input_makes_a_nan_or_a_gradient(batch, name):
     trainer, rollout, mask = batch
-    corrected = correct_rollout(trainer.requires_grad_(), rollout.requires_grad_(), mask, ALL[name])
+    corrected = correct(log_ratio(trainer.requires_grad_(), rollout.requires_grad_(), mask), ALL[name])
     for tensor in (corrected.weights, corrected.loss_weights):
         assert torch.isfinite(tensor).all() and (tensor >= 0).all()
     for tensor in vars(corrected).values():
@@ -214,22 +212,22 @@ def test_a_token_without_rollout_log_prob_is_not_corrected_and_not_held_against_
     trainer, rollout, mask = pairs_to_logps([[1.5, 1.2, 1.2]])
     rollout[0, 0] = math.nan
     levels = ("token", "sequence", "geometric")
-    weights = {level: correct_rollout(trainer, rollout, mask, RolloutCorrection(level)).weights for level in levels}
+    weights = {level: correct(log_ratio(trainer, rollout, mask), RolloutCorrection(level)).weights for level in levels}
     torch.testing.assert_close(weights["token"], torch.tensor([[1.0, 1.2, 1.2]]).double())
     torch.testing.assert_close(weights["sequence"], torch.full((1, 3), 1.44).double())
     torch.testing.assert_close(weights["geometric"], torch.full((1, 3), 1.2).double())
-    normalized = correct_rollout(trainer, rollout, mask, RolloutCorrection(batch_normalize=True)).weights
+    normalized = correct(log_ratio(trainer, rollout, mask), RolloutCorrection(batch_normalize=True)).weights
     assert normalized[0].tolist() == [1.0, 1.0, 1.0]
     for rule in (Rejection("token_ratio", 0.9, 1.3), Rejection("geometric_ratio", 0.9, 1.3)):
-        assert correct_rollout(trainer, rollout, mask, replace(UNWEIGHTED, reject=(rule,))).keep_mask.all()
+        assert correct(log_ratio(trainer, rollout, mask), replace(UNWEIGHTED, reject=(rule,))).keep_mask.all()
 
 
 def test_log_ratios_are_clamped_before_exp():
     trainer, rollout, mask = torch.tensor([[-1.0, -200.0]]), torch.tensor([[-200.0, -1.0]]), torch.ones(1, 2)
-    weights = correct_rollout(trainer, rollout, mask, RolloutCorrection(bound="mask", bound_max=None)).weights
+    weights = correct(log_ratio(trainer, rollout, mask), RolloutCorrection(bound="mask", bound_max=None)).weights
     assert torch.equal(weights, torch.exp(torch.tensor([[20.0, -20.0]])))
     nine = [x[:, :1].expand(1, 9) for x in (trainer, rollout, mask)]
-    long = correct_rollout(*nine, RolloutCorrection("sequence", "mask", bound_max=None))
+    long = correct(log_ratio(*nine), RolloutCorrection("sequence", "mask", bound_max=None))
     assert torch.equal(long.weights, torch.exp(torch.full((1, 9), 20.0)))  # and not exp(180) = inf in fp32
 
 
@@ -238,7 +236,7 @@ def test_log_ratios_are_clamped_before_exp():
 
 def test_icepop_zeroes_weights_and_leaves_the_mask():
     batch = pairs_to_logps([[0.4, 0.8, 6.0]])
-    corrected = correct_rollout(*batch, RolloutCorrection("token", "mask", 0.5, 5.0))
+    corrected = correct(log_ratio(*batch), RolloutCorrection("token", "mask", 0.5, 5.0))
     torch.testing.assert_close(corrected.weights, torch.tensor([[0.0, 0.8, 0.0]]).double())
     assert corrected.keep_mask.all() and torch.equal(corrected.loss_mask, batch[2].bool())
     metrics = metrics_of(corrected)
@@ -249,7 +247,7 @@ def test_icepop_zeroes_weights_and_leaves_the_mask():
 
 def test_a_batch_with_all_weights_masked_is_not_divided_by_zero():
     batch = pairs_to_logps([[9.0, 8.0]])
-    corrected = correct_rollout(*batch, RolloutCorrection("token", "mask", batch_normalize=True))
+    corrected = correct(log_ratio(*batch), RolloutCorrection("token", "mask", batch_normalize=True))
     assert corrected.weights.tolist() == [[0.0, 0.0]]
     assert metrics_of(corrected)["correction/all_rejected"] == 1.0
 
@@ -257,10 +255,10 @@ def test_a_batch_with_all_weights_masked_is_not_divided_by_zero():
 def test_monitor_only_reports_and_changes_nothing():
     batch = random_batch(sigma=0.5)
     applied = RolloutCorrection("sequence", "mask", 0.5, 2.0, reject=(Rejection("token_k3", maximum=0.1),))
-    watched = correct_rollout(*batch, replace(applied, monitor_only=True))
+    watched = correct(log_ratio(*batch), replace(applied, monitor_only=True))
     assert torch.equal(watched.weights, torch.ones(6, 50)) and torch.equal(watched.loss_weights, torch.ones(6, 50))
     assert torch.equal(watched.keep_mask, batch[2].bool()) and torch.equal(watched.loss_mask, batch[2].bool())
-    expected = correct_rollout(*batch, applied).report
+    expected = correct(log_ratio(*batch), applied).report
     assert torch.equal(watched.report.values, expected.values)
     assert metrics_of(watched)["correction/fraction_masked_tokens"] > 0.2  # it would have done something
 
@@ -268,13 +266,13 @@ def test_monitor_only_reports_and_changes_nothing():
 def test_bypass_makes_the_policy_ratio_the_correction():
     trainer, rollout, mask = random_batch(sigma=0.5)
     rollout[0, 1], rollout[2, 2], trainer[1, 0] = math.nan, -500.0, math.nan
-    corrected = correct_rollout(trainer, rollout, mask, replace(UNWEIGHTED, bypass=True))
+    corrected = correct(log_ratio(trainer, rollout, mask), replace(UNWEIGHTED, bypass=True))
     assert torch.equal(corrected.loss_weights, torch.ones(6, 50))
     expected = torch.where(mask.bool(), rollout, trainer)
     expected[0, 1], expected[2, 2] = trainer[0, 1], trainer[2, 2] - 20  # no log-prob; ratio clamped at exp(20)
     assert torch.equal(corrected.old_logps, expected)
     assert not corrected.old_logps.isnan().any()
-    assert correct_rollout(trainer, rollout, mask, UNWEIGHTED).old_logps is None
+    assert correct(log_ratio(trainer, rollout, mask), UNWEIGHTED).old_logps is None
 
 
 # ---- VESPO --------------------------------------------------------------------------------------------------------
@@ -282,15 +280,14 @@ def test_bypass_makes_the_policy_ratio_the_correction():
 
 def test_log_weights_sum_to_the_log_of_the_sequence_ratio_where_vespo_needs_it():
     trainer, rollout, mask = random_batch(sigma=0.02, dtype=torch.float64)
-    log_ratio = ((trainer - rollout) * mask).sum(-1)
+    log_r = ((trainer - rollout) * mask).sum(-1)
     summed = {}
     for level in ("token", "geometric", "sequence"):
         correction = RolloutCorrection(level)
-        summed[level] = (
-            correct_rollout(trainer, rollout, mask, correction).weights.log().sum(-1)
-        )  # over all T, unmasked
-        assert correction.fits_vespo == torch.allclose(summed[level], log_ratio, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(summed["sequence"], log_ratio * mask.sum(-1))  # counted once per token: refuse it
+        corrected = correct(log_ratio(trainer, rollout, mask), correction)
+        summed[level] = corrected.weights.log().sum(-1)  # over all T, unmasked
+        assert correction.fits_vespo == torch.allclose(summed[level], log_r, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(summed["sequence"], log_r * mask.sum(-1))  # counted once per token: refuse it
 
 
 # ---- over ranks and micro-batches ---------------------------------------------------------------------------------
@@ -309,17 +306,18 @@ def test_batch_normalization_and_centre_are_global(level):
         local_sums.append(local)
         return local
 
-    apart = torch.cat([correct_rollout(*rank, correction, all_reduce=record).weights for rank in ranks])
+    apart = torch.cat([correct(log_ratio(*rank), correction, all_reduce=record).weights for rank in ranks])
     assert len(local_sums) == 3  # one collective per call
     total = torch.stack(local_sums).sum(0)
-    corrected = [correct_rollout(*rank, correction, all_reduce=lambda local: total) for rank in ranks]
+    corrected = [correct(log_ratio(*rank), correction, all_reduce=lambda local: total) for rank in ranks]
     together = torch.cat([one.weights for one in corrected])
     expected, _ = oracles.importance_weights(*(x.tolist() for x in batch), level, "truncate", None, 1.5, True)
     torch.testing.assert_close(together, torch.tensor(expected), rtol=1e-12, atol=0)
     assert not torch.allclose(apart, together, rtol=1e-3)  # what every rank for itself would have done
-    centres = [one.report.read()["correction.log_centre"] for one in corrected]
+    centres = [one.report.read()["log_centre"] for one in corrected]
     assert centres == [min(0.0, float(total[0] / total[1]))] * 3
-    metrics = values_of(correction_metrics(Tally.merged([one.report for one in corrected]).read()))
+    gathered = corrected[0].report.gathered(lambda _: torch.stack([one.report.values for one in corrected]))
+    metrics = values_of(correction_metrics(gathered.read()))
     assert metrics["correction/batch_norm_factor"] == pytest.approx(float(total[2] / total[3]), rel=1e-12)
     kept = sum(int(one.keep_mask.sum()) for one in corrected)
     assert metrics["correction/fraction_masked_tokens"] == pytest.approx(1 - kept / int(batch[2].sum()), abs=1e-12)
@@ -330,7 +328,7 @@ def test_the_hook_is_called_by_every_rank_or_by_none():
     batch, empty = random_batch(), [x[:0] for x in random_batch()]
     for correction in ALL.values():
         for rank in (batch, empty):
-            correct_rollout(*rank, correction, all_reduce=lambda local: calls.append(local.shape) or local)
+            correct(log_ratio(*rank), correction, all_reduce=lambda local: calls.append(local.shape) or local)
         assert calls == ([(4,), (4,)] if correction.needs_all_reduce else [])
         calls.clear()
 
@@ -354,10 +352,10 @@ def test_nothing_is_read_on_the_host():
     batch = random_batch()
     with NoHostReads():
         for correction in ALL.values():
-            corrected = correct_rollout(*batch, correction)
+            corrected = correct(log_ratio(*batch), correction)
             tally = mismatch_tally(log_ratio(*batch)) | corrected.report
             tally = tally.gathered(lambda values: torch.cat([values, values]))
-    assert tally.read()["correction.tokens"] == 2 * int(batch[2].sum())
+    assert tally.read()["trained_tokens"] == 2 * int(batch[2].sum())
     for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: bool(x.any())):
         with pytest.raises(AssertionError, match="synchronizes"), NoHostReads():
             read(batch[0])
@@ -396,20 +394,11 @@ def test_all_problems_are_named_at_once():
     assert all(name in str(error.value) for name in ("level='batch'", "bound='clip'", "denominator='both'"))
 
 
-def test_trl_modes_are_named_only_where_trl_can_express_the_correction():
-    assert RolloutCorrection("sequence", "mask", None, 3.0).trl_mode == "sequence_mask"
-    for other in (
-        RolloutCorrection("geometric"),
-        RolloutCorrection(batch_normalize=True),
-        RolloutCorrection(monitor_only=True),
-        RolloutCorrection(reject=(Rejection("token_veto", 1e-4),)),
-        UNWEIGHTED,
-    ):
-        assert other.trl_mode is None
+def test_a_mode_that_trl_does_not_have_is_refused():
     with pytest.raises(ValueError, match="level='paragraph'"):
         RolloutCorrection.from_trl_mode("paragraph_mask", None, 2.0)
 
 
 def test_shapes_must_agree():
     with pytest.raises(ValueError, match=r"\(2, 3\), \(2, 1\) and \(2, 3\)"):
-        correct_rollout(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3), RolloutCorrection())
+        log_ratio(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2, 3))

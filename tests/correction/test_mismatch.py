@@ -13,13 +13,17 @@ from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, random_batch
 from trl_fp8.features.correction.correction_report import correction_metrics
 from trl_fp8.features.correction.health import health_warnings
-from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
-from trl_fp8.features.correction.mismatch import BIN_EDGES, mismatch_metrics, mismatch_tally, summarize_mismatch
+from trl_fp8.features.correction.importance import RolloutCorrection, correct
+from trl_fp8.features.correction.mismatch import BIN_EDGES, mismatch_tally, summarize_mismatch
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.features.correction.rejection import Rejection, Statistic
-from trl_fp8.features.correction.tally import Tally
 from trl_fp8.run.log_ratio import log_ratio
 from trl_fp8.run.metric import values_of
+
+
+def mismatch_metrics(*batch) -> dict[str, float]:
+    """Of one batch on one rank."""
+    return values_of(summarize_mismatch(mismatch_tally(log_ratio(*batch)).read()))
 
 
 def assert_metrics_equal(actual, expected, rel=1e-6, absolute=1e-12):
@@ -116,8 +120,8 @@ def test_rejection_does_not_improve_the_metrics():
     """Half of the sequences are far off and rejected. Measured on what is left, the mismatch would look harmless."""
     trainer, rollout, mask = random_batch(B=8, T=40, sigma=0.02, dtype=torch.float64, padded=False)
     rollout[::2] -= 1.0
-    corrected = correct_rollout(
-        trainer, rollout, mask, RolloutCorrection(reject=(Rejection("geometric_ratio", 0.9, 1.1),))
+    corrected = correct(
+        log_ratio(trainer, rollout, mask), RolloutCorrection(reject=(Rejection("geometric_ratio", 0.9, 1.1),))
     )
     assert corrected.keep_mask.any(-1).tolist() == [False, True] * 4
     after = mismatch_metrics(trainer, rollout, corrected.keep_mask)
@@ -131,7 +135,7 @@ def test_rejection_does_not_improve_the_metrics():
 
 def test_truncation_does_not_hide_the_raw_ratio():
     trainer, rollout, mask = pairs_to_logps([[1.0] * 99 + [50.0]])
-    corrected = correct_rollout(trainer, rollout, mask, RolloutCorrection(bound_max=2.0))
+    corrected = correct(log_ratio(trainer, rollout, mask), RolloutCorrection(bound_max=2.0))
     assert corrected.weights.max() == 2.0
     metrics = mismatch_metrics(trainer, rollout, mask)
     assert metrics["correction/ratio_max"] == pytest.approx(50.0)
@@ -191,7 +195,6 @@ def test_ranks_and_micro_batches_merge_to_the_whole(batch, first, second):
     cuts = [0, *sorted((min(first, len(batch[0])), min(second, len(batch[0])))), len(batch[0])]
     parts = [mismatch_tally(log_ratio(*(x[a:b] for x in batch))) for a, b in zip(cuts, cuts[1:], strict=False)]
     whole = mismatch_metrics(*batch)
-    assert_metrics_equal(values_of(summarize_mismatch(Tally.merged(parts).read())), whole, rel=1e-9)
     assert_metrics_equal(values_of(merged(map(measured, parts))), whole, rel=1e-9)  # batches that one log is of
     for gather in (torch.stack, torch.cat):  # accelerate concatenates; stacking serves as well
         gathered = parts[0].gathered(lambda values, gather=gather: gather([part.values for part in parts]))
@@ -203,16 +206,15 @@ def test_a_mean_over_ranks_is_weighted_by_tokens():
     the mean is 0.01 log 2.
     """
     ranks = [pairs_to_logps([[0.5]]), pairs_to_logps([[1.0] * 99])]
-    merged = Tally.merged([mismatch_tally(log_ratio(*rank)) for rank in ranks])
-    assert values_of(summarize_mismatch(merged.read()))["mismatch/k1_kl"] == pytest.approx(0.01 * math.log(2))
+    tallies = [mismatch_tally(log_ratio(*rank)) for rank in ranks]
+    gathered = tallies[0].gathered(lambda _: torch.stack([tally.values for tally in tallies]))
+    assert values_of(summarize_mismatch(gathered.read()))["mismatch/k1_kl"] == pytest.approx(0.01 * math.log(2))
 
 
-def test_tallies_of_different_quantities_are_not_merged():
+def test_a_tally_is_small_and_holds_each_quantity_once():
     tally = mismatch_tally(log_ratio(*random_batch()))
     with pytest.raises(AssertionError, match="both tallies"):
         tally | tally
-    with pytest.raises(AssertionError, match="different quantities"):
-        Tally.merged([tally, Tally.of({"scored": torch.tensor(1.0)})])
     assert tally.values.numel() < 64  # what travels per rank
 
 
@@ -260,7 +262,7 @@ def test_the_page_names_every_preset_statistic_and_metric():
     batch = random_batch()
     rules = (Rejection("token_veto", 1e-4),)
     metrics = mismatch_metrics(*batch)
-    metrics |= values_of(correction_metrics(correct_rollout(*batch, RolloutCorrection(reject=rules)).report.read()))
+    metrics |= values_of(correction_metrics(correct(log_ratio(*batch), RolloutCorrection(reject=rules)).report.read()))
     families = ("k3_kl/position_", "k3_kl/length_", "sequence_ratio_", "geometric_ratio_", "fraction_rejected/")
     documented = {
         next((f"{name.split('/')[0]}/{family}*" for family in families if f"/{family}" in name), name)

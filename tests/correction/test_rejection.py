@@ -12,9 +12,10 @@ from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
 from trl_fp8.features.correction.correction_report import correction_metrics
 from trl_fp8.features.correction.health import health_warnings
-from trl_fp8.features.correction.importance import RolloutCorrection, correct_rollout
+from trl_fp8.features.correction.importance import RolloutCorrection, correct
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.features.correction.rejection import Rejection
+from trl_fp8.run.log_ratio import log_ratio
 from trl_fp8.run.metric import values_of
 
 
@@ -43,7 +44,7 @@ def test_rejections_agree_with_the_oracle(batch, statistic):
     low, high = BANDS[statistic]
     expected, margin = oracles.keep_mask(*(x.tolist() for x in batch), statistic, low, high)
     assume(margin > 1e-9)
-    corrected = correct_rollout(*batch, replace(UNWEIGHTED, reject=(Rejection(statistic, low, high),)))
+    corrected = correct(log_ratio(*batch), replace(UNWEIGHTED, reject=(Rejection(statistic, low, high),)))
     assert torch.equal(corrected.keep_mask, torch.tensor(expected.reshape(corrected.keep_mask.shape)))
 
 
@@ -55,7 +56,7 @@ def test_a_measured_centre_agrees_with_the_oracle(batch):
     expected, margin = oracles.keep_mask(*lists, "geometric_ratio", 0.7, 1.4, log_centre=centre)
     assume(margin > 1e-9)
     rule = Rejection("geometric_ratio", 0.7, 1.4, centre="measured")
-    corrected = correct_rollout(*batch, replace(UNWEIGHTED, reject=(rule,)))
+    corrected = correct(log_ratio(*batch), replace(UNWEIGHTED, reject=(rule,)))
     assert torch.equal(corrected.keep_mask, torch.tensor(expected.reshape(corrected.keep_mask.shape)))
     assert metrics_of(corrected)["correction/log_centre"] == pytest.approx(centre, rel=1e-9, abs=1e-12)
 
@@ -65,8 +66,8 @@ def test_bounds_apply_to_trainer_over_rollout_and_not_to_its_inverse():
     for 1/r it would be the other way round.
     """
     batch = pairs_to_logps([[1.9, 0.5]])
-    masked = correct_rollout(*batch, RolloutCorrection("token", "mask", 0.4, 1.8))
-    rejected = correct_rollout(*batch, replace(UNWEIGHTED, reject=(Rejection("token_ratio", 0.4, 1.8),)))
+    masked = correct(log_ratio(*batch), RolloutCorrection("token", "mask", 0.4, 1.8))
+    rejected = correct(log_ratio(*batch), replace(UNWEIGHTED, reject=(Rejection("token_ratio", 0.4, 1.8),)))
     torch.testing.assert_close(masked.weights, torch.tensor([[0.0, 0.5]]).double())
     assert rejected.keep_mask.tolist() == [[False, True]]
 
@@ -77,8 +78,8 @@ def test_rejection_and_weighting_do_not_touch_each_other():
     rollout = torch.tensor([[-0.25], [-0.25 - 0.5]])
     mask = torch.ones(2, 1, dtype=torch.long)
     rule = Rejection("sequence_ratio", 0.5, 2.0)
-    both = correct_rollout(trainer, rollout, mask, RolloutCorrection("sequence", reject=(rule,)))
-    alone = correct_rollout(trainer, rollout, mask, replace(UNWEIGHTED, reject=(rule,)))
+    both = correct(log_ratio(trainer, rollout, mask), RolloutCorrection("sequence", reject=(rule,)))
+    alone = correct(log_ratio(trainer, rollout, mask), replace(UNWEIGHTED, reject=(rule,)))
     torch.testing.assert_close(both.weights, torch.tensor([[0.36788], [1.64872]]), rtol=1e-5, atol=0)
     assert both.keep_mask.tolist() == alone.keep_mask.tolist() == [[False], [True]]
     assert torch.equal(alone.weights, torch.ones(2, 1)) and alone.loss_weights.tolist() == [[0.0], [1.0]]
@@ -92,8 +93,8 @@ def test_rules_compose():
         Rejection("geometric_ratio", 0.93, 1.07),
         Rejection("token_veto", 0.2),
     )
-    alone = [correct_rollout(trainer, rollout, mask, replace(UNWEIGHTED, reject=(rule,))) for rule in rules]
-    together = correct_rollout(trainer, rollout, mask, replace(UNWEIGHTED, reject=rules))
+    alone = [correct(log_ratio(trainer, rollout, mask), replace(UNWEIGHTED, reject=(rule,))) for rule in rules]
+    together = correct(log_ratio(trainer, rollout, mask), replace(UNWEIGHTED, reject=rules))
     assert torch.equal(together.keep_mask, torch.stack([one.keep_mask for one in alone]).all(0))
     assert len({int(one.keep_mask.sum()) for one in (*alone, together)}) == 4  # every rule did something
     metrics = metrics_of(together)
@@ -105,11 +106,13 @@ def test_rules_compose():
 def test_one_catastrophic_token_vetoes_its_sequence_and_no_other():
     trainer, rollout, mask = random_batch(B=3, sigma=0.01)
     trainer[1, 4] = rollout[1, 4] + math.log(0.9e-4)
-    corrected = correct_rollout(trainer, rollout, mask, RolloutCorrection(reject=(Rejection("token_veto", 1e-4),)))
+    corrected = correct(log_ratio(trainer, rollout, mask), RolloutCorrection(reject=(Rejection("token_veto", 1e-4),)))
     assert corrected.keep_mask.any(-1).tolist() == [True, False, True]
     trainer[1, 4] = rollout[1, 4] + math.log(1.1e-4)
     assert torch.equal(
-        correct_rollout(trainer, rollout, mask, RolloutCorrection(reject=(Rejection("token_veto", 1e-4),))).keep_mask,
+        correct(
+            log_ratio(trainer, rollout, mask), RolloutCorrection(reject=(Rejection("token_veto", 1e-4),))
+        ).keep_mask,
         mask.bool(),
     )
 
@@ -120,7 +123,7 @@ def test_the_denominator_is_a_choice(denominator, expected):
     batch = pairs_to_logps([[1.0, 1.0, 9.0, 1.0, 1.0]])
     batch[2][0, 4] = 0
     rule = Rejection("token_ratio", 0.5, 2.0)
-    corrected = correct_rollout(*batch, replace(UNWEIGHTED, reject=(rule,), denominator=denominator))
+    corrected = correct(log_ratio(*batch), replace(UNWEIGHTED, reject=(rule,), denominator=denominator))
     loss = torch.ones(1, 5, dtype=torch.float64)
     for name in ("grpo", "bnpo", "dapo and cispo"):
         averaged = policy_losses(loss, corrected.loss_weights, corrected.loss_mask)[name]
@@ -134,7 +137,7 @@ def test_a_shrunk_denominator_leaves_the_weights_of_rejected_tokens():
     batch = pairs_to_logps([[1.5, 0.1, 0.8]])
     rule = Rejection("token_ratio", 0.5, 2.0)
     weights = {
-        choice: correct_rollout(*batch, RolloutCorrection(reject=(rule,), denominator=choice)).loss_weights
+        choice: correct(log_ratio(*batch), RolloutCorrection(reject=(rule,), denominator=choice)).loss_weights
         for choice in ("keep", "shrink")
     }
     torch.testing.assert_close(weights["shrink"], torch.tensor([[1.5, 0.1, 0.8]]).double())
@@ -146,7 +149,7 @@ def test_a_sequence_without_evidence_is_kept():
     trainer, rollout, mask = pairs_to_logps([[math.exp(-1)] * 4] * 3)
     rollout[1] = math.nan
     rule = Rejection("geometric_ratio", 0.9, 1.1, centre="measured")
-    assert correct_rollout(trainer, rollout, mask, replace(UNWEIGHTED, reject=(rule,))).keep_mask.all()
+    assert correct(log_ratio(trainer, rollout, mask), replace(UNWEIGHTED, reject=(rule,))).keep_mask.all()
 
 
 @pytest.mark.parametrize("denominator", ["keep", "shrink"])
@@ -156,7 +159,7 @@ def test_an_all_rejected_batch_trains_on_nothing_and_says_so(denominator, level)
     rollout = rollout - 3.0
     rules = (Rejection("geometric_ratio", 0.9, 1.1),)
     correction = RolloutCorrection(level, reject=rules, batch_normalize=level is not None, denominator=denominator)
-    corrected = correct_rollout(trainer, rollout, mask, correction)
+    corrected = correct(log_ratio(trainer, rollout, mask), correction)
     loss = torch.randn(6, 50, requires_grad=True)
     for value in policy_losses(loss, corrected.loss_weights, corrected.loss_mask).values():
         assert value.item() == 0.0
@@ -182,7 +185,7 @@ def test_the_published_band_drops_most_fp8_sequences(kl, T):
     deviation = math.sqrt(2 * kl / T)
 
     def kept(rule):
-        return correct_rollout(*batch, replace(UNWEIGHTED, reject=(rule,))).keep_mask.any(-1).double().mean().item()
+        return correct(log_ratio(*batch), replace(UNWEIGHTED, reject=(rule,))).keep_mask.any(-1).double().mean().item()
 
     def expected(low, high, centre):
         return normal_cdf((math.log(high) - centre) / deviation) - normal_cdf((math.log(low) - centre) / deviation)
@@ -205,7 +208,7 @@ def test_centring_alone_is_not_enough_for_short_completions():
     shares = {}
     for width in (0.001, 0.02, 0.03):
         rule = Rejection("geometric_ratio", 1 - width, 1 + width, centre="measured")
-        corrected = correct_rollout(*batch, replace(UNWEIGHTED, reject=(rule,)))
+        corrected = correct(log_ratio(*batch), replace(UNWEIGHTED, reject=(rule,)))
         shares[width] = corrected.keep_mask.any(-1).double().mean().item()
     assert shares[0.001] < 0.15 < 0.9 < shares[0.02] < shares[0.03]
 
@@ -213,19 +216,8 @@ def test_centring_alone_is_not_enough_for_short_completions():
 def test_one_broken_sequence_does_not_move_the_centre():
     trainer, rollout, mask = fp8_batch(16, 1000, 0.0025)
     trainer[3] = -60.0  # log r clamps to -20; a mean over tokens would put the centre at exp(-1.25)
-    corrected = correct_rollout(trainer, rollout, mask, PRESETS["fp8_geometric_token_tis"].correction)
+    corrected = correct(log_ratio(trainer, rollout, mask), PRESETS["fp8_geometric_token_tis"].correction)
     assert corrected.keep_mask.any(-1).tolist() == [i != 3 for i in range(16)]
-
-
-def test_a_kl_measured_earlier_takes_the_place_of_the_batchs_own():
-    batch = fp8_batch(8, 1000, 0.05)
-    correction = replace(UNWEIGHTED, reject=(Rejection("geometric_ratio", 0.98, 1.02, centre="measured"),))
-    kept = {
-        kl: correct_rollout(*batch, correction, measured_kl=kl).keep_mask.any(-1).sum().item() for kl in (0.05, 0.2)
-    }
-    assert kept[0.05] >= 6 and kept[0.2] == 0  # deviation of a mean is 0.01, half the band
-    same = correct_rollout(*batch, correction, measured_kl=torch.tensor(0.05))
-    assert metrics_of(same)["correction/log_centre"] == pytest.approx(-0.05, rel=1e-6)
 
 
 @pytest.mark.parametrize(

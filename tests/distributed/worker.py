@@ -31,8 +31,8 @@ from trl_fp8.export.file_checksums import verify_export  # noqa: E402
 from trl_fp8.features.one_forward.following import Flow  # noqa: E402
 from trl_fp8.features.shared_base.adapter_tensors import Slot  # noqa: E402
 from trl_fp8.features.shared_base.shared_modules import SharedLinear  # noqa: E402
-from trl_fp8.quantization.digest import digest  # noqa: E402
-from trl_fp8.quantization.kv_scales import KV_SCALES  # noqa: E402
+from trl_fp8.quantization.codec.digest import digest  # noqa: E402
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES  # noqa: E402
 from trl_fp8.sync import shards, writer  # noqa: E402
 from trl_fp8.sync.weight_stream import weight_stream  # noqa: E402
 from trl_fp8.upstream.vllm import engine_model  # noqa: E402

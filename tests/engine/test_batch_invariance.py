@@ -19,8 +19,8 @@ from trl_fp8.engine.vllm.cpu import reference_linear as cpu_linear
 from trl_fp8.engine.vllm.cpu.ops import PROVIDER, register_cpu_ops
 from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.cpu_platform import KERNELS
-from trl_fp8.quantization.blockwise import quantize_activation, quantize_weight
-from trl_fp8.quantization.e4m3 import E4M3, saturating_cast_
+from trl_fp8.quantization.codec.blockwise import quantize_activation, quantize_weight
+from trl_fp8.quantization.codec.e4m3 import E4M3, saturating_cast_
 from trl_fp8.upstream.vllm import forget_choices
 
 

@@ -10,8 +10,8 @@ from trl_fp8.engine.vllm.attention_layers import attention_layers, quantizes_que
 from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, _split_cache
 from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.e4m3 import cache_codes
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.e4m3 import cache_codes
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.upstream.vllm import engine_model
 
 

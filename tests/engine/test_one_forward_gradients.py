@@ -21,7 +21,7 @@ from trl_fp8.features.one_forward.modules.between import (
     Turn,
 )
 from trl_fp8.features.one_forward.modules.own_gradient import with_value
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.upstream.patches import substituted
 
 

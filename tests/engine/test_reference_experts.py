@@ -16,8 +16,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from testing import engines
 from testing.reference_experts import ReferenceExperts, reference_fp8_experts
 from trl_fp8.engine.vllm.layout import engine_layout
-from trl_fp8.quantization.blockwise import quantize_weight
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.blockwise import quantize_weight
+from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.vllm import engine_model
 

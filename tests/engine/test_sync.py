@@ -6,7 +6,7 @@ from vllm import SamplingParams
 
 from testing import engines
 from trl_fp8.engine.protocol import Delivery, RolloutEngine
-from trl_fp8.quantization.kv_scales import KV_SCALES
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 
 
 pytestmark = pytest.mark.engine

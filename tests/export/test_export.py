@@ -15,7 +15,7 @@ from testing.reference_experts import reference_fp8_experts
 from testing.runs import arguments, training
 from trl_fp8.export.export import INDEX, export_fp8
 from trl_fp8.export.file_checksums import CHECKSUMS, verify_export
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.recipe.recipe import recipe_for_model
 
 

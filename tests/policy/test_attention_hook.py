@@ -26,7 +26,7 @@ from testing import tiny_models
 from trl_fp8.features.kv_cache.observation import QKVObservation
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.quantization.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
+from trl_fp8.quantization.codec.kv_scales import E4M3_RELATIVE_ERROR, kv_scales_from_amax
 
 
 SEQUENCES = [[5, 6, 7, 8, 9, 10], [11, 12, 13], [14, 15, 16, 17]]

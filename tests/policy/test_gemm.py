@@ -11,7 +11,7 @@ from testing.fp8_oracle import gamma
 from testing.linears import gradients, inputs, pair
 from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.modules import gemm as fp8_gemm
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

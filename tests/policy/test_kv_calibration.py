@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 import torch
@@ -16,15 +16,17 @@ from testing.tiny_models import build
 from trl_fp8.features.kv_cache.calibration import (
     PROMPTS_ONLY_MARGIN,
     SATURATION_LIMIT,
+    STATE_FILE,
     WIDEST_MARGIN_FACTOR,
-    KVCalibrator,
+    Calibration,
     KVState,
     layers_with_outliers,
-    observe_sequences,
+    next_scales,
     outlier_message,
 )
+from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
+from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
 
 
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]
@@ -32,13 +34,40 @@ ROLLOUTS = [[5, 6, 7, 8, 9, 10], [11, 12, 13, 14, 15], [11, 12, 13, 14, 20, 21, 
 MARGIN = 1.05
 
 
-def calibrator(model, mode="rollout", **options) -> KVCalibrator:
-    made = KVCalibrator(
-        options.pop("hook", None) or AttentionHook(model),
-        **(dict(mode=mode, margin=MARGIN, max_tokens=1000) | options),
-    )
-    made.coming_prompts = PROMPTS
-    return made
+class Calibrating:
+    """Holds the one current state, as the feature does."""
+
+    def __init__(self, model, mode="rollout", **options):
+        hook = options.pop("hook", None) or AttentionHook(model)
+        self.how = Calibration(hook, **(dict(mode=mode, margin=MARGIN, max_tokens=1000) | options))
+        self.state = KVState(margin=MARGIN).expecting(PROMPTS)  # the tests' own scales are the first ones
+
+    @property
+    def hook(self) -> AttentionHook:
+        return self.how.hook
+
+    def expecting(self, prompts) -> None:
+        self.state = self.state.expecting(prompts)
+
+    def next_scales(self, model) -> KVScales:
+        scales, self.state = next_scales(self.state, self.how, model)
+        return scales
+
+    def after_rollouts(self, sequences, scales: KVScales, step: int | None) -> None:
+        self.state = self.state.after_rollouts(self.how, sequences, scales, step)
+
+    def watching(self):
+        return self.state.watching(self.hook)
+
+    def saturation(self) -> torch.Tensor | None:
+        saturated_L2, self.state = self.state.saturation(self.how)
+        return saturated_L2
+
+    def saved(self, folder) -> dict:
+        """What a checkpoint holds now."""
+        _, self.state = self.state.observed(self.how)
+        self.state.save(folder, rank=0)
+        return json.loads((folder / STATE_FILE.format(0)).read_text())
 
 
 def padded(sequences=ROLLOUTS) -> dict[str, torch.Tensor]:
@@ -50,12 +79,12 @@ def padded(sequences=ROLLOUTS) -> dict[str, torch.Tensor]:
     }
 
 
-def arrive(calibrating: KVCalibrator, sequences, scales: KVScales) -> None:
+def arrive(calibrating: Calibrating, sequences, scales: KVScales) -> None:
     """Rollouts of the next step of training."""
-    calibrating.rollouts_arrived(sequences, scales, calibrating.state.step + 1)
+    calibrating.after_rollouts(sequences, scales, calibrating.state.step + 1)
 
 
-def watch(calibrating: KVCalibrator, model, sequences=ROLLOUTS) -> None:
+def watch(calibrating: Calibrating, model, sequences=ROLLOUTS) -> None:
     with torch.no_grad(), calibrating.watching():
         model(**padded(sequences))
 
@@ -156,8 +185,8 @@ def test_mean_squares_are_taken_only_where_they_are_asked_for():
 
 def test_no_token_is_an_error_and_not_a_default():
     model = build()
-    made = calibrator(model)
-    made.coming_prompts = []
+    made = Calibrating(model)
+    made.expecting([])
     with pytest.raises(ValueError, match="no prompt with at least one token"):
         made.next_scales(model)
     with pytest.raises(ValueError, match="no prompt with at least one token"):
@@ -178,7 +207,7 @@ def test_observing_leaves_the_model_alone():
 
 def test_prompts_and_rollouts_take_turns_in_bounded_forwards():
     model = build()
-    made = calibrator(model, "policy", max_tokens=14)
+    made = Calibrating(model, "policy", max_tokens=14)
     arrive(made, ROLLOUTS, roomy(model))
     with forwards_of(model) as seen:
         made.next_scales(model)
@@ -192,7 +221,7 @@ def test_prompts_and_rollouts_take_turns_in_bounded_forwards():
 @pytest.mark.parametrize("mode", ["rollout", "policy"])
 def test_before_the_first_rollouts_the_prompts_get_a_doubled_margin(mode):
     model = build()
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     amax = observe_sequences(model, made.hook, PROMPTS).amax_L3
     scales = made.next_scales(model).values
     assert torch.equal(scales, kv_scales_from_amax(amax, MARGIN * PROMPTS_ONLY_MARGIN).values)
@@ -201,7 +230,7 @@ def test_before_the_first_rollouts_the_prompts_get_a_doubled_margin(mode):
 
 def test_rollout_mode_takes_what_was_watched_and_runs_nothing():
     model = build()
-    made = calibrator(model, "rollout")
+    made = Calibrating(model, "rollout")
     expected = amax_by_hand(model)
     arrive(made, ROLLOUTS, made.next_scales(model))
     with forwards_of(model) as seen:
@@ -221,7 +250,7 @@ def test_rollout_mode_takes_what_was_watched_and_runs_nothing():
 @pytest.mark.parametrize("watched", [True, False])
 def test_policy_mode_runs_the_weights_of_now_each_time(watched):
     model = build()
-    made = calibrator(model, "policy")
+    made = Calibrating(model, "policy")
     arrive(made, ROLLOUTS, made.next_scales(model))
     if watched:
         watch(made, model)
@@ -243,8 +272,8 @@ def test_policy_mode_runs_the_weights_of_now_each_time(watched):
 def test_later_rollouts_replace_earlier_ones():
     model, loud = build(), [[30, 31, 32, 33]]
     for mode in ("rollout", "policy"):
-        made = calibrator(model, mode)
-        made.coming_prompts = loud[:1]
+        made = Calibrating(model, mode)
+        made.expecting(loud[:1])
         for sequences in (ROLLOUTS, loud):
             arrive(made, sequences, roomy(model))
             watch(made, model, sequences)
@@ -260,20 +289,20 @@ def test_all_rollouts_of_a_step_count():
     model, loud = build(), [[30, 31, 32, 33]]
     amax = {"loud": amax_by_hand(model, loud), "all": amax_by_hand(model, ROLLOUTS + loud)}
     assert not torch.equal(*(kv_scales_from_amax(one, MARGIN).values for one in amax.values()))
-    made = calibrator(model)
+    made = Calibrating(model)
     for step, sequences, expected in ((4, ROLLOUTS, None), (4, loud, "all"), (4, loud, "all"), (6, loud, "loud")):
-        made.rollouts_arrived(sequences, roomy(model), step)
+        made.after_rollouts(sequences, roomy(model), step)
         watch(made, model, sequences)
         if expected:
             assert torch.equal(made.next_scales(model).values, kv_scales_from_amax(amax[expected], MARGIN).values)
     made.hook.remove()
-    made = calibrator(model, "policy", max_tokens=9)
+    made = Calibrating(model, "policy", max_tokens=9)
     for step, sequences, kept in ((4, ROLLOUTS[:1], ROLLOUTS[:1]), (4, loud, [loud[0]]), (5, loud, loud)):
-        made.rollouts_arrived(sequences, roomy(model), step)
+        made.after_rollouts(sequences, roomy(model), step)
         assert made.state.rollouts == kept  # 4 + 6 tokens pass the bound: the newest first
-    made = calibrator(model, "policy")
+    made = Calibrating(model, "policy")
     for sequences in (ROLLOUTS, loud):
-        made.rollouts_arrived(sequences, roomy(model), 4)
+        made.after_rollouts(sequences, roomy(model), 4)
     assert made.state.rollouts == loud + ROLLOUTS
 
 
@@ -282,16 +311,16 @@ def test_all_rollouts_of_a_step_count():
 def test_an_evaluation_leaves_no_trace(mode, asked, caplog):
     """Also where it comes before what training's latest loss has shown was asked for."""
     model, loud, small = build(), [[30, 31, 32, 33]], KVScales(torch.full((2, 3), 2.0**-9))
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     arrive(made, ROLLOUTS, made.next_scales(model))
     watch(made, model)
     without = made.saturation() if asked == "saturation asked" else torch.zeros(2, 2)
     for _ in range(3):
-        made.rollouts_arrived(loud, small, step=None)
+        made.after_rollouts(loud, small, step=None)
         watch(made, model, loud)
         assert made.saturation().min() > SATURATION_LIMIT
         watch(made, model, loud)  # its loss
-    made.rollouts_arrived(loud, small, step=None)  # without an old-log-prob pass
+    made.after_rollouts(loud, small, step=None)  # without an old-log-prob pass
     assert made.saturation() is None
     watch(made, model, loud)
     assert torch.equal(made.saturation(), without)
@@ -305,7 +334,7 @@ def test_an_evaluation_leaves_no_trace(mode, asked, caplog):
 
 def test_only_the_first_forward_over_new_rollouts_is_watched():
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     watch(made, model)
     assert made.saturation() is None  # no rollouts yet
     arrive(made, ROLLOUTS, roomy(model))
@@ -322,7 +351,7 @@ def test_only_the_first_forward_over_new_rollouts_is_watched():
 
 def test_a_watched_forward_may_run_in_several_pieces():
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     arrive(made, ROLLOUTS, roomy(model))
     with torch.no_grad(), made.watching():
         for ids in ROLLOUTS:
@@ -335,7 +364,7 @@ def test_a_watched_forward_may_run_in_several_pieces():
 def test_without_an_old_log_prob_pass_the_loss_forward_is_watched(mode):
     """TRL skips the pass when one optimizer step follows each generation: then `saturation` comes first."""
     model = build().train()
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     arrive(made, ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
     assert made.saturation() is None
     for part in (ROLLOUTS[1:], ROLLOUTS[:1]):  # of one optimizer step
@@ -357,7 +386,7 @@ def test_without_an_old_log_prob_pass_the_loss_forward_is_watched(mode):
 
 def test_a_watched_forward_that_fails_is_forgotten():
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     arrive(made, ROLLOUTS, roomy(model))
     with pytest.raises(RuntimeError, match="out of memory"), made.watching():
         raise RuntimeError("out of memory")
@@ -369,7 +398,7 @@ def test_a_watched_forward_that_fails_is_forgotten():
 
 def test_saturation_is_the_share_of_k_and_v_beyond_their_scales():
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     states = states_by_hand(model)
     limits = torch.tensor([[1.0, 2.5, 1.5], [1.0, 2.0, 2.0]])
     expected = [
@@ -385,7 +414,7 @@ def test_saturation_is_the_share_of_k_and_v_beyond_their_scales():
 @pytest.mark.parametrize(("layer", "column", "name"), [(1, 1, "layer 1 k"), (0, 2, "layer 0 v")])
 def test_saturation_doubles_the_margin_and_names_the_layer(layer, column, name, caplog):
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     scales = roomy(model).values.clone()
     scales[layer, column] = 2.0**-9
     before = kv_scales_from_amax(amax_by_hand(model), MARGIN).values
@@ -403,7 +432,7 @@ def test_saturation_doubles_the_margin_and_names_the_layer(layer, column, name, 
 @pytest.mark.parametrize("mode", ["rollout", "policy"])
 def test_a_warning_blames_the_policy_only_where_its_weights_have_changed(mode, caplog):
     model = build()
-    made, texts = calibrator(model, mode), []
+    made, texts = Calibrating(model, mode), []
     for _ in range(6):
         made.next_scales(model)
         arrive(made, ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
@@ -421,7 +450,7 @@ def test_a_warning_blames_the_policy_only_where_its_weights_have_changed(mode, c
 
 def test_a_saturated_q_or_a_share_below_the_limit_changes_nothing(caplog):
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     scales = roomy(model).values.clone()
     scales[:, 0] = 2.0**-9  # q is not cached
     arrive(made, ROLLOUTS, KVScales(scales))
@@ -432,7 +461,7 @@ def test_a_saturated_q_or_a_share_below_the_limit_changes_nothing(caplog):
 
 def test_the_margin_ends_at_its_limit_with_another_text(caplog):
     model = build()
-    made, factors = calibrator(model), []
+    made, factors = Calibrating(model), []
     for _ in range(6):
         caplog.clear()
         arrive(made, ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
@@ -453,7 +482,7 @@ def test_the_margin_ends_at_its_limit_with_another_text(caplog):
 
 def test_a_wider_margin_holds_for_a_policy_forward_too():
     model = build()
-    made = calibrator(model, "policy")
+    made = Calibrating(model, "policy")
     arrive(made, ROLLOUTS, roomy(model))
     plain = made.next_scales(model).values
     made.state = replace(made.state, margin_factor=4.0)
@@ -498,8 +527,8 @@ def test_ranks_agree_on_scales_from_a_forward():
     def session(rank, reduce_max):
         model = build()
         scale_up(model, rank, "v_proj", 16.0)
-        made = calibrator(model, "policy", reduce_max=reduce_max)
-        made.coming_prompts = [PROMPTS[rank]]
+        made = Calibrating(model, "policy", reduce_max=reduce_max)
+        made.expecting([PROMPTS[rank]])
         return made.next_scales(model).values
 
     ranks = Ranks()
@@ -516,8 +545,8 @@ def test_ranks_run_the_same_number_of_forwards():
 
     def session(rank, reduce_max):
         model = build()
-        made = calibrator(model, "policy", max_tokens=20, reduce_max=reduce_max)
-        made.coming_prompts = [[list(range(5, 20)), [4]], [[5, 6, 7], [11, 12, 13]]][rank]
+        made = Calibrating(model, "policy", max_tokens=20, reduce_max=reduce_max)
+        made.expecting([[list(range(5, 20)), [4]], [[5, 6, 7], [11, 12, 13]]][rank])
         with forwards_of(model) as seen:
             made.next_scales(model)
         return [tuple(ids.shape) for ids in seen]
@@ -531,7 +560,7 @@ def test_ranks_agree_on_scales_and_margin_from_what_was_watched():
     def session(rank, reduce_max):
         model = build()
         scale_up(model, rank, "v_proj", 16.0)
-        made = calibrator(model, "rollout", reduce_max=reduce_max)
+        made = Calibrating(model, "rollout", reduce_max=reduce_max)
         scales = roomy(model).values.clone()
         scales[1, 2] = 2.0**-6  # holds 7: rank 0's v fits, rank 1's does not
         arrive(made, ROLLOUTS, KVScales(scales))
@@ -563,46 +592,132 @@ def test_ranks_agree_on_outliers():
 
 @pytest.mark.parametrize("asked", ["saturation asked", "not asked"])
 @pytest.mark.parametrize("mode", ["rollout", "policy"])
-def test_a_resumed_run_calibrates_as_the_uninterrupted_one(mode, asked):
+def test_a_resumed_run_calibrates_as_the_uninterrupted_one(mode, asked, tmp_path):
     """TRL saves after an optimizer step. Without an old-log-prob pass, nobody asked about what was watched by then."""
     model = build()
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     arrive(made, ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
     watch(made, model)
     if asked == "saturation asked":
         made.saturation()
-    state = json.loads(json.dumps(made.state_dict()))
+    saved = made.saved(tmp_path)
     expected, factor = made.next_scales(model).values, made.state.margin_factor
     made.hook.remove()
     assert factor == 2.0
 
-    resumed = calibrator(model, mode)
+    resumed = Calibrating(model, mode)
     fresh = resumed.next_scales(model).values
-    resumed.load_state_dict(state)
+    resumed.state = resumed.state.loaded(tmp_path, rank=0)
     assert torch.equal(resumed.next_scales(model).values, expected)
     assert resumed.state.margin_factor == factor
     assert not torch.equal(fresh, expected)
-    assert json.loads(json.dumps(resumed.state_dict())) == json.loads(json.dumps(made.state_dict()))
+    assert resumed.saved(tmp_path) == saved == made.saved(tmp_path)
 
 
-def test_magnitudes_survive_json_bit_for_bit():
+def test_magnitudes_survive_a_checkpoint_bit_for_bit(tmp_path):
     model = build()
-    made = calibrator(model, "rollout")
+    made = Calibrating(model, "rollout")
     arrive(made, ROLLOUTS, roomy(model))
     watch(made, model)
-    made.saturation()
-    amax = made.state.amax_L3
+    made.saved(tmp_path)
+    amax, loaded = made.state.amax_L3, KVState().loaded(tmp_path, rank=0).amax_L3
     assert not torch.equal(amax, amax.bfloat16().float())
-    made.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    assert torch.equal(made.state.amax_L3, amax) and made.state.amax_L3.dtype == torch.float32
+    assert torch.equal(loaded, amax) and loaded.dtype == torch.float32
 
 
-def test_a_state_from_before_the_first_rollouts_changes_nothing():
+def test_a_state_from_before_the_first_rollouts_changes_nothing(tmp_path):
     model = build()
-    made = calibrator(model)
+    made = Calibrating(model)
     expected = made.next_scales(model).values
-    made.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    made.saved(tmp_path)
+    made.state = made.state.loaded(tmp_path, rank=0)
     assert torch.equal(made.next_scales(model).values, expected)
+
+
+def test_a_checkpoint_holds_what_it_always_held(tmp_path):
+    """Also with prompts, scales and an observation pending, which are of the running engine."""
+    text = (
+        '{"step": 3, "rollouts": [[5, 6, 7]], "amax_L3": [[1.5, 2.0, 3.0], [0.5, 1.0, 2.5]], '
+        '"saturated_L2": [[0.0, 0.25], [0.0, 0.0]], "margin_factor": 4.0}'
+    )
+    (tmp_path / "kv_calibration_0.json").write_text(text)
+    model = build()
+    made = Calibrating(model, "policy")
+    arrive(made, ROLLOUTS, roomy(model))
+    made.state = made.state.loaded(tmp_path, rank=0)
+    assert made.state.step == 3 and made.state.rollouts == [[5, 6, 7]] and made.state.margin_factor == 4.0
+    assert made.state.amax_L3.tolist() == [[1.5, 2.0, 3.0], [0.5, 1.0, 2.5]]
+    assert made.state.coming_prompts == PROMPTS and made.state.margin == MARGIN and made.state.new is not None
+    made.state.save(tmp_path, rank=1)
+    assert (tmp_path / "kv_calibration_1.json").read_text() == text
+
+
+# --- the order of calls ----------------------------------------------------------------------------------------------
+
+
+def test_a_state_never_changes():
+    """So that scales which could not be made or sent leave nothing behind."""
+    model = build()
+    made = Calibrating(model)
+    arrive(made, ROLLOUTS, KVScales(torch.full((2, 3), 2.0**-9)))
+    before = vars(made.state).copy()
+    state = made.state
+    watch(made, model)
+    scales = [next_scales(state, made.how, model)[0].values for _ in range(2)]
+    state.expecting([]), state.saturation(made.how), state.after_rollouts(made.how, [[5]], roomy(model), 7)
+    assert torch.equal(*scales) and vars(state) == before
+    with pytest.raises(FrozenInstanceError):
+        state.margin_factor = 2.0
+
+
+def test_prompts_come_before_the_first_scales():
+    model = build()
+    how = Calibrating(model).how
+    with pytest.raises(RuntimeError, match=r"needs the coming prompts, and expecting\(\) was not called"):
+        next_scales(KVState(), how, model)
+    scales, state = next_scales(KVState().expecting(PROMPTS), how, model)
+    assert len(scales) == 2 and state.margin == MARGIN * PROMPTS_ONLY_MARGIN
+
+
+def test_scales_come_before_rollouts():
+    model = build()
+    how = Calibrating(model).how
+    state = KVState().expecting(PROMPTS)
+    with pytest.raises(RuntimeError, match="rollouts arrived before next_scales"):
+        state.after_rollouts(how, ROLLOUTS, roomy(model), 0)
+    scales, state = next_scales(state, how, model)
+    assert state.after_rollouts(how, ROLLOUTS, scales, 0).step == 0
+
+
+@pytest.mark.parametrize("call", ["next_scales", "after_rollouts", "saturation", "observed", "watching"])
+def test_nothing_is_asked_for_while_a_forward_is_observed(call):
+    model = build()
+    made = Calibrating(model)
+    arrive(made, ROLLOUTS, roomy(model))
+    calls = {
+        "next_scales": lambda: made.next_scales(model),
+        "after_rollouts": lambda: arrive(made, ROLLOUTS, roomy(model)),
+        "saturation": made.saturation,
+        "observed": lambda: made.state.observed(made.how),
+        "watching": lambda: watch(made, model),
+    }
+    with pytest.raises(RuntimeError, match="under way|watches a forward already"), made.watching():
+        calls[call]()
+    assert made.saturation() is None  # the block failed
+    watch(made, model)
+    calls[call]()
+    assert made.saturation() is not None or call == "after_rollouts"
+
+
+def test_a_forward_is_accounted_for_before_the_state_is_saved(tmp_path):
+    model = build()
+    made = Calibrating(model)
+    arrive(made, ROLLOUTS, roomy(model))
+    made.state.save(tmp_path, rank=0)  # nothing was shown yet
+    watch(made, model)
+    with pytest.raises(RuntimeError, match=r"call observed\(\) before save\(\)"):
+        made.state.save(tmp_path, rank=0)
+    assert made.saved(tmp_path)["amax_L3"] is not None
 
 
 # --- layers that no scale serves -------------------------------------------------------------------------------------
@@ -620,7 +735,7 @@ def with_k_bias(size: float, layers=(0, 1)):
 @pytest.mark.parametrize("mode", ["rollout", "policy"])
 def test_outliers_of_k_are_named_once(mode, caplog):
     model = with_k_bias(100.0, layers=[1])
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     with caplog.at_level(logging.INFO, logger="trl_fp8"):
         scales = made.next_scales(model)
         [record] = caplog.records
@@ -639,7 +754,7 @@ def test_outliers_of_k_are_named_once(mode, caplog):
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
 def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
     model = build(architecture)
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     made.next_scales(model)
     assert not caplog.records
     assert layers_with_outliers(model, made.hook, PROMPTS) == {}
@@ -648,12 +763,12 @@ def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
 def test_layers_in_high_precision_are_not_warned_of(caplog):
     model = with_k_bias(100.0)
     hook = AttentionHook(model, skip_layers={0})
-    calibrator(model, hook=hook).next_scales(model)
+    Calibrating(model, hook=hook).next_scales(model)
     [record] = caplog.records
     assert "kv_cache_skip_layers=[1]" in record.message
     caplog.clear()
     hook.skip({0, 1})
-    calibrator(model, hook=hook).next_scales(model)
+    Calibrating(model, hook=hook).next_scales(model)
     assert not caplog.records
     assert list(layers_with_outliers(model, hook, PROMPTS)) == [0, 1]  # which is how they are found in the first place
 
@@ -670,7 +785,7 @@ def test_the_message_says_what_to_set():
 @pytest.mark.parametrize("stage", ["prompts", "rollouts"])
 def test_nan_is_an_error_that_names_the_layer(mode, stage):
     model = build()
-    made = calibrator(model, mode)
+    made = Calibrating(model, mode)
     if stage == "rollouts":
         made.next_scales(model)
     scale_up(model, 1, "v_proj", float("nan"))
@@ -685,14 +800,15 @@ def test_a_layer_of_zeros_is_an_error_that_names_the_layer():
     model = build()
     scale_up(model, 0, "k_proj", 0.0)
     with pytest.raises(ValueError, match=r"cannot be calibrated: layer 0 k \(amax 0\)\."):
-        calibrator(model).next_scales(model)
+        Calibrating(model).next_scales(model)
 
 
 def test_a_rank_that_is_new_after_a_resume_calibrates_as_the_others(tmp_path):
     """One rank that ran a calibration forward while the others had scales would wait for them in its reduction."""
-    made = calibrator(build())
+    made = Calibrating(build())
     made.state = KVState(amax_L3=torch.tensor([[1.0, 2.0, 3.0]] * 2), margin_factor=2.0)
-    made.save(tmp_path, rank=0)
-    added = calibrator(build())
-    added.load(tmp_path, rank=3)
-    assert added.state_dict() == made.state_dict()
+    first, added = tmp_path / "first", Calibrating(build())
+    first.mkdir()
+    saved = made.saved(first)
+    added.state = added.state.loaded(first, rank=3)
+    assert added.saved(tmp_path) == saved

@@ -13,8 +13,8 @@ from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.features.shared_base.adaptable import require_adaptable
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.recipe.recipe import recipe_for_model
 
 

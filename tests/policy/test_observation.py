@@ -8,8 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_fp8.features.kv_cache.observation import QKVObservation
-from trl_fp8.quantization import cache_kernels, e4m3
-from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.quantization.codec import e4m3
+from trl_fp8.quantization.codec.e4m3 import cache_round_trip
+from trl_fp8.quantization.kernels import cache_kernels
 
 
 CPU = torch.device("cpu")

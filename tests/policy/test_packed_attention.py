@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trl_fp8.features.one_forward.modules import packed_attention as module
 from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients, packed_attention, plain_gradients
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.e4m3 import E4M3
 
 
 H, G, D = 4, 2, 16

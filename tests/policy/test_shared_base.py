@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl_fp8.export.export import export_fp8
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
 from trl_fp8.features.shared_base.stored_base import load_without_base
-from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import recipe_for_model
 
 
@@ -29,7 +30,7 @@ def handed_over(model, source):
         group = [given[peer] for peer in recipe.sharing_scale(name)]
         made = group
         if not isinstance(group[0], Float8Tensor):
-            made = recipe.format.quantize_weights([weight.bfloat16() for weight in group], recipe.scale_format)
+            made = quantize_fused([weight.bfloat16() for weight in group], recipe.format, recipe.scale_format)
         codes |= zip(recipe.sharing_scale(name), made, strict=True)
     base.share(codes.get)
     return base, codes

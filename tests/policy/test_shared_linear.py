@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 from testing.tiny_models import build
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
 from trl_fp8.features.shared_base.shared_modules import share_linear
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import TRANSFORMERS
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -98,7 +99,7 @@ def policy_on_codes(architecture: str):
     assert outline_of(model).parameters == outline.parameters and outline_of(model).experts == outline.experts
     assert recipe_for_model(model, kv_cache_dtype="auto") == recipe
     for name, weight in base.tensors():
-        [codes[name]] = recipe.format.quantize_weights([weight.bfloat16()], recipe.scale_format)
+        [codes[name]] = quantize_fused([weight.bfloat16()], recipe.format, recipe.scale_format)
         module, _, parameter = name.rpartition(".")
         getattr(plain.get_submodule(module), parameter).data = dequantize_weight(codes[name], torch.float32)
     base.share(codes.__getitem__)

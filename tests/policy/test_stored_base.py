@@ -17,7 +17,7 @@ from testing.held import layout_for
 from trl_fp8.export.export import export_fp8
 from trl_fp8.features.shared_base import stored_base as stored
 from trl_fp8.features.shared_base.stored_base import load_without_base
-from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Writer

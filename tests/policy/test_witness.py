@@ -12,7 +12,7 @@ from trl_fp8.features.one_forward.witness import bounds
 from trl_fp8.features.one_forward.witness.findings import Findings
 from trl_fp8.features.one_forward.witness.structure import compare_angles, compare_window
 from trl_fp8.features.one_forward.witness.witness import Witness
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_activation, quantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
 LAYER = "model.layers.1"

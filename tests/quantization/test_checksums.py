@@ -7,10 +7,18 @@ import torch
 from triton import language as tl
 
 from tests.quantization.interpreted import Launches, cast_as_torch, results_of
-from trl_fp8.quantization import checksums
-from trl_fp8.quantization.checksums import AT_ONCE, LANES, STEPS, _sum_entries, sum_sent, sum_table, table_of
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.kernels import checksum_kernels as checksums
+from trl_fp8.quantization.kernels.checksum_kernels import (
+    AT_ONCE,
+    LANES,
+    STEPS,
+    _sum_entries,
+    sum_sent,
+    sum_table,
+    table_of,
+)
 
 
 FLOATS = torch.bfloat16, torch.float16, torch.float32

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl_fp8.quantization.e4m3 import E4M3, cache_codes, cache_round_trip, e4m3_values
+from trl_fp8.quantization.codec.e4m3 import E4M3, cache_codes, cache_round_trip, e4m3_values
 
 
 POW2_SCALES = [2.0**-14, 2.0**-3, 1.0, 2.0**5]

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
-from trl_fp8.quantization import kernel_check
-from trl_fp8.quantization.e4m3 import casts_in_hardware
+from trl_fp8.quantization.codec import kernel_check
+from trl_fp8.quantization.codec.e4m3 import casts_in_hardware
 
 
 @pytest.fixture

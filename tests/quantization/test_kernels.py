@@ -9,12 +9,12 @@ import torch
 from torchao.quantization import Float8Tensor
 
 from tests.quantization.interpreted import Launches, cast_as_torch, results_of
-from trl_fp8.quantization import block_kernels as kernels
-from trl_fp8.quantization import blockwise, kernel_check
-from trl_fp8.quantization.block_kernels import ROWS, _dequantize, _quantize, dequantize_blocks, quantize_blocks
-from trl_fp8.quantization.blockwise import _quantize_by_torch, dequantize_weight
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec import blockwise, kernel_check
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.kernels import block_kernels as kernels
+from trl_fp8.quantization.kernels.block_kernels import ROWS, _dequantize, _quantize, dequantize_blocks, quantize_blocks
 
 
 SHAPES = {
@@ -52,6 +52,15 @@ def a_part_of_a_larger_one(shape, dtype, device):
     return whole[first : first + shape[0], ..., last : last + shape[-1]], whole
 
 
+def quantized(values, square, scale_format, amax_floor):
+    """Codes and scales by torch's operations on CPU."""
+    if square:
+        made = quantize_weight(values, scale_format, amax_floor=amax_floor, check_finite=False)
+    else:
+        made = quantize_activation(values, scale_format, amax_floor=amax_floor)
+    return made.qdata, made.scale
+
+
 def same(found, expected):
     """Byte for byte, but for the sign of NaN."""
     bits = torch.uint8 if found.dtype == E4M3 else torch.int32
@@ -68,7 +77,7 @@ def differences(device="cpu"):
         for square, *scaling in CASES:
             for rounded in {False, values.dtype != torch.bfloat16}:
                 source = values.bfloat16() if rounded else values
-                expected = _quantize_by_torch(source, (128, 128) if square else (128,), *scaling)
+                expected = quantized(source, square, *scaling)
                 places = [a_part_of_a_larger_one(part.shape, part.dtype, device) for part in expected]
                 # What is written to has rows that are steps of one stride
                 into = tuple(view for view, _ in places) if name != "halves" or square else None
@@ -97,7 +106,7 @@ def differences_of_parts(device="cpu"):
     for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((3, 130, 260), 1), ((5, 40, 33), 3)]:
         whole = torch.randn(shape, generator=generator)
         for square in (True, False):
-            codes, scale = _quantize_by_torch(whole, (128, 128) if square else (128,), "pow2", 1e-12)
+            codes, scale = quantized(whole, square, "pow2", 1e-12)
             sums = torch.zeros(2, dtype=torch.int64, device=device)
             into = torch.empty_like(codes, device=device), torch.empty_like(scale, device=device)
             scale_cut = -(-cut // 128) if square and len(shape) == 2 else cut
@@ -134,7 +143,7 @@ def dequantize_differences(dtypes, place=lambda tensor: tensor):
     for name, values in examples().items():
         for square, *scaling in CASES:
             blocks = (128, 128) if square else (128,)
-            codes, scale = _quantize_by_torch(values.nan_to_num(3.0, 3.0, -3.0), blocks, *scaling)
+            codes, scale = quantized(values.nan_to_num(3.0, 3.0, -3.0), square, *scaling)
             operands = {"": (codes, scale)}
             if values.dim() == 2 and square:  # what the gradient of an input multiplies with
                 operands["transposed"] = codes.t(), scale.t()

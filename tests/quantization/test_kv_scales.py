@@ -8,14 +8,15 @@ import math
 import pytest
 import torch
 
-from trl_fp8.quantization.e4m3 import E4M3, E4M3_MAX, cache_round_trip
-from trl_fp8.quantization.kv_scales import (
+from trl_fp8.quantization.codec.e4m3 import E4M3, cache_round_trip
+from trl_fp8.quantization.codec.kv_scales import (
     E4M3_RELATIVE_ERROR,
     LOGIT_ERROR_LIMIT,
     kv_scales_from_amax,
     logit_error,
     outlier_layers,
 )
+from trl_fp8.quantization.facts.scaling import E4M3_MAX
 
 
 @pytest.mark.parametrize("margin", [1.0, 1.05, 2.0])

@@ -9,10 +9,11 @@ from testing.fake_engine import followed
 from testing.linears import gradients, inputs, pair
 from testing.quantization_counter import QuantizationCounter
 from trl_fp8.features.one_forward.backward import FP8Flow
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.formats import FORMATS, format_named
-from trl_fp8.quantization.formats.spec import FLOORED_SCALE_AMAX, ActivationScaling
-from trl_fp8.quantization.formats.tensor import TENSOR
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.weights import dead_scale, quantize_as_engine, quantize_fused, stored_scale
+from trl_fp8.quantization.facts import FORMATS, format_named
+from trl_fp8.quantization.facts.scaling import FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.quantization.facts.tensor import TENSOR
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream
@@ -49,14 +50,14 @@ def weights(scale=0.3):
 def test_fused_weights_share_the_scale_of_the_largest(scale, scale_format):
     given = weights(scale)
     expected = scale_of(max(weight.abs().max().item() for weight in given), scale_format, 448 * 2**-14)
-    for weight, codes in zip(given, TENSOR.quantize_weights(given, scale_format), strict=True):
+    for weight, codes in zip(given, quantize_fused(given, TENSOR, scale_format), strict=True):
         assert codes.scale.shape == (1, 1) and codes.scale.item() == expected
         assert np.array_equal(codes.qdata.float().numpy(), e4m3(np.float32(weight.float().numpy()) / expected))
         values = dequantize_weight(codes, torch.float32).numpy()
         assert np.array_equal(values, codes.qdata.float().numpy() * expected)
-    (alone,) = TENSOR.quantize_weights(given[:1], scale_format)
+    (alone,) = quantize_fused(given[:1], TENSOR, scale_format)
     assert scale < 0.1 or alone.scale.item() < expected
-    assert TENSOR.sent_scale(alone).shape == (1,)
+    assert stored_scale(alone, TENSOR).shape == (1,)
 
 
 @pytest.mark.parametrize("reciprocal", [False, True])
@@ -64,7 +65,7 @@ def test_a_token_has_one_scale(reciprocal):
     """Divided by it as in vLLM's CUDA kernel, or times its rounded reciprocal as in its torch path."""
     x = torch.randn(33, 80, generator=torch.Generator().manual_seed(1)) * torch.logspace(-5, 1, 33)[:, None]
     x = x.bfloat16()
-    codes = TENSOR.quantize_activation(x, PER_TOKEN._replace(reciprocal=reciprocal))
+    codes = quantize_as_engine(x, TENSOR, PER_TOKEN._replace(reciprocal=reciprocal))
     assert codes.scale.shape == (33, 1)
     for token, row in enumerate(x.float().numpy()):
         scale = np.float32(max(abs(row).max() / np.float32(448), np.float32(1 / (448 * 512))))
@@ -89,10 +90,10 @@ def test_nan_and_zeros():
     dead = torch.zeros(16, 32).bfloat16()
     broken = dead.clone()
     broken[3, 4] = torch.nan
-    assert all(codes.scale <= TENSOR.dead_scale("pow2") for codes in TENSOR.quantize_weights([dead, -dead], "pow2"))
+    assert all(codes.scale <= dead_scale(TENSOR, "pow2") for codes in quantize_fused([dead, -dead], TENSOR, "pow2"))
     # A dead weight beside a living one is not told: their scale is one
-    assert all(codes.scale > TENSOR.dead_scale("pow2") for codes in TENSOR.quantize_weights([dead + 1, dead], "pow2"))
-    assert all(codes.scale.isnan().all() for codes in TENSOR.quantize_weights([dead, broken], "pow2"))
+    assert all(codes.scale > dead_scale(TENSOR, "pow2") for codes in quantize_fused([dead + 1, dead], TENSOR, "pow2"))
+    assert all(codes.scale.isnan().all() for codes in quantize_fused([dead, broken], TENSOR, "pow2"))
 
 
 def test_what_the_specs_say():

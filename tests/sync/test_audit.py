@@ -9,7 +9,7 @@ from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.auditable import require_auditable
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
-from trl_fp8.quantization.kv_scales import QKV, KVScales
+from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.upstream.vllm import engine_model

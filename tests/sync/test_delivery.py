@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trl_fp8.quantization.digest import digest
+from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import InPlaceDelivery, Part
 from trl_fp8.sync.pieces import Layout, Piece

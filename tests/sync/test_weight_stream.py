@@ -9,8 +9,8 @@ from trl.distributed import DistributedBackend
 
 from testing import tiny_models
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.recipe import recipe_for_model
 from trl_fp8.sync.policy_checks import require_finite

@@ -8,17 +8,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from testing import tiny_models
 from testing.held import layout_for
-from trl_fp8.quantization import block_kernels as kernels
-from trl_fp8.quantization import blockwise
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.codec import blockwise
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.codec.weights import quantize_fused
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.kernels import block_kernels as kernels
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
-from trl_fp8.sync.weight_stream import weight_stream
-from trl_fp8.sync.writer import Writer, by_scale
+from trl_fp8.sync.weight_stream import by_scale, weight_stream
+from trl_fp8.sync.writer import Writer
 
 
 def written(model, recipe, **options):
@@ -66,7 +67,7 @@ def in_codes(model, recipe):
     for weights in by_scale(model.named_parameters(), recipe, recipe.fp8_tensors, copy=False):
         if recipe.fp8_tensors.issuperset(weights):
             rounded = [weight.detach().bfloat16() for weight in weights.values()]
-            yield from zip(weights, recipe.format.quantize_weights(rounded, recipe.scale_format), strict=True)
+            yield from zip(weights, quantize_fused(rounded, recipe.format, recipe.scale_format), strict=True)
         else:
             yield from weights.items()
 
@@ -91,7 +92,7 @@ def test_codes_that_a_policy_holds_are_taken_as_they_are(case, at_once):
 
 
 def test_a_rank_takes_its_part_of_codes_and_of_their_scales():
-    (codes,) = BLOCKS.quantize_weights([torch.randn(384, 256)], "pow2")
+    (codes,) = quantize_fused([torch.randn(384, 256)], BLOCKS, "pow2")
     name, rows, columns = "model.layers.0.mlp.down_proj.weight", Span(128, 256, 384), Span(128, 128, 256)
     pieces = [
         Piece(name, SimpleNamespace(tensor=torch.zeros(256, 128).to(E4M3)), "tensor", E4M3, (rows, columns)),
@@ -133,7 +134,7 @@ def test_a_rank_takes_its_rows_of_projections_that_are_one_weight(form, is_fp8):
     part = weight.detach()[rows].bfloat16()
     expected = {f"{name}.weight": part}
     if is_fp8:
-        (codes,) = BLOCKS.quantize_weights([part], "pow2")
+        (codes,) = quantize_fused([part], BLOCKS, "pow2")
         expected = {f"{name}.weight": codes.qdata, f"{name}.weight_scale_inv": codes.scale}
     pieces = []
     for each, tensor in expected.items():

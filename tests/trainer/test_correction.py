@@ -10,16 +10,18 @@ from transformers import TrainerCallback
 
 from testing import oracles
 from testing.runs import arguments, dataset, rows, training
-from trl_fp8 import FP8GRPOConfig, RolloutCorrection
-from trl_fp8.features.correction.apply import apply_correction, batch_log_ratio
-from trl_fp8.features.correction.correction import apply, health, importance, mismatch
+from trl_fp8 import FP8GRPOConfig
+from trl_fp8.features.correction import health
+from trl_fp8.features.correction.correction import Correction, apply_correction
+from trl_fp8.features.correction.importance import RolloutCorrection
 from trl_fp8.features.correction.mismatch import BIN_EDGES
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
-from trl_fp8.features.correction.sample import BINS
 from trl_fp8.features.run_log.log_file import read_run
-from trl_fp8.quantization.kv_scales import KV_SCALES
-from trl_fp8.run import log_ratio
+from trl_fp8.features.run_log.rollout_sample import BINS
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
+from trl_fp8.run import batch as batch_module
+from trl_fp8.run.batch import Batch
 from trl_fp8.run.metric import values_of
 
 
@@ -38,7 +40,7 @@ def test_every_loss_trains_with_rejection_under_both_denominators(checkpoint, tm
     class Next(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             trainer.loss_type, trainer.importance_sampling_level, denominator = turns[state.global_step]
-            trainer.correction = correction_from(BAND | {"denominator": denominator})
+            trainer.feature(Correction).correction = correction_from(BAND | {"denominator": denominator})
 
     args = arguments(tmp_path, rollout_correction="monitor", beta=0.01, max_steps=len(turns))
     with training(checkpoint("qwen3"), args, callbacks=[Next()]) as trainer:
@@ -141,7 +143,7 @@ def test_every_preset_trains(checkpoint, tmp_path):
 
     class Next(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            trainer.correction = corrections[names[state.global_step]]
+            trainer.feature(Correction).correction = corrections[names[state.global_step]]
 
     args = arguments(tmp_path, rollout_correction="monitor", max_steps=len(names))
     with training(checkpoint("qwen3"), args, callbacks=[Next()]) as trainer:
@@ -160,7 +162,7 @@ def test_a_preset_that_trl_could_express_is_what_the_loss_gets(checkpoint, tmp_p
     batches = []
     narrow = '{"bound": "mask", "bound_min": 0.95, "bound_max": 1.05}'
     with training(checkpoint("qwen3"), arguments(tmp_path, rollout_correction=narrow, max_steps=1)) as trainer:
-        assert trainer.correction.trl_mode == "token_mask"
+        assert (trainer.args.correction.level, trainer.args.correction.bound) == ("token", "mask")
         original = trainer._generate_and_score_completions
         trainer._generate_and_score_completions = lambda inputs: batches.append(original(inputs)) or batches[0]
         trainer.train()
@@ -184,9 +186,8 @@ def test_thresholds_are_warned_about_once(checkpoint, tmp_path, caplog, monkeypa
 @pytest.mark.engine
 def test_log_ratios_are_computed_once_a_generation(checkpoint, tmp_path, monkeypatch):
     """For weights, rejection, metrics and the run's file."""
-    calls = []
-    for module in (apply, importance, mismatch):
-        monkeypatch.setattr(module, "log_ratio", lambda *batch: calls.append(1) or log_ratio.log_ratio(*batch))
+    calls, original = [], batch_module.log_ratio
+    monkeypatch.setattr(batch_module, "log_ratio", lambda *batch: calls.append(1) or original(*batch))
     args = arguments(tmp_path, rollout_correction="fp8_geometric_token_tis", max_steps=2)
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train()
@@ -222,7 +223,7 @@ def loss_of(trainer, batch):
 
 def corrected(trainer, batch, correction):
     batch = dict(batch)
-    metrics = apply_correction(batch, batch_log_ratio(batch), correction, trainer.accelerator)
+    metrics = apply_correction(batch, Batch(batch).ratio, correction, trainer.accelerator)
     return batch, values_of(metrics)
 
 

@@ -10,7 +10,7 @@ from vllm import LLM
 from testing.runs import arguments, training
 from trl_fp8.features.one_forward.engine_part.vllm_kernels import VLLMKernels
 from trl_fp8.features.one_forward.following import Flow
-from trl_fp8.run.feature import Batch
+from trl_fp8.run.batch import Batch
 from trl_fp8.run.metric import mean_of
 from trl_fp8.upstream.vllm import engine_model
 

@@ -14,9 +14,11 @@ from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.features.one_forward.following import Flow
 from trl_fp8.features.shared_base.adaptable import require_adaptable, require_trainable_base
+from trl_fp8.features.shared_base.loading import without_base
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import recipe_for_model
+from trl_fp8.run.registration import Construction
 
 
 MISMATCH = "mismatch/logp_difference_mean"
@@ -132,10 +134,12 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     ids=["adapters", "modules", "biases"],
 )
 def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
-    trainer, args = object.__new__(FP8GRPOTrainer), arguments(tmp_path, **SHARED)
-    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"))
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
-    model = trainer._load_without_base(args, config, create_model_from_path, checkpoint("qwen3"), dtype="float16")
+    args, trainer = arguments(tmp_path, **SHARED), SimpleNamespace()
+    making = Construction(args, {"model": checkpoint("qwen3"), "peft_config": config}, create_model_from_path)
+    with without_base(trainer, making):
+        model = making.create_model(checkpoint("qwen3"))
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+        model = making.create_model(checkpoint("qwen3"), dtype="float16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
 
 

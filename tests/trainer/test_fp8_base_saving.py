@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.export.file_checksums import verify_export
-from trl_fp8.quantization.blockwise import dequantize_weight, quantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
 
 
 pytestmark = pytest.mark.engine

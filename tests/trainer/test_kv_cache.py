@@ -3,6 +3,7 @@
 import logging
 import random
 import shutil
+from dataclasses import replace
 from statistics import mean
 
 import numpy
@@ -15,7 +16,7 @@ from testing.runs import arguments, column, dataset, recorded, rows, training, t
 from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.run_log.log_file import read_run
-from trl_fp8.quantization.kv_scales import KV_SCALES
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 
 
 pytestmark = pytest.mark.engine
@@ -87,8 +88,9 @@ def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoin
 
 def test_saturation_is_measured_and_widens_the_margin(checkpoint, tmp_path, caplog):
     with training(checkpoint("qwen3"), arguments(tmp_path, **KV_ONLY)) as trainer:
-        calibrator = trainer.feature(KVCache).calibrator
-        calibrator.margin = 0.25  # prompts-only: 0.5; then scales of at most half the largest value
+        kv_cache = trainer.feature(KVCache)
+        # prompts-only: 0.5; then scales of at most half the largest value
+        kv_cache.calibration = replace(kv_cache.calibration, margin=0.25)
         with caplog.at_level(logging.WARNING, logger="trl_fp8"):
             trainer.train()
     saturated, margins = column(trainer, "fp8/kv_saturation_fraction"), column(trainer, "fp8/kv_margin")

@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification, Qwen3ForSequenceCla
 from testing import engines, tiny_models
 from testing.chats import ROLES, Keypad, chat_tokenizer, chats, turns
 from testing.runs import SMALL_K3, arguments, dataset, generate_calls, recorded, reward_digits, rows, training
-from trl_fp8.features.kv_cache.calibration import observe_sequences
 from trl_fp8.features.kv_cache.kv_cache import KVCache
-from trl_fp8.quantization.blockwise import quantize_weight
-from trl_fp8.quantization.kv_scales import KV_SCALES, kv_scales_from_amax
+from trl_fp8.features.kv_cache.observation import observe_sequences
+from trl_fp8.quantization.codec.blockwise import quantize_weight
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, kv_scales_from_amax
 from trl_fp8.recipe.names import checkpoint_name
 
 

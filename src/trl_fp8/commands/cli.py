@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 
-from trl_fp8.features.run_log.report import report_command as report
+from trl_fp8.features import registrations
 from trl_fp8.upstream.quiet import quiet
 from trl_fp8.upstream.versions import require_versions
 
@@ -23,14 +23,13 @@ from . import train
 from .interrupt import ended_by_ctrl_c
 
 
-# word -> (help, arguments, what it does)
+# word -> (help, arguments, what it does); further ones come from features
 COMMANDS = {
     "plan": (
         "say what fits on which GPUs, with which flags, and what FP8 may gain",
         plan.add_arguments,
         plan.run,
     ),
-    "report": ("draw reward, mismatch, KV scales and times of runs", report.add_arguments, report.run),
     "export": (
         "write a model as an FP8 checkpoint that vLLM and transformers load",
         checkpoints.add_export_arguments,
@@ -96,7 +95,9 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
     commands = {}
-    for word, (text, add_arguments, run) in COMMANDS.items():
+    of_features = [each for registration in registrations() for each in registration.commands]
+    known = COMMANDS | {each.word: (each.text, each.add_arguments, each.run) for each in of_features}
+    for word, (text, add_arguments, run) in known.items():
         commands[word] = added.add_parser(word, help=text, description=text)
         add_arguments(commands[word])
         commands[word].set_defaults(run=run)

@@ -18,7 +18,7 @@ from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
 from trl_fp8.planning.plan import Plan, format_bytes, plan_for
 from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, Settings
 from trl_fp8.planning.summary import as_json, as_text
-from trl_fp8.quantization.formats import FORMATS
+from trl_fp8.quantization.facts import FORMATS
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.outline import Outline, outline_of_config
 from trl_fp8.recipe.recipe import formats_for, recipe_for

@@ -27,7 +27,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from trl_fp8.quantization.formats.spec import ActivationScaling
+from trl_fp8.quantization.facts.scaling import ActivationScaling
 from trl_fp8.sync.audit import Replicas
 from trl_fp8.sync.delivery import SyncReport, Tensors
 from trl_fp8.sync.writer import Named
@@ -105,6 +105,3 @@ class RolloutEngine(Protocol):
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
         """The policy's `(checkpoint name, full tensor)`, merged and gathered."""
-
-    def merged_into(self, what: str) -> str:
-        """For the model card of an export, `what`: what adapters were merged into, if not into the policy itself."""

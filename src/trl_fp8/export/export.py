@@ -4,7 +4,7 @@
       model-00001-of-00003.safetensors   e4m3 `weight` with fp32 `weight_scale_inv` (of each expert too), others BF16
       model.safetensors.index.json       name -> file
       config.json                        with `quantization_config`: the format, exact names of what is not FP8
-      checksums.json                     file -> SHA-256, see `checksums.py`
+      checksums.json                     file -> SHA-256, see `file_checksums.py`
       generation_config.json, tokenizer files, README.md
 
 Tensors are quantized one by one and written shard by shard, so that one shard is in memory, into a temporary folder
@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_fp8.planning.plan import plan_for_model
-from trl_fp8.quantization.formats import BLOCKS
-from trl_fp8.quantization.kv_scales import KVScales
+from trl_fp8.quantization.codec.kv_scales import KVScales
+from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names

@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_fp8.features.kv_cache.observation import QKVObservation
 from trl_fp8.features.one_forward.modules.packed_attention import packed_attention
 from trl_fp8.features.one_forward.modules.sequences import Sequences
-from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of
 

@@ -12,7 +12,8 @@ from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.facts import format_stored
 from trl_fp8.recipe.names import expert_modules, listed
 
 
@@ -57,11 +58,11 @@ def dequantizing_config(
             f"model={model!r} is quantized ({method}): trained are checkpoints in high precision, block FP8 and "
             "MXFP4. Start from the one that it was made of."
         )
-    if stored.get("weight_block_size") is None:
+    spec = format_stored(stored.get("weight_block_size"))
+    if spec is not None and spec.why_no_start:
         raise ValueError(
-            f"model={model!r} is an FP8 checkpoint with one scale per weight (no weight_block_size in its config), "
-            "which transformers reads without its scales. Start from the high-precision checkpoint, or from an FP8 "
-            "one in 128x128 blocks."
+            f"model={model!r} is an FP8 checkpoint with {spec.why_no_start}. Start from the high-precision "
+            "checkpoint, or from an FP8 one in 128x128 blocks."
         )
     return FineGrainedFP8Config.from_dict(stored | {"dequantize": True})
 

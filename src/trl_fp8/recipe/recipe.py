@@ -16,9 +16,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.formats import FORMATS, format_named
-from trl_fp8.quantization.formats.blocks import BLOCKS
-from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
+from trl_fp8.quantization.facts import FORMATS, format_named
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.scaling import ScaleFormat
+from trl_fp8.quantization.facts.spec import FormatSpec
 
 from .names import (
     COLUMN_PARALLEL,
@@ -61,7 +62,7 @@ class FP8Recipe:
     kv_cache_dtype: str = "fp8"  # "fp8" (e4m3, calibrated per-tensor scales) or "auto" (the model's dtype)
     kv_cache_skip_layers: tuple[int, ...] = ()  # decoder layers whose KV cache stays in the model's dtype
     format: FormatSpec = BLOCKS  # of the weights
-    scale_format: ScaleFormat = "pow2"  # of the weights' scales, see `trl_fp8.quantization.e4m3`
+    scale_format: ScaleFormat = "pow2"  # of the weights' scales, see `trl_fp8.quantization.codec.e4m3`
     kv_scale_margin: float = 1.05  # factor on the calibrated amax of q, k and v before it becomes a scale
     tensor_parallel_size: int = 1  # ranks that share one engine
     fp8_experts: tuple[str, ...] = ()  # expert modules whose weights are FP8

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trl import GRPOConfig
-
-from .flag import flag
+from .flag import FlagGroup, flag
 
 
 # What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
@@ -45,8 +43,10 @@ _THE_TRAINERS = {
 
 
 @dataclass
-class EngineFlags:
-    """Whether rollouts come from vLLM, and what else it is told. To be inherited beside `GRPOConfig`."""
+class EngineFlags(FlagGroup):
+    """Whether rollouts come from vLLM, and what else it is told."""
+
+    AS_JSON = ("vllm_engine_kwargs",)
 
     vllm_engine_kwargs: dict | str | None = flag(
         None,
@@ -59,21 +59,20 @@ class EngineFlags:
         "Whether to generate completions with vLLM. Not set: True if anything is FP8, else False, as in TRL.",
     )
 
-    def resolve_engine(self, any_fp8: bool) -> None:
+    def resolve(self) -> None:
         if self.use_vllm is None:
-            self.use_vllm = True if any_fp8 else GRPOConfig.use_vllm
+            self.use_vllm = True if self.any_fp8 else self.trls_default("use_vllm")
 
-    def check_engine(self, fp8: str | None, own_engine: bool) -> None:
-        """Raise `ValueError` for what cannot be; `fp8` are the flags that make anything FP8, with their values."""
-        if fp8:
-            self._check_rollouts(fp8)
-        if own_engine:
+    def check(self) -> None:
+        if self.any_fp8:
+            self._check_rollouts()
+        if self.own_engine:
             self._check_sizes()
             self._check_engine_kwargs()
             check_generation_kwargs(self.generation_kwargs or {}, self.temperature)
 
-    def _check_rollouts(self, flags: str) -> None:
-        off = "fp8_weights=False with kv_cache_dtype='auto'"
+    def _check_rollouts(self) -> None:
+        flags, off = self.fp8_flags(), self.fp8_flags(off=True)
         if not self.use_vllm:
             raise ValueError(
                 f"use_vllm=False with {flags}: FP8 rollouts run in vLLM. Set use_vllm=True, or switch FP8 off: {off}."

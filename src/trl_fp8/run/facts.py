@@ -3,7 +3,7 @@
 import os
 import platform
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,12 +35,12 @@ def run_facts(trainer: "GRPOTrainer") -> dict:
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
         "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
-        "correction": trainer.correction and asdict(trainer.correction),
         "fp8_flags": _own_flags(args),
         "flags": _changed_flags(args),
         "processes": trainer.accelerator.num_processes,
         "hardware": hardware(),
         "versions": versions(),
+        **{name: fact for feature in trainer.features for name, fact in feature.facts().items()},
     }
 
 

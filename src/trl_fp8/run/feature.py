@@ -12,16 +12,16 @@
     begin_loss(inputs)               a forward for the loss is about to start
     end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
     save(folder), load(folder)       a checkpoint is written or read, on every rank
+    facts(), export_options(), merge_note(what), str()   what a log, an export, its card, the console say of it
 
 `mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
 
-The trainer calls a hook of all features in the order of `trainer.ORDER`. A feature is a callback of the trainer, too.
+The trainer calls a hook of all features in the order of features/__init__.py. A feature is a callback of the trainer,
+too.
 """
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,47 +30,18 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.correction.apply import batch_log_ratio
 
-from .log_ratio import LogRatio
-from .metric import Metric
+from .batch import Batch, Rollouts
 
 
 if TYPE_CHECKING:
     from trl_fp8.engine.vllm.part import EnginePart
 
 
-@dataclass
-class Rollouts:
-    """Token ids of one generation, a list for each rollout."""
-
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
-
-    @cached_property
-    def sequences(self) -> list[list[int]]:
-        """Prompt and completion of each rollout."""
-        pairs = zip(self.prompt_ids, self.completion_ids, strict=True)
-        return [list(prompt) + list(completion) for prompt, completion in pairs]
-
-
-@dataclass
-class Batch:
-    """One generation batch on its way from TRL's scoring to its loss."""
-
-    tensors: dict[str, torch.Tensor]  # TRL's, whose keys its loss reads
-    metrics: dict[str, Metric] = field(default_factory=dict)  # measured by features; the trainer logs all of them
-    record: dict = field(default_factory=dict)  # what the run's log keeps of it besides
-
-    @cached_property
-    def ratio(self) -> LogRatio | None:
-        """Log-ratios of the tokens that the policy wrote, as they were before a correction."""
-        return batch_log_ratio(self.tensors)
-
-
 class Feature(TrainerCallback):
     """Base of all features; `trainer` is the one whose step they take part in."""
+
+    keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
 
     def __init__(self, trainer: GRPOTrainer):
         self.trainer = trainer
@@ -100,6 +71,30 @@ class Feature(TrainerCallback):
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None: ...
 
     def end_loss(self) -> None: ...
+
+    def keeps_adapters_apart(self) -> bool:
+        """Whether a sync merges no adapters into the policy's weights."""
+        return False
+
+    def facts(self) -> dict[str, object]:
+        """What the head of the run's log and the model card say of it (run/facts.py)."""
+        return {}
+
+    def export_options(self) -> dict[str, object]:
+        """What an FP8 checkpoint holds of it: arguments of `export.export.export_fp8`. `ValueError` if that is not
+        known yet.
+        """
+        return {}
+
+    def merge_note(self, what: str) -> str:
+        """For the card of a checkpoint that `what` writes: what adapters were merged into. Warns if that is not what
+        the run started from.
+        """
+        return ""
+
+    def __str__(self) -> str:
+        """What the start of a run says of the trainer's own computing; empty for nothing."""
+        return ""
 
     def save(self, folder: str) -> None: ...
 

@@ -15,7 +15,6 @@ from trl_fp8.export.file_checksums import CHECKSUMS
 from trl_fp8.export.model_card import fp8_section
 from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.quantization.kv_scales import KV_SCALES
 from trl_fp8.sync.policy_checks import require_finite
 
 from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
@@ -35,7 +34,7 @@ class Saving:
         of W as for `merge_and_export`.
 
         A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
-        one at a time; adapters are merged while it lasts. See `trl_fp8.hub.export_fp8`.
+        one at a time; adapters are merged while it lasts. See `trl_fp8.export.export.export_fp8`.
 
         Raises:
             ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
@@ -44,13 +43,8 @@ class Saving:
         """
         if self.recipe is None or self.recipe.quantization_config is None:
             raise ValueError("save_fp8_model: nothing is FP8 in this run. Use save_model, or set fp8_weights=True.")
-        sync = self.vllm_generation.last_sync
-        if self.recipe.fp8_kv_cache and sync is None:
-            raise ValueError(
-                "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
-            )
-        scales = sync.carried.get(KV_SCALES) if sync else None
-        self._export("save_fp8_model", partial(export_fp8, folder=folder, kv_scales=scales, recipe=self.recipe))
+        held = {name: value for feature in self.features for name, value in feature.export_options().items()}
+        self._export("save_fp8_model", partial(export_fp8, folder=folder, recipe=self.recipe, **held))
 
     def merge_and_export(self, folder: str | Path) -> None:
         """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
@@ -80,7 +74,7 @@ class Saving:
                 try:
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
-                    words = {"card": card, "merge": generation.merged_into(what)}
+                    words = {"card": card, "merge": "".join(one.merge_note(what) for one in self.features)}
                     export(transformers_model(self.model), self.processing_class, parameters=parameters, **words)
                 except (ValueError, OSError, SafetensorError) as error:
                     failure = error

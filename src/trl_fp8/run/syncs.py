@@ -10,10 +10,13 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from trl import GRPOTrainer
 
+from trl_fp8.engine.kernels import EngineKernels
+from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.run.batch import Rollouts
+from trl_fp8.run.feature import Feature
 from trl_fp8.sync.delivery import SyncReport
 
-from .feature import Feature, Rollouts
 from .metric import highest, lowest, mean_of
 
 
@@ -32,7 +35,10 @@ class Syncs(Feature):
         self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()
         self._require_longest_prompt()
-        if not trainer.args.fp8_base and (worn := merged_into_bf16(trainer.model)):
+
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+        apart = any(feature.keeps_adapters_apart() for feature in self.trainer.features)
+        if not apart and (worn := merged_into_bf16(self.trainer.model)):
             logger.warning(
                 f"{len(worn)} layers with adapters have a base in BF16: {listed(worn, 1)}. Each sync merges adapters "
                 "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."

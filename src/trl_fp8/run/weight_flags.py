@@ -1,17 +1,20 @@
 """Flags of the engine's FP8 weights."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from trl_fp8.quantization.e4m3 import check_scale_format
-from trl_fp8.quantization.formats import FORMATS, format_named
-from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.facts import FORMATS, format_named
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.scaling import check_scale_format
 
-from .flag import flag
+from .flag import FlagGroup, flag
 
 
 @dataclass
-class WeightFlags:
+class WeightFlags(FlagGroup):
     """Which weights of the engine are FP8, and how they are scaled."""
+
+    FP8 = {"fp8_weights": False}
 
     fp8_weights: bool = flag(
         True,
@@ -26,11 +29,6 @@ class WeightFlags:
         "Format of the weight scales: 'pow2' (powers of two: exact in BF16, and lossless where vLLM's "
         "DeepGEMM path requantizes) or 'fp32' (amax / 448).",
     )
-    fp8_base: bool = flag(
-        False,
-        "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, "
-        "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
-    )
     fp8_ignored_modules: list[str] | None = flag(
         None,
         "Linear layers and experts to keep in high precision, by exact name, e.g. "
@@ -38,17 +36,20 @@ class WeightFlags:
         "(q, k, v and gate, up) are kept too.",
     )
 
-    def check_weights(self) -> None:
-        """Raise `ValueError` for an unknown format."""
+    def recipe_fields(self) -> dict[str, Any]:
+        return {
+            "fp8_weights": self.fp8_weights,
+            "weight_format": self.fp8_weight_format,
+            "scale_format": self.fp8_scale_format,
+            "tensor_parallel_size": self.vllm_tensor_parallel_size,
+            "ignored_modules": tuple(self.fp8_ignored_modules or ()),
+        }
+
+    def resolve(self) -> None:
         if format_named(self.fp8_weight_format) is not BLOCKS and not self.fp8_weights:
             raise ValueError(
                 f"fp8_weight_format={self.fp8_weight_format!r} with fp8_weights=False: there are no FP8 weights that "
                 "it would concern. Set fp8_weights=True, or remove it."
-            )
-        if self.fp8_base and not self.fp8_weights:
-            raise ValueError(
-                "fp8_base=True with fp8_weights=False: the base that trainer and engine share is the engine's FP8 "
-                "weights. Set fp8_weights=True, or fp8_base=False."
             )
         try:
             check_scale_format(self.fp8_scale_format)

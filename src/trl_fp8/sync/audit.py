@@ -80,6 +80,7 @@ def audit(
     With `replicas` a collective, which also compares what was sent beside the weights (`carried`: name -> checksum),
     and whether all of it arrived on this rank. Every rank lists all names.
     """
+    # 1. What is held, what was sent, and with replicas how KV scales fared: one int64 each, on the device
     names, sent = layout.names, written.sums
     held = layout.sums()
     nothing = torch.zeros((), dtype=torch.int64, device=held.device)
@@ -89,9 +90,11 @@ def audit(
         labels += [*carried, *(f"{name} (in the engine)" for name in carried)]
         values += [each.to(held.device) for each in carried.values()]
         values += [nothing + int(carried_arrived)] * len(carried)
+    # 2. Their extremes over the ranks that have to agree, and one transfer of all to the host
     own = torch.stack(values) if values else held
     largest, smallest = replicas.extremes(own) if replicas else (own, own)
     own, largest, smallest = torch.stack([own, largest, smallest]).tolist()
+    # 3. The verdict, by name
     held_values, sent_values = own[: len(names)], own[len(names) : 2 * len(names)]
     differ = zip(names, held_values, sent_values, strict=True)
     problems = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trl_fp8.quantization.digest import Table
+from trl_fp8.quantization.codec.digest import Table
 from trl_fp8.recipe.names import listed
 
 
@@ -145,7 +145,11 @@ class Layout:
         return self._table.sums()
 
     def _look(self) -> None:
-        """Make views, and the table of their addresses, where a parameter is not where it was."""
+        """Make views, and the table of their addresses, anew if a parameter is not where it was.
+
+        Views of a parameter that was replaced would still hold what was sent, and prove nothing. To ask for addresses
+        costs far less than to cut hundreds of pieces.
+        """
         parameters = [piece.parameter for piece in self.pieces.values()]
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in parameters]
         if places != self._places:

@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch import nn
 
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, listed
@@ -57,12 +57,10 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
     # A sync would fail too, but could not tell a model that vLLM holds differently from a tensor that got lost
     sent: dict[str, tuple[torch.Size, torch.dtype | None]] = {}  # None: any, what is copied is rounded to it
     for name, shape in outline_of(model).parameters.items():
-        fp8, spec = name in recipe.fp8_tensors, recipe.format
+        fp8 = name in recipe.fp8_tensors
         sent[recipe.engine_name(name)] = shape, E4M3 if fp8 else None
         if fp8:
-            rows, columns = spec.weight_block or shape[-2:]
-            blocks = (*shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns))
-            sent[recipe.scale_name(name)] = blocks, torch.float32
+            sent[recipe.scale_name(name)] = recipe.format.scale_shape(shape), torch.float32
     unknown = [name for name in sent if name not in layout.pieces]
     empty = [name for name, piece in layout.pieces.items() if name not in sent and piece.derived is None]
     if unknown or empty:

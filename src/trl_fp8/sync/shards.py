@@ -6,8 +6,8 @@
     other shards                          `full_tensor`, in the policy's dtype
 
 Which way a parameter goes follows from shapes, layout and the number of ranks: the same on all of them. A rank on
-which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end. Not
-so where other libraries gather: what fails in them is a `GatherFailed`.
+which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end. It
+cannot go on inside a gather of another library: what fails there is a `GatherFailed`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,8 @@ import torch
 from torch.distributed import ProcessGroup, ReduceOp, all_gather_into_tensor, all_reduce, get_rank, get_world_size
 from torch.distributed.tensor import DTensor, Shard
 
-from trl_fp8.quantization.blockwise import Destination, quantize_into
+from trl_fp8.quantization.codec.blockwise import Destination, quantize_into
+from trl_fp8.quantization.codec.weights import joined_halves
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout, Piece
@@ -35,16 +36,16 @@ class Rows:
 
     @property
     def each(self) -> int:
-        """Of each rank but the last ones."""
+        """Rows of each rank but the last ones."""
         return -(-self.count // self.ranks)
 
     @property
     def padded(self) -> int:
-        """What a gather takes, which wants equally many of each rank."""
+        """Rows that a gather takes: as many of the last ranks as of the others."""
         return self.each * self.ranks
 
     def of(self, rank: int) -> slice:
-        """Which are this rank's; may be none."""
+        """The rows of one rank; may be none."""
         return slice(*(min(self.each * number, self.count) for number in (rank, rank + 1)))
 
 
@@ -72,12 +73,12 @@ class Sharded(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of all parts together."""
+        """Shape of all parts together."""
         return self.whole if self.local.dim() == len(self.whole) else torch.Size([self.whole.numel()])
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
-        """None: it is not sharded, or otherwise (HSDP, tensor parallelism, parts on a disk)."""
+        """None if it is not sharded, or in another way (HSDP, tensor parallelism, parts on a disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
@@ -89,9 +90,9 @@ class Sharded(NamedTuple):
         start, ranks = get_rank(group) * len(part), get_world_size(group)
         if len(part) != Rows(shape.numel(), ranks).each or not part.is_floating_point():
             return None
-        if len(shape) > 1 and shape[0] % ranks == 0:
+        if len(shape) > 1 and shape[0] % ranks == 0:  # the flat parts are whole rows
             return cls(part.view(-1, *shape[1:]), shape, group)
-        return cls(part[: max(shape.numel() - start, 0)], shape, group)
+        return cls(part[: max(shape.numel() - start, 0)], shape, group)  # without the padding of the last ones
 
 
 class GatherFailed(RuntimeError):
@@ -128,13 +129,16 @@ def gathered(
         GatherFailed: On this rank, in a gather that PyTorch makes.
         Exception: What failed on this rank: after everything was gathered.
     """
+    # 1. What of this rank's parts goes where. Parameters of another group than the first one's go PyTorch's way
     found = {name: part for name, parameter in parameters if (part := Sharded.of(parameter))}
     group = next((part.group for part in found.values()), None)
     found = {name: part for name, part in found.items() if part.group == group}
     held = layout.held
     plans = {name: _plan(name, part, recipe, layout.pieces, held) for name, part in found.items()}
+    # 2. Memory for the largest of them, once for all: each parameter is used up before the next one is gathered
     buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
     sums_left, failure = iter(all_sums) if plans else None, None
+    # 3. One parameter after the other. What fails here is kept for the end: other ranks are in the same gathers
     for name, parameter in parameters:
         if name not in plans:
             with gathering():
@@ -155,8 +159,9 @@ def gathered(
             yield name, wholes[0][: plan[0].rows.count].view(found[name].whole)
         else:
             yield name, WrittenCodes(own, sums)
+    # 4. Checksums of parts add up to that of the whole. int64 sums wrap modulo 2**64, as checksums do
     if plans:
-        all_reduce(all_sums, group=group)  # wraps modulo 2**64, as checksums do
+        all_reduce(all_sums, group=group)
     if failure is not None:
         raise failure
 
@@ -175,11 +180,11 @@ class _Part(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the buffer."""
+        """Bytes of the buffer that it needs."""
         return 0 if self.in_place else self.rows.padded * self.row.numel() * self.dtype.itemsize
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What is gathered, `[rows.padded, *row]`."""
+        """Where it is gathered, `[rows.padded, *row]`: in place, or in `buffer`."""
         return self.held if self.in_place else buffer[: self.bytes].view(self.dtype).view(-1, *self.row)
 
     def rows_before(self, rank: int) -> int:
@@ -188,7 +193,7 @@ class _Part(NamedTuple):
 
     def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
         """Fill `whole`, in which this rank's rows are already, and what is held."""
-        data = whole.view(-1).view(torch.uint8)
+        data = whole.view(-1).view(torch.uint8)  # as bytes, which every backend gathers
         own = data.view(get_world_size(group), -1)[get_rank(group)]
         all_gather_into_tensor(data, own, group=group)
         if self.held is not None and not self.in_place:
@@ -198,13 +203,13 @@ class _Part(NamedTuple):
 def _plan(
     name: str, parameter: Sharded, recipe: FP8Recipe, pieces: Mapping[str, Piece], held: Mapping[str, torch.Tensor]
 ) -> list[_Part]:
-    """Codes and scales, in the engine; or the values."""
+    """What is gathered of a parameter: codes and scales, to where the engine holds them, or the values."""
     shape, ranks = parameter.shape, get_world_size(parameter.group)
     is_fp8, piece = name in recipe.fp8_tensors, pieces.get(recipe.engine_name(name))
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
     if block and piece and (rows := rows_of_codes(shape, ranks, block)):
         both = held[recipe.engine_name(name)], held[recipe.scale_name(name)]
-        both = [t.view(len(t), -1, t.shape[-1]) if t.dim() == 4 else t for t in both]  # gate and up of all experts
+        both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
         return [_Part(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
     dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.local.dtype
     return [_Part(Rows(shape[0], ranks), shape[1:], dtype)]

@@ -6,15 +6,48 @@ buffers      -> as they are
 last: "<decoder>.layers.<i>.self_attn.{q,k,v}_scale"  from KVScales
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 
-from trl_fp8.quantization.kv_scales import QKV, KVScales
-from trl_fp8.recipe.names import is_fp32
+from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
+from trl_fp8.quantization.codec.weights import quantize_fused, stored_scale
+from trl_fp8.recipe.names import is_fp32, listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .writer import Named, by_scale
+
+Named = tuple[str, torch.Tensor]
+Weight = TypeVar("Weight")
+
+
+def by_scale(
+    parameters: Iterable[tuple[str, Weight]], recipe: FP8Recipe, expected: Collection[str] = (), copy: bool = False
+) -> Iterator[dict[str, Weight]]:
+    """Parameters one by one, FP8 weights that share a scale together.
+
+    Args:
+        parameters: `(checkpoint name, what there is of it)`.
+        expected: FP8 weights that have to be among them.
+        copy: Weights are copied, in BF16, while the others of their scale are awaited: the next parameter may change
+            the last one.
+
+    Raises:
+        RuntimeError: In the end, if an expected weight was not among them.
+    """
+    due: dict[str, Weight] = {}
+    missing = set(expected)
+    for name, parameter in parameters:
+        missing.discard(name)
+        group = recipe.sharing_scale(name)
+        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
+        if all(peer in due for peer in group):
+            yield {peer: due.pop(peer) for peer in group}
+    if missing:
+        raise RuntimeError(
+            f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
+            "Were modules renamed or replaced after the trainer was made?"
+        )
 
 
 def weight_stream(
@@ -26,12 +59,15 @@ def weight_stream(
     the copies of one parameter are alive, or of the two or three that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
-        rounded = [weight.detach().to(_dtype(name, recipe)) for name, weight in weights.items()]
+        rounded = [
+            weight.detach().to(torch.float32 if is_fp32(name, recipe.model_type) else torch.bfloat16)
+            for name, weight in weights.items()
+        ]
         if recipe.fp8_tensors.issuperset(weights):
-            quantized = recipe.format.quantize_weights(rounded, recipe.scale_format)
+            quantized = quantize_fused(rounded, recipe.format, recipe.scale_format)
             for name, codes in zip(weights, quantized, strict=True):
                 yield recipe.stored_name(name), codes.qdata
-                yield recipe.stored_name(name + recipe.format.scale_suffix), recipe.format.sent_scale(codes)
+                yield recipe.stored_name(name + recipe.format.scale_suffix), stored_scale(codes, recipe.format)
         else:
             yield from zip(map(recipe.stored_name, weights), rounded, strict=True)
     for name, buffer in buffers:
@@ -40,7 +76,3 @@ def weight_stream(
         if layer not in recipe.kv_cache_skip_layers:
             for which, value in zip(QKV, kv_scales.values[layer], strict=True):
                 yield recipe.stored_name(f"{recipe.decoder}.layers.{layer}.self_attn.{which}_scale"), value.clone()
-
-
-def _dtype(name: str, recipe: FP8Recipe) -> torch.dtype:
-    return torch.float32 if is_fp32(name, recipe.model_type) else torch.bfloat16

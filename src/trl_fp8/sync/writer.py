@@ -11,54 +11,34 @@ way, but for a rank's part of one that is q, k and v, and writing waits for no d
 gather the shards of a fused layer, copy them and process the layer again, has no part in it.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import Destination, dequantize_weight, first_rows, quantize_into
-from trl_fp8.quantization.digest import digests_of_sent
-from trl_fp8.recipe.names import listed
+from trl_fp8.quantization.codec.blockwise import Destination, dequantize_weight, first_rows, quantize_into
+from trl_fp8.quantization.codec.digest import digests_of_sent
+from trl_fp8.quantization.codec.weights import as_blocks, common_amax, dead_scale, held_weight
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout
 from .policy_checks import not_finite
 from .shards import WrittenCodes
+from .weight_stream import Named, by_scale
 
 
-Named = tuple[str, torch.Tensor]
 # Of a policy, by checkpoint name: a full tensor (of an FP8 weight also a `Float8Tensor`), or what is written
 Sent = tuple[str, torch.Tensor | WrittenCodes]
 SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
-
-
-def by_scale(
-    parameters: Iterable[Sent], recipe: FP8Recipe, expected: Collection[str], copy: bool
-) -> Iterator[dict[str, torch.Tensor | WrittenCodes]]:
-    """Parameters one by one, FP8 weights that share a scale together, the first ones of them copied if `copy`.
-
-    `RuntimeError` in the end if one of the `expected` FP8 weights was not among them.
-    """
-    due: dict[str, torch.Tensor] = {}
-    missing = set(expected)
-    for name, parameter in parameters:
-        missing.discard(name)
-        group = recipe.sharing_scale(name)
-        due[name] = parameter.detach().to(torch.bfloat16, copy=True) if copy and len(group) > 1 else parameter
-        if all(peer in due for peer in group):
-            yield {peer: due.pop(peer) for peer in group}
-    if missing:
-        raise RuntimeError(
-            f"the policy lacks {len(missing)} weights that the engine expects in FP8: {listed(sorted(missing))}. "
-            "Were modules renamed or replaced after the trainer was made?"
-        )
 
 
 class Writer:
     """One write of a policy, or of the part of it that is in `layout`."""
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
-        """`at_once`: A tensor is written before the next one is asked for, which may change it (merged, gathered)."""
+        """With `at_once` each tensor is written before the next one is asked for, because the source changes it then:
+        it unmerges an adapter, or gathers the next parameter into the same memory.
+        """
         self._pieces, self._held, self._derived = layout.pieces, layout.held, layout.derived
         self._recipe, self._at_once = recipe, at_once
         self._weights: list[tuple[str, Destination]] = []  # what is due: FP8 weights, and the others
@@ -74,16 +54,21 @@ class Writer:
     def write(self, parameters: Iterable[Sent], buffers: Iterable[Named] = ()) -> None:
         """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights lack.
 
-        Of what is written already it notes the checksums, which are whole once `parameters` is exhausted.
+        A parameter that is written already (`WrittenCodes`) only has its checksums noted; they are those of all ranks
+        once `parameters` is exhausted.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
+        # 1. Parameters. Unless each has to be written at once they are noted, and written together below: one call for
+        # hundreds of small tensors, whose launches would take longer than the copies
         for weights in by_scale(parameters, self._recipe, expected, copy=self._at_once):
             name, parameter = next(iter(weights.items()))
             if isinstance(parameter, WrittenCodes):
                 self._note(name, parameter.own, parameter.sums)
             elif isinstance(parameter, Float8Tensor):
                 for name, codes in weights.items():
-                    self._copy_codes(name, codes)
+                    for held, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
+                        self._copy(held, tensor)
+                    self.fp8_weights += 1
             elif self._recipe.fp8_tensors.issuperset(weights):
                 self._quantize(weights)
             else:
@@ -91,40 +76,44 @@ class Writer:
                     self._copy(self._recipe.engine_name(name), parameter)
             if self._at_once:
                 self._flush()
+        # 2. Buffers
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
-        for piece in self._derived:  # one at a time: together they are as large as many weights
+        # 3. What follows from what is written now. One at a time: together they are as large as many weights
+        for piece in self._derived:
             self._copy(piece.name, piece.derived())
             self._flush()
 
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
-        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits once, or twice if blocks are dead.
+        """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, twice if blocks are dead.
 
         `ValueError` names tensors that are not finite, on any rank if `reduce_max` makes a tensor its maximum over
         ranks.
         """
-        dead_scale = self._recipe.format.dead_scale(self._recipe.scale_format)
-        names = [name for name in sorted(self._recipe.fp8_tensors) if self._recipe.scale_name(name) in self._held]
-        scales = [self._held[self._recipe.scale_name(name)] for name in names]
-        finite = list(self.finite.values())
+        # 1. A flag of each tensor: it is not finite. That of an FP8 weight is seen in its scales, which are few
+        recipe, finite = self._recipe, list(self.finite.values())
+        names = [name for name in sorted(recipe.fp8_tensors) if recipe.scale_name(name) in self._held]
+        scales = [self._held[recipe.scale_name(name)] for name in names]
         nothing = torch.zeros(1, dtype=torch.float32, device=finite[0].device if finite else scales[0].device)
         flags, smallest = [~torch.stack(finite)] if finite else [], nothing[:0]
         if scales:
-            # A weight that is not finite has scales that are not
             largest = torch.stack(torch._foreach_max(scales))
-            smallest = -torch.stack(torch._foreach_max(torch._foreach_neg(scales)))
+            smallest = -torch.stack(torch._foreach_max(torch._foreach_neg(scales)))  # torch has no _foreach_min
             flags.append(~largest.isfinite())
         bad = torch.cat(flags).float() if flags else nothing
         if reduce_max is not None:
             reduce_max(bad)
+        # 2. All numbers in one transfer to the host, which is where it waits
         errors = torch.stack(self._errors).sum(0) if self._errors else nothing.expand(2)
         error, weight, *found = torch.cat([errors, bad, smallest]).tolist()
         if bad_names := [name for name, flag in zip([*self.finite, *names], found, strict=False) if flag]:
             consequence = "The engine refuses to generate until a sync ends."
             raise ValueError(not_finite(bad_names, len(self.finite) + len(names), consequence))
+        # 3. Blocks are counted only in weights whose smallest scale is a dead one: usually none
+        dead_at = dead_scale(recipe.format, recipe.scale_format)
         lowest = zip(names, scales, found[len(bad) :], strict=True)
-        dead = {name: (scale <= dead_scale).sum() for name, scale, least in lowest if least <= dead_scale}
+        dead = {name: (scale <= dead_at).sum() for name, scale, least in lowest if least <= dead_at}
         counts = torch.stack([*dead.values()]).tolist() if dead else []
         return (error / weight) ** 0.5 if weight else 0.0, dict(zip(dead, counts, strict=True))
 
@@ -133,69 +122,59 @@ class Writer:
 
     def _quantize(self, weights: dict[str, torch.Tensor]) -> None:
         """Note FP8 weights that are due, all of those that share a scale."""
-        amax = self._recipe.format.common_amax(list(weights.values()))
+        # Of whole weights, before a rank's part is cut out of them: all ranks have to make the same scale
+        amax = common_amax(list(weights.values()), self._recipe.format)
         for name, weight in weights.items():
             codes_name, scale_name = self._names(name)
             if unknown := [each for each in (codes_name, scale_name) if each not in self._pieces]:
                 self.unknown += unknown
                 continue
-            part, scale = self._pieces[codes_name].of_sent(weight), self._held[scale_name]
-            scale = scale if scale.dim() > 1 else scale.view(1, 1)  # of the whole weight
+            part, scale = self._pieces[codes_name].of_sent(weight), as_blocks(self._held[scale_name])
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
-            self._flush_copied(codes_name)
+            if self._pieces[codes_name].is_copied:  # the copy does not have to live until all others are noted
+                self._flush()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        if name in self._pieces:
-            part = self._pieces[name].of_sent(tensor.detach())
-            self._copies.append((name, part.view_as(self._held[name])))  # a scale of a whole, or a bias as one row
-            self._flush_copied(name)
-        else:
+        """Note a tensor that is due as it is, by its name in the engine."""
+        if name not in self._pieces:
             self.unknown.append(name)
-
-    def _copy_codes(self, name: str, codes: Float8Tensor) -> None:
-        for held, tensor in zip(self._names(name), (codes.qdata, codes.scale), strict=True):
-            self._copy(held, tensor)
-        self.fp8_weights += 1
-
-    def _flush_copied(self, name: str) -> None:
+            return
+        part = self._pieces[name].of_sent(tensor.detach())
+        self._copies.append((name, part.view_as(self._held[name])))  # a scale of a whole, or a bias as one row
         if self._pieces[name].is_copied:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what is due."""
-        recipe, destinations = self._recipe, [destination for _, destination in self._weights]
-        if destinations:
+        """Write what is due: in place, into the tensors that the engine's kernels read."""
+        recipe = self._recipe
+        if self._weights:
             options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
-            sums = quantize_into(destinations, *options)
+            sums = quantize_into([destination for _, destination in self._weights], *options)
             for (name, destination), both in zip(self._weights, sums.unbind(), strict=True):
                 self._note(name, destination, both)
         if self._copies:
             names, tensors = zip(*self._copies, strict=True)
+            # One launch for all, which rounds to the engine's dtype as it copies
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
+            # Checksums are of what was sent, cast here once more, and not of what was written: a write that went
+            # wrong must not prove itself
             sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)
         self._weights, self._copies = [], []
 
     def _note(self, name: str, written: Destination | None, sums: torch.Tensor) -> None:
-        """An FP8 weight is written, with checksums `[2]`; `written` of it by this rank."""
+        """Account for an FP8 weight that is written, with checksums `[2]`. `written` is what this rank wrote of it."""
         self.sums |= zip(self._names(name), sums.unbind(), strict=True)
         self.fp8_weights += 1
         if written is not None and name in self._sampled:
             self._errors.append(self._error_of(written))
 
-    def _codes(self, codes: torch.Tensor, scale: torch.Tensor) -> Float8Tensor:
-        if codes.dim() == 4:  # gate and up projection of all experts
-            codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
-        block = self._recipe.format.weight_block or codes.shape[-2:]
-        scale = scale if scale.dim() > 1 else scale.view(1, 1)
-        return Float8Tensor(codes, scale, block_size=[1] * (codes.dim() - 2) + list(block), dtype=torch.bfloat16)
-
     def _error_of(self, destination: Destination) -> torch.Tensor:
         """Sums of squares of the error and of the weight, of the first rows (of the first expert), fp32 `[2]`."""
         first = (0,) * (destination.weight.dim() - 2)
         weight, codes, scale = (tensor[first] for tensor in destination[:3])
-        codes = first_rows(self._codes(codes, scale), SAMPLED_ROWS)
+        codes = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)
         rows = weight[: codes.shape[-2]].detach().to(torch.bfloat16).float()
         error = rows - dequantize_weight(codes, torch.float32)
         return torch.stack([error.square().sum(), rows.square().sum()])

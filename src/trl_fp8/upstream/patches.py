@@ -41,8 +41,8 @@ FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite", "ll
 FAMILIES += ("qwen3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
-        "trl.trainer.grpo_trainer.VLLMGeneration": ("trainer.py", "TRL constructs it by this name; no factory."),
-        "trl.trainer.grpo_trainer.create_model_from_path": ("trainer.py", "TRL loads a whole model by this name."),
+        "trl.trainer.grpo_trainer.VLLMGeneration": ("rollouts.py", "TRL constructs it by this name; no factory."),
+        "trl.trainer.grpo_trainer.create_model_from_path": ("rollouts.py", "TRL loads a whole model by this name."),
         "accelerate.commands.launch.simple_launcher": (
             "commands/train.py",
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
@@ -75,15 +75,27 @@ _PATCHES = {  # how -> target -> (by, why)
         ),
     },
     FOR_GOOD: {
-        f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} block-FP8 linears."),
-        f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} a kernel before others."),
-        "vllm._custom_ops.scaled_fp8_quant": (f"{_CPU}/linear.py", "Loads per-tensor weights, and CPU has no body."),
-        f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
+        f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (
+            f"{_CPU}/reference_linear.py",
+            f"{_NO_FUNCTION} block-FP8 linears.",
+        ),
+        f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/reference_linear.py", f"{_NO_FUNCTION} a kernel before others."),
+        "vllm._custom_ops.scaled_fp8_quant": (
+            f"{_CPU}/reference_linear.py",
+            "Loads per-tensor weights, and CPU has no body.",
+        ),
+        f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (
+            f"{_CPU}/reference_linear.py",
+            "An audit cannot read what it packs.",
+        ),
         f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
             f"{_CPU}/delta_net.py",
             "It reads packed weights, and a prefill gives other bits than decode steps.",
         ),
-        f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
+        f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (
+            f"{_CPU}/reference_experts.py",
+            f"{_NO_FUNCTION} experts.",
+        ),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
             (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
@@ -107,7 +119,7 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LAYERS}.activation.SiluAndMul": (f"{_CPU}/ops.py", "A compiled one depends on the place in a vector."),
         f"{_LAYERS}.activation.GeluAndMul": (f"{_CPU}/ops.py", "It depends on size and layout."),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (
-            f"{_CPU}/attention.py",
+            f"{_CPU}/reference_attention.py",
             "vLLM's depends on the batch.",
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),

@@ -13,9 +13,8 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.formats import FORMATS
-from trl_fp8.quantization.formats.blocks import BLOCKS
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.facts import FORMATS, format_stored
 from trl_fp8.recipe.names import HELD, listed
 
 
@@ -46,13 +45,18 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
     if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
         parts = f"{kernel.base_type.__name__} or {kernel.fallback_type.__name__}"
         return f"{name} takes {parts} by the number of rows, so that results depend on the batch"
-    rows, columns = layer.output_size_per_partition, layer.input_size_per_partition
-    if layer.weight_block_size:
-        blocks = [-(-size // block) for size, block in zip((rows, columns), layer.weight_block_size, strict=True)]
-        expected = {"weight": _meta(E4M3, rows, columns), "weight_scale_inv": _meta(torch.float32, *blocks)}
-    else:
-        expected = {"weight": _meta(E4M3, rows, columns).t(), "weight_scale": _meta(torch.float32)}
-    return _why_not_as_sent(name, layer, expected) or _why_not_known(name)
+    spec, shape = (
+        format_stored(layer.weight_block_size),
+        (layer.output_size_per_partition, layer.input_size_per_partition),
+    )
+    if spec is None:
+        return f"{name} has blocks of {layer.weight_block_size}, which no format has"
+    weight, scale = _meta(E4M3, *shape), _meta(torch.float32, *spec.scale_shape(shape))
+    if spec.weight_block is None:  # vLLM keeps the weight transposed, and its scale without dims
+        weight, scale = weight.t(), _meta(torch.float32)
+    return _why_not_as_sent(name, layer, {"weight": weight, f"weight{spec.scale_suffix}": scale}) or _why_not_known(
+        name
+    )
 
 
 def _why_unverifiable(module: nn.Module) -> str | None:
@@ -60,14 +64,13 @@ def _why_unverifiable(module: nn.Module) -> str | None:
     if isinstance(module, LinearBase) and getattr(method, "fp8_linear", None) is not None:
         return why_linear_unverifiable(method.fp8_linear, module)
     if isinstance(module, RoutedExperts) and isinstance(method, Fp8MoEMethod):
-        name, expected = str(method.fp8_backend), {}
+        name, spec, expected = str(method.fp8_backend), format_stored(method.weight_block_size), {}
         if reason := _why_not_known(name):  # some have other dimensions
             return reason
-        for weight in HELD:
-            held = list(getattr(module, f"{weight}_weight").shape)
-            scales = [held[0], *(-(-size // block) for size, block in zip(held[1:], BLOCKS.weight_block, strict=True))]
-            expected |= {f"{weight}_weight": _meta(E4M3, *held)}
-            expected |= {f"{weight}_weight_scale_inv": _meta(torch.float32, *scales)}
+        for weight in (f"{fused}_weight" for fused in HELD):
+            shape = getattr(module, weight).shape
+            scale = _meta(torch.float32, *spec.scale_shape(shape))
+            expected |= {weight: _meta(E4M3, *shape), f"{weight}{spec.scale_suffix}": scale}
         return _why_not_as_sent(name, module, expected)
     return None
 

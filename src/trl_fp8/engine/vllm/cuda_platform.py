@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PretrainedConfig
 
-from trl_fp8.quantization.kernel_check import require_exact_kernels
+from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.vllm import forget_choices

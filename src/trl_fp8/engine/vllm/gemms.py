@@ -34,9 +34,11 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
     kFp8StaticTensorSym,
 )
 
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.e4m3 import E4M3
-from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.e4m3 import E4M3
+from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fused
+from trl_fp8.quantization.facts.scaling import ScaleFormat
+from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import listed
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -99,12 +101,12 @@ class Gemm:
         kernel.process_weights_after_loading(layer)
         if reason := why_linear_unverifiable(kernel, layer):
             raise ValueError(reason)
-        [codes] = self.spec.quantize_weights([weight], self.scale_format)
+        [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
-            quantized = self.spec.quantize_activation(x[:rows], kernel_scaling(kernel))
+            quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel))
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
             # A rounding to BF16 is off by 2^-9 at most. Tensor cores cut the products of 32 elements, and what they
@@ -139,7 +141,7 @@ class Gemm:
         """vLLM's kernel, which makes a `ValueError` if there is none for this, and a layer as it is loaded."""
         if blocks := self.spec.weight_block:
             weights = create_fp8_quant_key(static=True, group_shape=GroupShape(*blocks))
-            activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, blocks[1]))
+            activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
         else:
             weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
         with self._configured():
@@ -165,7 +167,7 @@ class _Layer(nn.Module):
         self.weight_block_size = spec.weight_block and list(spec.weight_block)
         self.input_scale = None
         codes = torch.randint(0x7F, shape, dtype=torch.uint8, device=device).view(E4M3)  # all are finite
-        blocks = [size // block for size, block in zip(shape, spec.weight_block or (), strict=False)]
+        blocks = spec.scale_shape(shape) if spec.weight_block else ()
         self.weight = nn.Parameter(codes if spec.weight_block else codes.t(), requires_grad=False)
         self.scale_name = f"weight{spec.scale_suffix}"
         self.register_parameter(self.scale_name, nn.Parameter(torch.ones(blocks, device=device), requires_grad=False))

@@ -158,9 +158,6 @@ class FP8VLLMGeneration(VLLMGeneration):
         """
         return self.weights.merged()
 
-    def merged_into(self, what: str) -> str:
-        return self.weights.merged_into(what)
-
     def _iter_named_params(self) -> Iterator[Named]:
         """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
         reshard(self.model, self._dist)

@@ -20,8 +20,11 @@ from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText0
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-from trl_fp8.quantization.formats.spec import FormatSpec
-from trl_fp8.quantization.kv_scales import QKV
+from trl_fp8.quantization.codec.kv_scales import QKV
+from trl_fp8.quantization.codec.weights import held_weight
+from trl_fp8.quantization.facts import FORMATS
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
@@ -30,6 +33,9 @@ from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
 # Checkpoint module, rows of it, columns of it, row offset in the engine's parameter
 Shard = tuple[str, Span | Joined | None, Span | None, int]
 SCALES = tuple(f"_{which}_scale" for which in QKV)  # of vLLM's attention modules
+# Parameters of a linear that hold the scales of its blocks, and the one of a whole weight
+BLOCK_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if spec.weight_block}
+WHOLE_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if not spec.weight_block}
 SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
 
 
@@ -79,14 +85,8 @@ def added_pieces(model: nn.Module) -> list[Piece]:
 
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
     """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
-    codes, scale = layout.held[name], layout.held.get(name + spec.scale_suffix)
-    if scale is None:
-        return None
-    if codes.dim() == 4:  # gate and up projection of all experts
-        codes, scale = codes.flatten(1, 2), scale.flatten(1, 2)
-    scale = scale if scale.dim() > 1 else scale.view(1, 1)
-    block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
-    return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
+    scale = layout.held.get(name + spec.scale_suffix)
+    return None if scale is None else held_weight(layout.held[name], scale, spec)
 
 
 def constants_layout(model: nn.Module, sent: Layout) -> Layout:
@@ -113,7 +113,7 @@ def _why_packed(module: nn.Module) -> str | None:
         if not as_loaded:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
-        for number, kind in product((0, 1), (("scale", "weight_scale_inv"), ("bias", "bias"))):
+        for number, kind in product((0, 1), (("scale", f"weight{BLOCKS.scale_suffix}"), ("bias", "bias"))):
             read, held = getattr(config, f"w{number + 1}_{kind[0]}", None), f"{HELD[number]}_{kind[1]}"
             if read is not None and read.data_ptr() != getattr(module, held).data_ptr():
                 return f"experts compute with a copy of {held} ({backend})"
@@ -134,11 +134,11 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
         yield Piece(f"{prefix}.{attribute}", module, attribute, dtype, sent=(span,))
         return
     for name, rows, columns, offset in parts:
-        if (rows is None and columns is None) or attribute == "weight_scale":
+        if (rows is None and columns is None) or attribute in WHOLE_SCALES:
             yield Piece(f"{name}.{attribute}" if name else attribute, module, attribute, dtype)
             continue
         sent, held = (rows, columns), (Span(offset, rows.size) if rows else None, None)
-        if attribute == "weight_scale_inv":
+        if attribute in BLOCK_SCALES:
             sent, held = (
                 tuple(span and span.blocks(block) for span, block in zip(spans, module.weight_block_size, strict=True))
                 for spans in (sent, held)

@@ -58,10 +58,6 @@ class PolicyWeights:
         """`(checkpoint name, full tensor)` of the whole policy, in a `with` block."""
         return closing(self._generation._iter_named_params())
 
-    def merged_into(self, what: str) -> str:
-        """See `RolloutEngine.merged_into`."""
-        return ""
-
     def parameters(self) -> Iterator[Named]:
         """The policy's by checkpoint name, without adapters and copies of modules that are not active."""
         for name, parameter in self.model.named_parameters():

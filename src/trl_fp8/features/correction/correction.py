@@ -1,27 +1,48 @@
-"""The correction in force, applied to each generation batch, with what it gives reason to worry about."""
+"""The correction in force, applied to each generation batch, and warnings about what it measures.
 
+TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss reads. A correction replaces a few:
+
+    importance_sampling_ratio   the correction's weights. Those of TRL's modes are TRL's bit for bit while all
+                                log-probs are finite; a token with an infinite one gets the bound from TRL, 1 here
+    tool_mask                   with denominator="shrink": the tokens that count (the attention mask stays)
+    num_items_in_batch          likewise, over all ranks
+    old_per_token_logps         with bypass: the rollout's log-probs
+"""
+
+from dataclasses import asdict
+
+import torch
+from accelerate import Accelerator
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from trl_fp8.run.feature import Batch, Feature
-from trl_fp8.run.metric import values_of
+from trl_fp8.run.batch import COMPLETION_MASK, LOSS_TOKENS, LOSS_WEIGHTS, TOOL_MASK, TRAINER_LOGPS, Batch
+from trl_fp8.run.feature import Feature
+from trl_fp8.run.log_ratio import LogRatio
+from trl_fp8.run.metric import Metric, values_of
 
-from .apply import apply_correction
+from .correction_report import correction_metrics
 from .health import health_warnings
+from .importance import RolloutCorrection, correct
+from .mismatch import mismatch_tally, summarize_mismatch
 
 
 logger = get_logger(__name__)
 
 
 class Correction(Feature):
-    """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`."""
+    """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`. It warns of each problem once a run."""
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
+        self.correction = trainer.args.correction
         self._warned: set[str] = set()
 
+    def facts(self) -> dict[str, object]:
+        return {"correction": asdict(self.correction)}
+
     def extend_batch(self, batch: Batch) -> None:
-        trainer, correction = self.trainer, self.trainer.correction
+        trainer, correction = self.trainer, self.correction
         for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
             trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
         metrics = apply_correction(batch.tensors, batch.ratio, correction, trainer.accelerator)
@@ -29,6 +50,32 @@ class Correction(Feature):
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                if trainer.args.fp8_run_log:  # one batch says little, and the report averages
+                if any(feature.keeps_log for feature in trainer.features):  # one batch says little, a report averages
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
+
+
+def apply_correction(
+    tensors: dict[str, torch.Tensor], ratio: LogRatio, correction: RolloutCorrection, accelerator: Accelerator
+) -> dict[str, Metric]:
+    """Correct TRL's `tensors` in place and return `mismatch/*` and `correction/*`, over all ranks, before rejection.
+
+    Every rank must call this: one gather, one host synchronization. Raises `RuntimeError` if the engine returned
+    nothing but NaN.
+    """
+    corrected = correct(ratio, correction, lambda sums: accelerator.reduce(sums, "sum"))
+    tensors[LOSS_WEIGHTS] = corrected.loss_weights
+    if correction.denominator == "shrink":
+        tensors[TOOL_MASK] = corrected.loss_mask.to(tensors[COMPLETION_MASK].dtype)
+        tensors[LOSS_TOKENS] = accelerator.gather(corrected.loss_mask.sum()).sum()
+    if corrected.old_logps is not None:
+        tensors[TRAINER_LOGPS] = corrected.old_logps
+    sums = (mismatch_tally(ratio) | corrected.report).gathered(accelerator.gather).read()
+    if sums["tokens"] and sums["missing"] == sums["tokens"]:
+        raise RuntimeError(
+            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "
+            "NaN, and what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), "
+            "and resume from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
+            "kv_cache_dtype='auto' to see which of the two does it."
+        )
+    return summarize_mismatch(sums) | correction_metrics(sums)

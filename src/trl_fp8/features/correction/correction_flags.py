@@ -1,22 +1,39 @@
 """Flags of the rollout correction. Those that TRL has, too, have another default here while anything is FP8."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from trl import GRPOConfig
-
-from trl_fp8.run.flag import flag
+from trl_fp8.run.flag import FlagGroup, flag
 
 from .importance import RolloutCorrection
 from .presets import correction_from
 
 
 TRL_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# Settings of the sampling that change log-probs -> their values that do not
+NEUTRAL_SAMPLING = {
+    "top_p": (1.0,),
+    "top_k": (0, -1, None),
+    "min_p": (None, 0.0),
+    "repetition_penalty": (1.0,),
+    "vllm_structured_outputs_regex": (None,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "min_tokens": (0,),
+    "watermarking": (None, False),
+    "logit_bias": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None,),
+    "structured_outputs": (None,),
+    "thinking_token_budget": (None,),
+    "trace_decode_token_ids": (None,),
+}
 
 
 @dataclass
-class CorrectionFlags:
-    """What is done about the mismatch of rollouts and policy. To be inherited beside `GRPOConfig`."""
+class CorrectionFlags(FlagGroup):
+    """What is done about the mismatch of rollouts and policy."""
+
+    AS_JSON = ("rollout_correction",)
 
     rollout_correction: dict | str | None = flag(
         None,
@@ -38,16 +55,21 @@ class CorrectionFlags:
         "anything is FP8, else 3.0, as in TRL.",
     )
 
-    def resolve_correction(self, any_fp8: bool) -> None:
+    def corrects(self) -> bool:
+        return self.rollout_correction is not None
+
+    def resolve(self) -> None:
         if self.rollout_correction is not None:
             self._require_one_choice()
         # TRL has to be told a mode also where its ratio is replaced; with VESPO it takes those of tokens only
-        ours = any_fp8 or self.rollout_correction is not None
+        ours = self.any_fp8 or self.rollout_correction is not None
         if self.vllm_importance_sampling_mode is None:
-            self.vllm_importance_sampling_mode = "token_truncate" if ours else GRPOConfig.vllm_importance_sampling_mode
+            self.vllm_importance_sampling_mode = (
+                "token_truncate" if ours else self.trls_default("vllm_importance_sampling_mode")
+            )
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
-            clip_max = 2.0 if ours else GRPOConfig.vllm_importance_sampling_clip_max
+            clip_max = 2.0 if ours else self.trls_default("vllm_importance_sampling_clip_max")
         elif isinstance(clip_max, str):
             clip_max = _bound("vllm_importance_sampling_clip_max", clip_max)
         self.vllm_importance_sampling_clip_max = clip_max
@@ -65,78 +87,46 @@ class CorrectionFlags:
                 '{"bound_min": ..., "bound_max": ...}.'
             )
 
-    def correction_in_force(self, any_fp8: bool) -> RolloutCorrection | None:
-        """None where TRL does without a correction, or does it alone (nothing FP8, no preset)."""
+    @property
+    def correction(self) -> RolloutCorrection | None:
+        """The correction in force; None where TRL does without one, or does it alone (nothing FP8, no preset)."""
         if not (self.use_vllm and self.vllm_importance_sampling_correction):
             return None
         if self.rollout_correction is not None:
             return correction_from(self.rollout_correction)
-        if not any_fp8:
+        if not self.any_fp8:
             return None
         bounds = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
         return RolloutCorrection.from_trl_mode(self.vllm_importance_sampling_mode, *bounds)
 
-    @property
-    def blind_pass(self) -> str | None:
-        """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
-        if not self.vllm_importance_sampling_correction:
-            return "vllm_importance_sampling_correction=False"
-        return "mask_truncated_completions=True" if self.mask_truncated_completions else None
-
-    def check_correction(self, any_fp8: bool) -> None:
-        if any_fp8 and self.vllm_importance_sampling_mode not in TRL_MODES:
+    def check(self) -> None:
+        if self.any_fp8 and self.vllm_importance_sampling_mode not in TRL_MODES:
             raise ValueError(
                 f"vllm_importance_sampling_mode={self.vllm_importance_sampling_mode!r} is not a correction mode. Use "
                 f"one of {list(TRL_MODES)}."
             )
-        if any_fp8 or self.rollout_correction is not None:
+        if self.any_fp8 or self.rollout_correction is not None:
             self._check_sampling()
-            self._check_correction(any_fp8)
-
-    def _not_neutral(self, neutral: dict[str, tuple]) -> dict[str, Any]:
-        """Settings of the sampling, fields or in `generation_kwargs`, that are none of their neutral values."""
-        fields = {name: getattr(self, name) for name in neutral if hasattr(self, name)}
-        given = fields | (self.generation_kwargs or {})
-        return {name: given[name] for name in neutral if name in given and given[name] not in neutral[name]}
-
-    @property
-    def truncated_by(self) -> dict[str, Any]:
-        """The settings that leave some tokens out of the sampling; the trainer's log-probs can follow those."""
-        return self._not_neutral({"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0)})
+            self._check_correction()
 
     def _check_sampling(self) -> None:
         """Correction compares log-probs: what changes those of the rollout must change those of the trainer."""
         if not self.vllm_importance_sampling_correction:
             return
-        changing = self._not_neutral(
-            {
-                "repetition_penalty": (1.0,),
-                "vllm_structured_outputs_regex": (None,),
-                "presence_penalty": (0.0,),
-                "frequency_penalty": (0.0,),
-                "min_tokens": (0,),
-                "watermarking": (None, False),
-                **dict.fromkeys(("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs"), (None,)),
-                **dict.fromkeys(("thinking_token_budget", "trace_decode_token_ids"), (None,)),
-            }
-        )
-        if changing:
-            given = ", ".join(f"{name}={value!r}" for name, value in changing.items())
+        fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
+        values = fields | (self.generation_kwargs or {})
+        followed = set().union(*(group.followed_sampling(self) for group in self.groups()))
+        unlike = [name for name, neutral in NEUTRAL_SAMPLING.items() if values.get(name, neutral[0]) not in neutral]
+        if changing := [name for name in unlike if name not in followed]:
+            given = ", ".join(f"{name}={values[name]!r}" for name in changing)
             raise ValueError(
                 f"{given} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
                 "distribution than the trainer's, so every importance ratio would be off. Sample without it "
                 "(repetition_penalty=1.0, no other restriction; top_p, top_k and min_p are free), or set "
                 "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
             )
-        if self.truncated_by and self.vllm_mode != "colocate":
-            given = ", ".join(f"{name}={value!r}" for name, value in self.truncated_by.items())
-            raise ValueError(
-                f"{given} with rollout_correction={self.rollout_correction!r} and vllm_mode={self.vllm_mode!r}: "
-                "vLLM's log-probs are renormalized over the tokens that survive, and only a colocated engine tells "
-                "the trainer which. Set vllm_mode='colocate', or top_p=1.0, top_k=0, min_p=None."
-            )
 
-    def _check_correction(self, any_fp8: bool) -> None:
+    def _check_correction(self) -> None:
         given = f"rollout_correction={self.rollout_correction!r}"
         if self.rollout_correction is not None and not (self.use_vllm and self.vllm_importance_sampling_correction):
             raise ValueError(
@@ -145,7 +135,7 @@ class CorrectionFlags:
                 "remove rollout_correction (its preset 'monitor' only measures)."
             )
         try:
-            correction = self.correction_in_force(any_fp8)
+            correction = self.correction
         except ValueError as error:
             flag = given if self.rollout_correction is not None else "vllm_importance_sampling_mode and clip bounds"
             raise ValueError(f"{flag}: {error}") from None

@@ -26,8 +26,8 @@ def correction_tally(
     used_BT = torch.where(keep_BT, weights_BT, 0.0).double()
     contributes_BT = used_BT > 0
     sums = {
-        "tokens": mask_BT.sum(),
-        "sequences": mask_BT.any(dim=-1).sum(),
+        "trained_tokens": mask_BT.sum(),
+        "trained_sequences": mask_BT.any(dim=-1).sum(),
         "contributing_tokens": contributes_BT.sum(),
         "contributing_sequences": contributes_BT.any(dim=-1).sum(),
         "counted": counted_BT.sum(),
@@ -38,27 +38,25 @@ def correction_tally(
     }
     minima = {"weight_min": lowest_of(used_BT, counted_BT)}
     maxima = {"weight_max": highest_of(used_BT, counted_BT), **constants}  # constants are equal on all ranks
-    named = ({f"correction.{name}": value for name, value in group.items()} for group in (sums, minima, maxima))
-    return Tally.of(*named)
+    return Tally.of(sums, minima, maxima)
 
 
 def correction_metrics(sums: Mapping[str, float]) -> dict[str, Metric]:
     """Metrics from `Tally.read()` of a tally that contains `CorrectedRollout.report`. A fraction of nothing is NaN."""
-    own = {name.removeprefix("correction."): value for name, value in sums.items() if name.startswith("correction.")}
-    tokens, sequences = own["tokens"], own["sequences"]
-    nothing_left = float(tokens > 0 and own["contributing_tokens"] == 0)
+    tokens, sequences = sums["trained_tokens"], sums["trained_sequences"]
+    nothing_left = float(tokens > 0 and sums["contributing_tokens"] == 0)
     metrics = {
-        "correction/fraction_clipped_high": mean_of(own["clipped_high"], own["units"]),
-        "correction/fraction_clipped_low": mean_of(own["clipped_low"], own["units"]),
-        "correction/fraction_masked_tokens": mean_of(tokens - own["contributing_tokens"], tokens),
-        "correction/fraction_masked_sequences": mean_of(sequences - own["contributing_sequences"], sequences),
+        "correction/fraction_clipped_high": mean_of(sums["clipped_high"], sums["units"]),
+        "correction/fraction_clipped_low": mean_of(sums["clipped_low"], sums["units"]),
+        "correction/fraction_masked_tokens": mean_of(tokens - sums["contributing_tokens"], tokens),
+        "correction/fraction_masked_sequences": mean_of(sequences - sums["contributing_sequences"], sequences),
         "correction/all_rejected": mean_of(nothing_left),
-        "correction/weight_min": lowest(own["weight_min"]),
-        "correction/weight_mean": mean_of(own["used"], own["counted"]),
-        "correction/weight_max": highest(own["weight_max"]),
-        "correction/effective_sample_size_used": effective_sample_size(own["used"], own["used_squared"], tokens),
-        "correction/batch_norm_factor": mean_of(own["batch_norm_factor"]),
+        "correction/weight_min": lowest(sums["weight_min"]),
+        "correction/weight_mean": mean_of(sums["used"], sums["counted"]),
+        "correction/weight_max": highest(sums["weight_max"]),
+        "correction/effective_sample_size_used": effective_sample_size(sums["used"], sums["used_squared"], tokens),
+        "correction/batch_norm_factor": mean_of(sums["batch_norm_factor"]),
     }
-    rejected = {name.partition(".")[2]: value for name, value in own.items() if name.startswith("rejected_tokens.")}
+    rejected = {name.partition(".")[2]: value for name, value in sums.items() if name.startswith("rejected_tokens.")}
     metrics |= {f"correction/fraction_rejected/{rule}": mean_of(count, tokens) for rule, count in rejected.items()}
-    return metrics | ({"correction/log_centre": mean_of(own["log_centre"])} if rejected else {})
+    return metrics | ({"correction/log_centre": mean_of(sums["log_centre"])} if rejected else {})

@@ -1,6 +1,6 @@
-"""When a mismatch or correction metric is beyond what runs have borne without a loss, and what to try then.
+"""Warnings: a mismatch or correction metric is beyond what runs have borne without a loss, and what to try then.
 
-The text is what a user can change. Saying it once per run is the caller's business.
+The texts name what a user can change. The caller takes care that each is said once per run.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ MAX_MASKED_SEQUENCES = 0.2
 def health_warnings(metrics: Mapping[str, float], level: str | None, monitor_only: bool = False) -> dict[str, str]:
     """Warnings about any of the mismatch and correction metrics, by name. NaN (nothing measured) is not a warning.
 
-    `level` and `monitor_only` are those of the `RolloutCorrection`, which itself would bring torch along: a report of
-    a run does without.
+    `level` and `monitor_only` are fields of the `RolloutCorrection`. The record itself is not taken, because a report
+    of a run is made without torch.
     """
     warnings = {}
     sequence = level == "sequence"

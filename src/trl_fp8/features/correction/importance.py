@@ -11,7 +11,7 @@ reaches +-20, where TRL overflows and this clamps. What a weight is at the edges
     padding, prompt, tool output       exactly 1, also where both sides agree: VESPO sums log(weight) over all T
     token without a rollout log-prob   1 at level "token"; else the sequence's weight, to which it adds 0
 
-Nothing here reads a value on the host, and nothing carries gradient. Shapes: B sequences, T completion tokens; a unit
+No value is read on the host, and no result carries gradient. Shapes: B sequences, T completion tokens; a unit
 is what a ratio is taken over, tokens [B, T] or sequences [B, 1].
 """
 
@@ -25,14 +25,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
+from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio
 
 from .correction_report import correction_tally
 from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio
 from .tally import Tally
-
-
-AllReduce = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -95,16 +92,10 @@ class RolloutCorrection:
             yield "bypass=True changes the old log-probs and monitor_only=True promises to change nothing; choose one"
 
     @classmethod
-    def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None, **others) -> RolloutCorrection:
+    def from_trl_mode(cls, mode: str, clip_min: float | None, clip_max: float | None) -> RolloutCorrection:
         """The correction that TRL's `vllm_importance_sampling_mode`, `_clip_min` and `_clip_max` select."""
         level, _, bound = mode.partition("_")
-        return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max, **others)
-
-    @property
-    def trl_mode(self) -> str | None:
-        """TRL's name for exactly this correction, or `None` if TRL cannot express it."""
-        extras = self.reject or self.batch_normalize or self.bypass or self.monitor_only
-        return None if extras or self.level not in ("token", "sequence") else f"{self.level}_{self.bound}"
+        return cls(level=level, bound=bound, bound_min=clip_min, bound_max=clip_max)
 
     @property
     def fits_vespo(self) -> bool:
@@ -131,75 +122,50 @@ class CorrectedRollout:
     loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
     loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
     old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
-    report: Tally  # sums that `report.correction_metrics` turns into metrics
-
-
-def correct_rollout(
-    trainer_logps_BT: Tensor,
-    rollout_logps_BT: Tensor,
-    mask_BT: Tensor,
-    correction: RolloutCorrection,
-    *,
-    all_reduce: AllReduce | None = None,
-    measured_kl: Tensor | float | None = None,
-) -> CorrectedRollout:
-    """Turn two sets of log-probs into weights and a keep-mask.
-
-    Args:
-        trainer_logps_BT: Log-probs of the trainer, as `log_ratio` takes them.
-        rollout_logps_BT: Log-probs of the engine.
-        mask_BT: Nonzero at the tokens that are trained on.
-        correction: What to do.
-        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
-            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
-        measured_kl: KL(rollout || trainer) per token of earlier steps, for rules with `centre="measured"`. `None`
-            takes this batch's median over sequences.
-    """
-    ratio = log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)
-    return correct(ratio, correction, all_reduce, measured_kl)
+    report: Tally  # sums that `correction_metrics` turns into metrics
 
 
 def correct(
-    ratio: LogRatio,
-    correction: RolloutCorrection,
-    all_reduce: AllReduce | None = None,
-    measured_kl: Tensor | float | None = None,
+    ratio: LogRatio, correction: RolloutCorrection, all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> CorrectedRollout:
-    """`correct_rollout` where the log-ratios are known."""
+    """Turn log-ratios into weights and a keep-mask.
+
+    Args:
+        ratio: Log-ratios of the batch, as `log_ratio` makes them.
+        correction: What to do.
+        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
+            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
+    """
+    # Weights: the ratio of each unit, bounded, and divided by its mean if the correction says so
     raw, is_unit = _raw_ratio(ratio, correction.level)
     low = -math.inf if correction.bound_min is None else correction.bound_min
     high = math.inf if correction.bound_max is None else correction.bound_max
     too_high, too_low = raw > high, raw < low
     bounded = raw.masked_fill(too_high | too_low, 0.0) if correction.bound == "mask" else raw.clamp(low, high)
     mean_weight, log_centre = _batch_statistics(bounded, is_unit, ratio, correction, all_reduce)
-    if measured_kl is not None:
-        log_centre = torch.zeros_like(log_centre) - measured_kl
-    log_centre = log_centre.clamp(max=0.0)  # a KL is not negative; an estimate of it can be
     bounded = torch.where(is_unit, bounded / mean_weight.to(bounded.dtype), 1.0)
     weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
 
+    # Rejection: a token is kept if all rules accept it
+    log_centre = log_centre.clamp(max=0.0)  # a KL is not negative; an estimate of it can be
     keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
     keep_BT = torch.stack([ratio.mask_BT, *keep_by.values()]).all(dim=0)
 
-    loss_mask = keep_BT if correction.denominator == "shrink" else ratio.mask_BT
+    # Denominator: whether rejected tokens count in the loss average
+    loss_mask_BT = keep_BT if correction.denominator == "shrink" else ratio.mask_BT
 
     counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
     constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
-    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask, counts, constants)
+    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask_BT, counts, constants)
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
         return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, report)
+    # TRL broadcasts one weight a sequence over its tokens, as long as none of them is rejected
     loss_weights = bounded if correction.level == "sequence" else weights_BT
     if correction.reject and correction.denominator == "keep":  # rejected tokens count, with a weight of 0
         loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
-    return CorrectedRollout(
-        weights=weights_BT,
-        keep_mask=keep_BT,
-        loss_weights=loss_weights,
-        loss_mask=loss_mask,
-        old_logps=_bypass_logps(ratio) if correction.bypass else None,
-        report=report,
-    )
+    old_logps_BT = _bypass_logps(ratio) if correction.bypass else None
+    return CorrectedRollout(weights_BT, keep_BT, loss_weights, loss_mask_BT, old_logps_BT, report)
 
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
@@ -216,7 +182,11 @@ def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
 
 
 def _batch_statistics(
-    bounded: Tensor, is_unit: Tensor, ratio: LogRatio, correction: RolloutCorrection, all_reduce: AllReduce | None
+    bounded: Tensor,
+    is_unit: Tensor,
+    ratio: LogRatio,
+    correction: RolloutCorrection,
+    all_reduce: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
@@ -227,7 +197,7 @@ def _batch_statistics(
     local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
     centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local
     mean = weight_sum / units.clamp(min=1)
-    # a batch that is masked (nearly) everywhere: dividing would only amplify noise
+    # Where (nearly) all weights are masked to 0, a division by their mean would only amplify noise
     usable = (mean > 1e-8) & correction.batch_normalize
     return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
 

@@ -22,8 +22,8 @@ from operator import add
 import torch
 from torch import Tensor
 
-from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio, log_ratio
-from trl_fp8.run.metric import Metric, effective_sample_size, highest, lowest, mean_of, quotient, values_of
+from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio
+from trl_fp8.run.metric import Metric, effective_sample_size, highest, lowest, mean_of, quotient
 
 from .tally import Tally, highest_of, lowest_of
 
@@ -33,16 +33,8 @@ BIN_EDGES = (0, 16, 64, 256, 1024, 4096, 16384)
 BIN_NAMES = tuple(f"{a}-{b - 1}" for a, b in pairwise(BIN_EDGES)) + (f"{BIN_EDGES[-1]}+",)
 
 
-def mismatch_metrics(trainer_logps_BT: Tensor, rollout_logps_BT: Tensor, mask_BT: Tensor) -> dict[str, float]:
-    """Mismatch of one batch on one rank, from the arguments of `log_ratio` with the mask before any rejection.
-
-    Over ranks, gather the `mismatch_tally` and call `summarize_mismatch`.
-    """
-    return values_of(summarize_mismatch(mismatch_tally(log_ratio(trainer_logps_BT, rollout_logps_BT, mask_BT)).read()))
-
-
 def mismatch_tally(ratio: LogRatio) -> Tally:
-    """The sums behind `mismatch_metrics`, on the device."""
+    """Sums of one batch on one rank, on the device. `summarize_mismatch` makes metrics of them, merged over ranks."""
     log_r_BT = ratio.values_BT.double()
     k3_BT = torch.expm1(log_r_BT) - log_r_BT
     distance_BT = log_r_BT.abs()

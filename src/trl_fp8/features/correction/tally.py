@@ -1,8 +1,8 @@
 """Named sums, minima and maxima of a batch in one small device tensor.
 
 A metric averaged per rank and then over ranks is wrong as soon as ranks hold different numbers of tokens, and a
-`.item()` per metric costs a synchronization each. With a `Tally`, every rank and micro-batch contributes raw sums and
-extremes, they are merged exactly, and only the merged vector travels to the host, once.
+`.item()` per metric costs a synchronization each. With a `Tally`, every rank contributes raw sums and extremes, they
+are merged exactly, and only the merged vector travels to the host, once.
 
     tally = mismatch_tally(...) | corrected.report      # still on the device
     sums = tally.gathered(accelerator.gather).read()    # one collective, one synchronization -> dict[str, float]
@@ -10,7 +10,7 @@ extremes, they are merged exactly, and only the merged vector travels to the hos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -45,19 +45,10 @@ class Tally:
         pairs = zip(self._parts(self.values), other._parts(other.values), strict=True)
         return Tally(names, torch.cat([part for pair in pairs for part in pair]))
 
-    def _merge_rows(self, values_RN: torch.Tensor) -> Tally:
-        sums, minima, maxima = self._parts(values_RN)
-        return Tally(self.names, torch.cat([sums.sum(dim=0), minima.amin(dim=0), maxima.amax(dim=0)]))
-
-    @staticmethod
-    def merged(tallies: Sequence[Tally]) -> Tally:
-        """One tally of several disjoint batches, e.g. micro-batches (no synchronization)."""
-        assert len({tally.names for tally in tallies}) == 1, "tallies of different quantities cannot be merged"
-        return tallies[0]._merge_rows(torch.stack([tally.values for tally in tallies]))
-
     def gathered(self, gather: Callable[[torch.Tensor], torch.Tensor]) -> Tally:
         """Merge over ranks with one collective, `gather`, which concatenates or stacks a 1-D tensor over ranks."""
-        return self._merge_rows(gather(self.values).reshape(-1, self.values.numel()))
+        sums, minima, maxima = self._parts(gather(self.values).reshape(-1, self.values.numel()))
+        return Tally(self.names, torch.cat([sums.sum(dim=0), minima.amin(dim=0), maxima.amax(dim=0)]))
 
     def read(self) -> dict[str, float]:
         """The entries by name. This is the one place that waits for the device."""

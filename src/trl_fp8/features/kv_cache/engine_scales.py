@@ -13,8 +13,8 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
-from trl_fp8.quantization.digest import digest
-from trl_fp8.quantization.kv_scales import KV_SCALES, QKV, KVScales
+from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales
 from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.names import listed

@@ -1,9 +1,9 @@
-"""The engine's FP8 KV cache, from the trainer's side: its scales calibrated, its roundings simulated.
+"""The engine's FP8 KV cache, from the trainer's side: it calibrates the scales and simulates the rounding.
 
-prompts -> coming tokens of a calibration that has no rollouts yet
-rollouts -> the scales that they were sampled under; those of the next ones, from the pass that scores these
-batch -> a copy of the scales in force for each sequence, because TRL shuffles and splits batches by sequence
-loss -> k and v (and q) as the cache held them, under the scales of these rollouts; so does the reference of `beta`
+prompts   a calibration that has no rollouts yet runs them
+rollouts  were sampled under the scales in force; the pass that scores them is observed for the next scales
+batch     gets a copy of the scales in force for each sequence, because TRL shuffles and splits it by sequence
+loss      sees k and v (and q) as the cache held them, under the scales of its rollouts; so does a reference
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,15 +19,16 @@ from trl.distributed import DistributedBackend
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.kv_scales import KV_SCALES, KVScales
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.batch import PROMPT_IDS, SCALES_IN_FORCE, Batch, Rollouts
+from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import highest, lowest, mean_of
 from trl_fp8.run.syncs import Syncs
 from trl_fp8.sync.audit import all_reduce_max
 
-from .calibration import KVCalibrator, layers_with_outliers
+from .calibration import Calibration, KVState, layers_with_outliers, next_scales
 
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks fo
 
 
 class KVCache(Feature):
-    """Installed before the engine starts; its `recipe` is the run's, with kv_cache_skip_layers='auto' resolved."""
+    """Installed before the engine starts; makes the run's recipe that with kv_cache_skip_layers='auto' resolved."""
 
     def __init__(self, trainer: GRPOTrainer, recipe: FP8Recipe):
         super().__init__(trainer)
@@ -50,12 +51,12 @@ class KVCache(Feature):
             tokens = self._first_prompts()
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
                 errors = layers_with_outliers(trainer.model, self.hook, tokens, reduce_max, fused_lm_head=True)
-            recipe = args.recipe_for(trainer.model, tuple(errors))
+            recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(errors))
             self.hook.skip(recipe.kv_cache_skip_layers)
-        self.recipe = recipe
+        trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
         reference = trainer.ref_model if args.simulate_kv_cache else None
         self.reference_hook = reference and AttentionHook(reference, recipe.kv_cache_skip_layers)
-        self.calibrator = KVCalibrator(
+        self.calibration = Calibration(
             self.hook,
             mode=args.kv_calibration,
             margin=args.kv_scale_margin,
@@ -65,6 +66,7 @@ class KVCache(Feature):
             has_images=recipe.decoder == WRAPPED,
             reduce_max=reduce_max,
         )
+        self.kv_state = KVState()
         self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
         self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
@@ -75,8 +77,10 @@ class KVCache(Feature):
         return self._in_engine
 
     def calibrate(self) -> KVScales:
-        scales = self.calibrator.next_scales(self.trainer.model_wrapped)
-        self._of_evaluation = self.calibrator.runs_prompts and not self.trainer.model.training
+        """Make the scales of the policy as it is now; called in each sync."""
+        scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
+        runs_prompts = self.kv_state.runs_prompts(self.calibration.mode)
+        self._of_evaluation = runs_prompts and not self.trainer.model.training
         return scales
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
@@ -87,16 +91,16 @@ class KVCache(Feature):
         if self._of_evaluation and self.trainer.model.training:
             self.trainer.feature(Syncs).forget()  # TRL synced for the evaluation, with scales for its prompts
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
-            self.calibrator.expect(self.trainer._tokenize_prompts(prompts)[0])
+            self.kv_state = self.kv_state.expecting(self.trainer._tokenize_prompts(prompts)[0])
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
-        self.calibrator.expect(prompt_ids)
+        self.kv_state = self.kv_state.expecting(prompt_ids)
 
     def after_generation(self, rollouts: Rollouts) -> None:
         sync, training = self.trainer.vllm_generation.last_sync, self.trainer.model.training
         step = self.trainer.state.global_step if training else None
         in_force = self.in_force
-        self.calibrator.rollouts_arrived(rollouts.sequences, in_force, step)
+        self.kv_state = self.kv_state.after_rollouts(self.calibration, rollouts.sequences, in_force, step)
         if self._logged.get(training) is in_force:
             return
         self._logged[training], scales = in_force, in_force.values[list(in_force.layers)]
@@ -104,12 +108,12 @@ class KVCache(Feature):
             "fp8/calibration_seconds": mean_of(sync.prepare_seconds),
             "fp8/kv_scale_min": lowest(scales.min().item()),
             "fp8/kv_scale_max": highest(scales.max().item()),
-            "fp8/kv_margin": highest(self.calibrator.margin_used),
+            "fp8/kv_margin": highest(self.kv_state.margin),
         }
 
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
-        with self.calibrator.watching(), self.simulated():
+        with self.kv_state.watching(self.hook), self.simulated():
             yield
 
     @contextmanager
@@ -129,7 +133,7 @@ class KVCache(Feature):
         """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
         before = self.hook.scales_L3
         if before is None and self.trainer.args.simulate_kv_cache:
-            self._simulate(self._scales_in_force)
+            self.hook.simulate(self._scales_in_force)
         try:
             yield
         finally:
@@ -137,27 +141,38 @@ class KVCache(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
-            batch.tensors["kv_scales"] = self._scales_in_force.expand(len(batch.tensors["prompt_ids"]), -1, -1)
+            batch.tensors[SCALES_IN_FORCE] = self._scales_in_force.expand(len(batch.tensors[PROMPT_IDS]), -1, -1)
         batch.record["kv_scales"] = self.in_force.values.tolist()
-        if (saturated_L2 := self.calibrator.saturation()) is not None:
+        saturated_L2, self.kv_state = self.kv_state.saturation(self.calibration)
+        if saturated_L2 is not None:
             fraction = saturated_L2[list(self.hook.kv_layers)].mean().item()
             batch.metrics["fp8/kv_saturation_fraction"] = highest(fraction)  # of the worst rank already
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if "kv_scales" in inputs:
-            scales_L3 = inputs["kv_scales"][0]
+        # Rollouts that an earlier attempt left may have them, where this one does not simulate
+        if SCALES_IN_FORCE in inputs:
+            scales_L3 = inputs[SCALES_IN_FORCE][0]
             self._in_engine.resume(scales_L3)
-            self._simulate(scales_L3)
+            if self.trainer.args.simulate_kv_cache:
+                self.hook.simulate(scales_L3)
 
     def end_loss(self) -> None:
-        self._simulate(None)
+        self.hook.simulate(None)
+
+    def export_options(self) -> dict[str, object]:
+        if (sync := self.trainer.vllm_generation.last_sync) is None:
+            raise ValueError(
+                "save_fp8_model: the KV scales are calibrated at a sync, and there was none. Train first."
+            )
+        return {"kv_scales": sync.carried[KV_SCALES]}
 
     def save(self, folder: str) -> None:
-        self.calibrator.save(folder, self.trainer.accelerator.process_index)
+        _, self.kv_state = self.kv_state.observed(self.calibration)
+        self.kv_state.save(folder, self.trainer.accelerator.process_index)
 
     def load(self, folder: str) -> None:
-        self.calibrator.load(folder, self.trainer.accelerator.process_index)
+        self.kv_state = self.kv_state.loaded(folder, self.trainer.accelerator.process_index)
 
     @property
     def in_force(self) -> KVScales:
@@ -167,10 +182,6 @@ class KVCache(Feature):
     @property
     def _scales_in_force(self) -> torch.Tensor:
         return self.in_force.values.to(self.trainer.accelerator.device)
-
-    def _simulate(self, scales_L3: torch.Tensor | None) -> None:
-        if self.trainer.args.simulate_kv_cache:
-            self.hook.simulate(scales_L3)
 
     def _first_prompts(self) -> list[list[int]]:
         rows = [row for row in islice(self.trainer.train_dataset, FIRST_ROWS) if row.get("prompt")]

@@ -1,8 +1,9 @@
 """Flags of the engine's FP8 KV cache."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from trl_fp8.run.flag import flag
+from trl_fp8.run.flag import FlagGroup, flag
 
 
 KV_CACHE_DTYPES = ("fp8", "auto")
@@ -10,8 +11,10 @@ KV_CALIBRATIONS = ("rollout", "policy")
 
 
 @dataclass
-class KVCacheFlags:
+class KVCacheFlags(FlagGroup):
     """What is FP8 in the KV cache, and where its scales come from."""
+
+    FP8 = {"kv_cache_dtype": "auto"}
 
     kv_cache_dtype: str = flag(
         "fp8",
@@ -59,13 +62,15 @@ class KVCacheFlags:
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
 
-    def resolve_kv_cache(self, blind_pass: str | None, alone: bool) -> None:
-        """Bring the flags into one form, fill in defaults, and raise `ValueError` for what cannot be.
+    def recipe_fields(self) -> dict[str, Any]:
+        return {
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "kv_cache_skip_layers": self.skip_layers or (),
+            "kv_scale_margin": self.kv_scale_margin,
+        }
 
-        Args:
-            blind_pass: The other flag, with its value, for which rollouts cannot be observed in the old-log-prob pass.
-            alone: Nothing larger hides the mismatch that simulate_kv_cache takes away.
-        """
+    def resolve(self) -> None:
+        """Bring the flags into one form, fill in defaults, and raise `ValueError` for what cannot be."""
         if self.kv_cache_dtype == "fp8_e4m3":  # vLLM's other name of the same type
             self.kv_cache_dtype = "fp8"
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -79,10 +84,11 @@ class KVCacheFlags:
                 f"kv_scale_margin={self.kv_scale_margin} is below 1: the largest calibrated value itself would not "
                 "fit into the KV cache. Use 1.0 or more (default 1.05)."
             )
-        if self.kv_calibration == "rollout" and blind_pass and self.kv_cache_dtype == "fp8":
+        if self.kv_calibration == "rollout" and self.blind_pass and self.kv_cache_dtype == "fp8":
             raise ValueError(
-                f"kv_calibration='rollout' with {blind_pass}: the old-log-prob pass, which calibration would observe, "
-                "does not see every token of the rollouts then. Use kv_calibration='policy', or leave it unset."
+                f"kv_calibration='rollout' with {self.blind_pass}: the old-log-prob pass, which calibration would "
+                "observe, does not see every token of the rollouts then. Use kv_calibration='policy', or leave it "
+                "unset."
             )
         if self.kv_calibration not in (*KV_CALIBRATIONS, None):
             raise ValueError(
@@ -98,9 +104,11 @@ class KVCacheFlags:
         if self.kv_cache_dtype == "auto":
             self._check_needs_nothing()
         if self.simulate_kv_cache is None:
+            # Beside FP8 weights their mismatch hides that of the cache, unless the policy calls the same kernels
+            alone = self.policy_calls_engine or not self.fp8_weights
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
         if self.kv_calibration is None:
-            self.kv_calibration = "rollout" if blind_pass is None else "policy"
+            self.kv_calibration = "rollout" if self.blind_pass is None else "policy"
 
     def _check_skip_layers(self) -> None:
         if (given := self.kv_cache_skip_layers) is None:

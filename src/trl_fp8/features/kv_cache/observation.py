@@ -1,14 +1,22 @@
-"""How large q, k and v of real tokens are, per layer: what the scales of a KV cache are made from.
+"""How large q, k and v of real tokens are in each layer: the scales of a KV cache are made from it.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.e4m3 import E4M3_MAX
-from trl_fp8.quantization.kv_scales import logit_error
-from trl_fp8.quantization.magnitudes import add_magnitudes
+import torch
+from torch import Tensor, nn
+
+from trl_fp8.quantization.codec.kv_scales import logit_error
+from trl_fp8.quantization.codec.magnitudes import add_magnitudes
+from trl_fp8.quantization.facts.scaling import E4M3_MAX
+
+
+if TYPE_CHECKING:
+    from trl_fp8.policy.hook import AttentionHook
 
 
 class QKVObservation:
@@ -26,6 +34,8 @@ class QKVObservation:
         self.saturated_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.elements_L3 = torch.zeros(layers, 3, dtype=torch.float64, device=device)
         self.logit_error_L = torch.zeros(layers, device=device)  # the largest over forwards; 0 without `moments`
+        self.passes = 0  # blocks of `watching` that are through
+        self.under_way = False  # inside such a block
         self._moments = moments
         self._real = torch.ones((), dtype=torch.bool, device=device)
 
@@ -33,6 +43,19 @@ class QKVObservation:
     def saturated_fraction_L3(self) -> Tensor:
         """Share `[L, 3]` of elements that the scales do not hold; 0 where a layer was not run."""
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
+
+    @contextmanager
+    def watching(self, hook: "AttentionHook") -> Iterator[None]:
+        """Observe the forwards inside the block. A block that fails is no pass."""
+        if self.under_way:
+            raise RuntimeError("this observation watches a forward already, and such blocks do not nest.")
+        self.under_way = True
+        try:
+            with hook.observing(self):
+                yield
+            self.passes += 1
+        finally:
+            self.under_way = False
 
     def add(
         self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor | None = None
@@ -54,6 +77,73 @@ class QKVObservation:
             q_HD, k_HD = (_mean_squares(tensor, real_BT) for tensor in (states[0], key))
             error = self.logit_error_L[layer]
             torch.maximum(error, logit_error(q_HD, k_HD, scaling), out=error)
+
+
+def observe_sequences(
+    model: nn.Module,
+    hook: "AttentionHook",
+    sequences: Sequence[Sequence[int]],
+    *,
+    pad_token_id: int = 0,
+    max_tokens: int = 8192,
+    fused_lm_head: bool = False,
+    moments: bool = True,
+    reduce_max: Callable[[Tensor], None] | None = None,
+) -> QKVObservation:
+    """Run `sequences` through the policy and observe q, k, v of their tokens.
+
+    Args:
+        model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
+        sequences: Token ids, one list a sequence, the most telling ones first. Repeated sequences are run once.
+        pad_token_id: Any valid token id; padding is masked.
+        max_tokens: Bound on the tokens of all forwards without padding, and on those of each forward with it.
+        fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
+        moments: Measure `logit_error_L`, too.
+        reduce_max: Makes a tensor its maximum over ranks, which then run the same number of forwards: each is a
+            collective for a sharded policy. None on one process.
+    """
+    batches = _batches(bounded(sequences, max_tokens), max_tokens)
+    if not batches:
+        raise ValueError("KV cache scales cannot be calibrated: there is no prompt with at least one token.")
+    forwards = len(batches)
+    if reduce_max is not None:
+        reduce_max(most := torch.tensor(forwards, device=hook.device))
+        forwards = int(most)
+    observation = QKVObservation(hook.layers, hook.device, moments=moments)
+    with torch.no_grad(), hook.observing(observation):
+        for number in range(forwards):
+            rows = batches[min(number, len(batches) - 1)]  # the smallest again: it changes no maximum
+            length = len(rows[0])
+            padding = [length - len(row) for row in rows]
+            ids = [row + [pad_token_id] * pad for row, pad in zip(rows, padding, strict=True)]
+            mask = [[1] * (length - pad) + [0] * pad for pad in padding]
+            ids, mask = torch.tensor(ids, device=hook.device), torch.tensor(mask, device=hook.device)
+            # ZeRO-3 fetches modules ahead in the order of the last forward, and in TRL's own forwards the head is no
+            # module call: a forward that made it one would have the next one gather it twice
+            unused = {"labels": torch.full_like(ids, -100), "fused_lm_head": True}
+            head = unused if fused_lm_head else {"logits_to_keep": 1}
+            model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
+    return observation
+
+
+def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """The first different ones of `sequences` that together have at most `max_tokens`, each cut to as many."""
+    rows, left = [], max_tokens
+    for row in dict.fromkeys(tuple(sequence[:max_tokens]) for sequence in sequences):
+        if row and len(row) <= left:
+            rows.append(list(row))
+            left -= len(row)
+    return rows
+
+
+def _batches(rows: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
+    """`rows`, the longest first, in batches that have at most `max_tokens` when padded to their first row."""
+    batches = []
+    for row in sorted(rows, key=len, reverse=True):
+        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > max_tokens:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
 
 
 def _mean_squares(values: Tensor, real_BT: Tensor) -> Tensor:

@@ -1,1 +1,38 @@
 """One forward: the trainer computes with the engine's kernels, on the engine's tensors."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from trl_fp8.run.registration import Construction, Registration
+
+from .forward_flags import ForwardFlags
+
+
+if TYPE_CHECKING:
+    from trl_fp8.run.feature import Feature
+
+
+@contextmanager
+def _construct(trainer, making: Construction) -> Iterator[None]:
+    """A model that followed the engine of a trainer before this one computes by itself again."""
+    if not isinstance(model := making.given["model"], str):
+        from .one_forward import release
+
+        release(model)
+    yield
+
+
+def _features(trainer) -> "Iterator[Feature]":
+    args = trainer.args
+    if args.fp8_flow_on:
+        from .following import Flow
+
+        yield Flow(trainer)
+    if args.any_fp8:
+        from .same_model import SameModel
+
+        yield SameModel(trainer)
+
+
+REGISTRATION = Registration(flags=ForwardFlags, construct=_construct, features=_features)

@@ -2,7 +2,7 @@
 
 The forward is the engine's. What is left are weights whose codes an engine holds in parts only, and with
 `backward="fp8"` the operands of both backward GEMMs: rounded to e4m3, weights as their format says
-(`quantization.formats`), the others in groups of 128 along the dim that the GEMM contracts. The fields carry the
+(`quantization.facts`), the others in groups of 128 along the dim that the GEMM contracts. The fields carry the
 values of the flags fp8_backward and fp8_gemm_backend.
 """
 
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.blockwise import quantize_activation
-from trl_fp8.quantization.e4m3 import check_scale_format
-from trl_fp8.quantization.formats.blocks import BLOCKS
-from trl_fp8.quantization.formats.spec import FormatSpec, ScaleFormat
+from trl_fp8.quantization.codec.blockwise import quantize_activation
+from trl_fp8.quantization.codec.weights import quantize_fused
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.scaling import ScaleFormat, check_scale_format
+from trl_fp8.quantization.facts.spec import FormatSpec
 
 
 BACKENDS = ("fake_quant", "scaled_mm")
@@ -56,7 +57,7 @@ class FP8Flow:
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
         """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""
         # A weight that is not finite gives non-finite scales here; the sync refuses it by name
-        return self.format.quantize_weights([one.detach().to(torch.bfloat16) for one in weights], self.scale_format)
+        return quantize_fused([one.detach().to(torch.bfloat16) for one in weights], self.format, self.scale_format)
 
     @torch.no_grad()
     def quantize_for_backward(self, values: Tensor) -> Float8Tensor:

@@ -21,7 +21,8 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.modules.gemm import require_backend
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.batch import Batch, Rollouts
+from trl_fp8.run.feature import Feature
 
 from .backward import FP8Flow
 from .comparison import Comparison
@@ -163,7 +164,7 @@ class Flow(Feature):
         """
         if self._checked:
             return
-        if self.trainer.correction is None:
+        if self.trainer.args.correction is None:
             self._checked = True
             logger.warning(
                 f"fp8_forward={self.trainer.args.fp8_forward!r} with vllm_importance_sampling_correction=False: the "

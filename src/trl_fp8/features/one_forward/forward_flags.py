@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trl_fp8.run.flag import flag
+from trl_fp8.run.flag import FlagGroup, flag
 
 
 FP8_FORWARDS = "off", "full"
@@ -14,7 +14,7 @@ KNOWN = {
 
 
 @dataclass
-class ForwardFlags:
+class ForwardFlags(FlagGroup):
     """Whether the trainer computes as the engine does, and how it computes gradients then."""
 
     fp8_forward: str = flag(
@@ -50,30 +50,37 @@ class ForwardFlags:
         """What the flags say of an `FP8Flow`."""
         return {"backward": self.fp8_backward, "backend": self.fp8_gemm_backend}
 
-    def check_forward(
-        self, fp8_weights: bool, fp16: bool, simulate_kv_cache: bool | None, other_forwards: dict[str, bool]
-    ) -> None:
-        """Raise `ValueError` for what cannot be. `other_forwards`: flags that replace parts of a policy's forward."""
+    def calls_engine(self) -> bool:
+        return self.fp8_flow_on
+
+    def resolve(self) -> None:
+        """Before TRL's own checks: `ValueError` for what cannot be."""
+        # These replace parts of the policy's forward. transformers takes either of the last two as torch_compile=True.
+        # A compiler builds the kernels of the loss's forward anew, and the comparison with the engine does not see
+        # it: rollouts are scored uncompiled
+        names = "use_liger_kernel", "cast_lm_head_to_fp32"
+        others = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        others["torch_compile"] = self.torch_compile or self.torch_compile_backend or self.torch_compile_mode
         if self.fp8_forward not in FP8_FORWARDS:
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} is not a precision flow. Use one of {list(FP8_FORWARDS)}."
             )
-        if self.fp8_flow_on and not fp8_weights:
+        if self.fp8_flow_on and not self.fp8_weights:
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the trainer would compute in FP8 what the "
                 "engine does not, and add mismatch instead of removing it. Set fp8_weights=True or fp8_forward='off'."
             )
-        if self.fp8_forward == "full" and fp16:
+        if self.fp8_forward == "full" and self.fp16:
             raise ValueError(
                 "fp8_forward='full' with fp16=True: a full FP8 forward shares the engine's activations, which are "
                 "BF16. Set bf16=True, or fp8_forward='off' (FP16 training with FP8 rollouts works)."
             )
-        if self.fp8_forward == "full" and simulate_kv_cache is False:
+        if self.fp8_forward == "full" and getattr(self, "simulate_kv_cache", None) is False:
             raise ValueError(
                 "simulate_kv_cache=False with fp8_forward='full': the engine's forward reads k and v from its KV "
                 "cache, and the trainer runs that forward. Remove simulate_kv_cache, or set fp8_forward='off'."
             )
-        if self.fp8_flow_on and (replaced := [name for name, on in other_forwards.items() if on]):
+        if self.fp8_flow_on and (replaced := [name for name, on in others.items() if on]):
             raise ValueError(
                 f"{replaced[0]}=True with fp8_forward={self.fp8_forward!r}: both replace the policy's forward, which "
                 f"would not be the engine's any more. Remove {replaced[0]}, or set fp8_forward='off'."

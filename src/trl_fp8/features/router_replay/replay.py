@@ -3,7 +3,7 @@
 Near a tie, a rounding error makes engine and trainer send a token to different experts, and its log-prob jumps: the
 largest part of a mixture of experts' mismatch (R3, arXiv 2510.11370, about one router in ten differs). Replay takes
 the choice from the rollout and everything else from the policy: logits, softmax and normalization are the model's own,
-so gradients reach router and experts as ever; only `topk` returns other indices, and their values.
+so gradients reach router and experts as without replay; only `topk` returns other indices, and their values.
 
     forward  ->  [N, K] of this layer and these rows  ->  router: softmax, topk -> the given experts, normalize
 
@@ -51,6 +51,7 @@ class RouterReplay:
         self.end()
         for column, router in enumerate(routers.values()):
             router._trl_fp8_replay = self, column
+            # A subclass in place: parameter names, hooks and wrappings stay, and its forward calls the model's own
             router.__class__ = _replayed(type(router))
         base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -130,7 +131,10 @@ class RouterReplay:
 
 
 class _TopK(TorchFunctionMode):
-    """`torch.topk` returns the given indices and the values there; `own` collects what it would have chosen."""
+    """`torch.topk` returns the given indices and the values there; `own` collects what it would have chosen.
+
+    Routers of transformers differ in what they do before and after their top-k; in this call all of them agree.
+    """
 
     def __init__(self, indices_NK: Tensor | None):
         super().__init__()

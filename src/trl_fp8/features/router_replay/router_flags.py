@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from trl_fp8.run.flag import flag
+from trl_fp8.run.flag import FlagGroup, flag
 
 
 ROUTER_REPLAYS = ("off", "monitor", "rollout", "policy")
 
 
 @dataclass
-class RouterFlags:
+class RouterFlags(FlagGroup):
     """Which experts the trainer's routers use."""
 
     router_replay: str = flag(
@@ -24,20 +24,24 @@ class RouterFlags:
     def routes_returned(self) -> bool:
         return self.router_replay != "off"
 
-    def check_router(self, use_vllm: bool, vllm_mode: str, blind_pass: str | None) -> None:
+    def wants_engine(self) -> bool:
+        return self.routes_returned
+
+    def check(self) -> None:
         """Raise `ValueError` if the flag's value is unknown, or nothing could return or record what it asks for."""
         flag = f"router_replay={self.router_replay!r}"
         if self.router_replay not in ROUTER_REPLAYS:
             raise ValueError(f"{flag} is not a way to replay routers. Use one of {list(ROUTER_REPLAYS)}.")
         if self.router_replay == "off":
             return
-        if not use_vllm or vllm_mode != "colocate":
+        if not self.use_vllm or self.vllm_mode != "colocate":
             raise ValueError(
-                f"{flag} with use_vllm={use_vllm}, vllm_mode={vllm_mode!r}: only a colocated vLLM engine returns the "
-                "experts that it chose. Set use_vllm=True and vllm_mode='colocate', or router_replay='off'."
+                f"{flag} with use_vllm={self.use_vllm}, vllm_mode={self.vllm_mode!r}: only a colocated vLLM engine "
+                "returns the experts that it chose. Set use_vllm=True and vllm_mode='colocate', or "
+                "router_replay='off'."
             )
-        if self.router_replay != "rollout" and blind_pass is not None:
+        if self.router_replay != "rollout" and self.blind_pass is not None:
             raise ValueError(
-                f"{flag} with {blind_pass}: it needs TRL's old-log-prob pass over every token of the rollouts. Remove "
-                f"{blind_pass}, or set router_replay='rollout' or 'off'."
+                f"{flag} with {self.blind_pass}: it needs TRL's old-log-prob pass over every token of the rollouts. "
+                f"Remove {self.blind_pass}, or set router_replay='rollout' or 'off'."
             )

@@ -1,15 +1,15 @@
 """The experts that the engine chose for a generation, on their way into the trainer's forwards (`router_replay`).
 
-    generated      -> [T - 1, L, K] of each sequence                         `arrived`
-    old log-probs  -> aligned with TRL's padding, replayed or compared       `old_log_probs`
-    batch          -> a row per sequence, which TRL shuffles and splits      `batch_field`
-    training       -> replayed while the loss is computed                    `RouterReplay.begin`
+    generated      -> [T - 1, L, K] of each sequence                         `after_generation`
+    old log-probs  -> aligned with TRL's padding, replayed or compared       `scoring`
+    batch          -> a row per sequence, which TRL shuffles and splits      `extend_batch`
+    training       -> replayed while the loss is computed                    `begin_loss`
 
 Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L layers with routers, K experts per token.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,8 +17,9 @@ import torch
 from trl import GRPOTrainer
 
 from trl_fp8.recipe.names import NOWHERE
-from trl_fp8.run.feature import Batch, Feature, Rollouts
-from trl_fp8.run.metric import Metric, mean_of
+from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, ROUTES, Batch, Rollouts
+from trl_fp8.run.feature import Feature
+from trl_fp8.run.metric import mean_of
 
 from .replay import RouterReplay, RouteTally
 
@@ -28,13 +29,16 @@ if TYPE_CHECKING:
 
 
 class Routes(Feature):
-    """From the engine's answer to the routers of the policy."""
+    """From the engine's answer to the routers of the policy, one generation at a time."""
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
-        mode = trainer.args.router_replay
-        self.replay = RouterReplay(trainer.model, f"router_replay={mode!r}")
-        self.routes = RolloutRoutes(self.replay, mode)
+        self.mode = trainer.args.router_replay
+        self.replay = RouterReplay(trainer.model, f"router_replay={self.mode!r}")
+        # Of a generation whose batch is not complete: routes `[T - 1, all layers, K]`, and lengths of the prompts
+        self._arrived: tuple[list[np.ndarray], list[int]] | None = None
+        self._tally: RouteTally | None = None  # of TRL's old-log-prob pass over the latest generation
+        self._loss_routes_BSLK: torch.Tensor | None = None
 
     def engine_part(self) -> "RouteLog":
         from .engine_routes import RouteLog  # needs vllm
@@ -43,89 +47,60 @@ class Routes(Feature):
         return self.log
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        chosen = self.log.of(rollouts.sequences)
-        self.routes.arrived(chosen, [len(prompt) for prompt in rollouts.prompt_ids])
+        routes = self.log.of(rollouts.sequences)
+        self._arrived = routes, [len(prompt) for prompt in rollouts.prompt_ids]
+        self._tally = self._loss_routes_BSLK = None
 
-    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
-        return self.routes.old_log_probs(mask.shape, logits_to_keep, self.trainer.accelerator.device)
+    @contextmanager
+    def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
+        """Replay and compare in TRL's pass over the generation that arrived; leave any other pass alone."""
+        if self._arrived is None or self._tally is not None:
+            yield
+            return
+        routes_BSLK = padded_routes(self.replay, *self._arrived, mask.shape[1] - logits_to_keep, mask.shape[1])
+        self._tally = RouteTally(self.trainer.accelerator.device)
+        options = {"replay": self.mode == "rollout", "tally": self._tally, "record": self.mode == "policy"}
+        with self.replay.during(routes_BSLK, **options):
+            yield
+        if self.mode != "monitor":
+            self._loss_routes_BSLK = routes_BSLK if self.mode == "rollout" else self.replay.recorded()
 
     def extend_batch(self, batch: Batch) -> None:
-        prompt_columns = batch.tensors["prompt_ids"].shape[1]
-        columns = prompt_columns + batch.tensors["completion_ids"].shape[1]
-        if (routes := self.routes.batch_field(prompt_columns, columns)) is not None:
-            batch.tensors["routed_experts"] = routes
-        batch.metrics |= self.routes.metrics(lambda sums: self.trainer.accelerator.reduce(sums, "sum"))
+        if self._loss_routes_BSLK is None and self.mode == "rollout":  # TRL made no pass of its own
+            prompts, completions = (batch.tensors[name].shape[1] for name in (PROMPT_IDS, COMPLETION_IDS))
+            self._loss_routes_BSLK = padded_routes(self.replay, *self._arrived, prompts, prompts + completions)
+        if self._loss_routes_BSLK is not None:
+            batch.tensors[ROUTES] = self._loss_routes_BSLK
+        self._arrived = None
+        if self._tally is not None:  # share of (token, layer) routes in TRL's pass that differ from the rollout's
+            known, used, own = self.trainer.accelerator.reduce(self._tally.counts, "sum").tolist()
+            batch.metrics["router/disagreement"] = mean_of(known - used, known)
+            batch.metrics["router/own_disagreement"] = mean_of(known - own, known)
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
-        if "routed_experts" in inputs:
-            self.replay.begin(inputs["routed_experts"], replay=True)
+        if ROUTES in inputs:
+            self.replay.begin(inputs[ROUTES], replay=True)
 
     def end_loss(self) -> None:
         self.replay.end()
 
 
-class RolloutRoutes:
-    """Routes of one generation at a time.
+def padded_routes(
+    replay: RouterReplay, routes: list[np.ndarray], prompts: list[int], prompt_columns: int, columns: int
+) -> torch.Tensor:
+    """Routes `[B, S, L, K]` of the layers that `replay` has, in TRL's padding; `NOWHERE` where none is known.
 
     Args:
-        replay: Installed on the policy.
-        mode: `"monitor"`, `"rollout"` or `"policy"`, see `RouterFlags.router_replay`.
+        replay: Of the policy.
+        routes: `[T - 1, all layers, K]` of each sequence.
+        prompts: Number of prompt tokens of each sequence.
+        prompt_columns: TRL pads prompts on the left and completions on the right, so a prompt ends here.
+        columns: S.
     """
-
-    def __init__(self, replay: RouterReplay, mode: str):
-        self.replay = replay
-        self.mode = mode
-        self._arrived: list[np.ndarray] | None = None
-        self._prompts: list[int] = []
-        self._tally: RouteTally | None = None
-        self._field_BSLK: torch.Tensor | None = None
-
-    def arrived(self, routes: list[np.ndarray], prompt_lengths: list[int]) -> None:
-        """Take over a generation: routes `[T - 1, all layers, K]` and number of prompt tokens of each sequence."""
-        self._arrived, self._prompts = routes, prompt_lengths
-        self._tally = self._field_BSLK = None
-
-    @contextmanager
-    def old_log_probs(self, shape: tuple[int, int], logits_to_keep: int, device: torch.device) -> Iterator[None]:
-        """Around TRL's pass over the generation that arrived; does nothing around any other."""
-        if self._arrived is None or self._tally is not None:
-            yield
-            return
-        routes_BSLK = self._aligned(*shape, shape[1] - logits_to_keep)
-        self._tally = RouteTally(device)
-        options = {"replay": self.mode == "rollout", "tally": self._tally, "record": self.mode == "policy"}
-        with self.replay.during(routes_BSLK, **options):
-            yield
-        if self.mode != "monitor":
-            self._field_BSLK = routes_BSLK if self.mode == "rollout" else self.replay.recorded()
-
-    def batch_field(self, prompt_columns: int, columns: int) -> torch.Tensor | None:
-        """`[B, S, L, K]` to replay in the training forwards, or None. Ends the generation."""
-        if self._field_BSLK is None and self.mode == "rollout":  # TRL made no pass of its own
-            self._field_BSLK = self._aligned(len(self._arrived), columns, prompt_columns)
-        self._arrived = None
-        return self._field_BSLK
-
-    def metrics(self, reduce_sum: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Metric]:
-        """Of TRL's pass: share of (token, layer) routes that differ from the rollout's. Waits for the device once.
-
-        Args:
-            reduce_sum: Adds a tensor up over ranks.
-        """
-        if self._tally is None:
-            return {}
-        known, used, own = reduce_sum(self._tally.counts).tolist()
-        return {
-            "router/disagreement": mean_of(known - used, known),
-            "router/own_disagreement": mean_of(known - own, known),
-        }
-
-    def _aligned(self, rows: int, columns: int, prompt_columns: int) -> torch.Tensor:
-        """TRL pads prompts on the left and completions on the right, so a prompt ends at `prompt_columns`."""
-        layers = list(self.replay.layers)
-        shape = rows, columns, len(layers), self.replay.experts_per_token
-        aligned = torch.full(shape, NOWHERE, dtype=self.replay.dtype)
-        for row, routes, prompt in zip(aligned, self._arrived, self._prompts, strict=True):
-            start = prompt_columns - prompt
-            row[start : start + len(routes)] = torch.from_numpy(routes[:, layers].astype(np.int16))
-        return aligned
+    layers = list(replay.layers)
+    shape = len(routes), columns, len(layers), replay.experts_per_token
+    padded = torch.full(shape, NOWHERE, dtype=replay.dtype)
+    for row, of_sequence, prompt in zip(padded, routes, prompts, strict=True):
+        start = prompt_columns - prompt
+        row[start : start + len(of_sequence)] = torch.from_numpy(of_sequence[:, layers].astype(np.int16))
+    return padded

@@ -1,15 +1,16 @@
-"""Keeps `fp8_run.jsonl` while a run goes. Its pictures are of the completions of the process that writes."""
+"""Writes `fp8_run.jsonl` while a run goes. A line about a generation is of the main process's batch."""
 
 from collections.abc import Callable
 
 from accelerate.logging import get_logger
 from trl import GRPOTrainer
 
-from trl_fp8.features.correction.sample import rollout_sample
+from trl_fp8.run.batch import Batch
 from trl_fp8.run.facts import run_facts
-from trl_fp8.run.feature import Batch, Feature
+from trl_fp8.run.feature import Feature
 
 from .log_file import FILE, append, begin, settle
+from .rollout_sample import rollout_sample
 
 
 logger = get_logger(__name__)
@@ -17,6 +18,8 @@ logger = get_logger(__name__)
 
 class RunLog(Feature):
     """The main process writes: facts when training begins, each log, and a line for each generation."""
+
+    keeps_log = True
 
     def __init__(self, trainer: GRPOTrainer):
         super().__init__(trainer)
@@ -35,16 +38,16 @@ class RunLog(Feature):
             return
         row = {"step": self.trainer.state.global_step}
         if batch.ratio is not None:
-            row |= rollout_sample(batch.ratio).read()
+            row |= rollout_sample(batch.ratio)
         self._write(append, "rollouts", row | batch.record)
 
     def save(self, folder: str) -> None:
-        """A checkpoint is of a step that is done, whether its log was due or not. A resumed run goes on from it."""
+        """Settle the file: the step of a checkpoint is done, whether its log was due or not."""
         if self.writes:
             self._write(settle)
 
     def _write(self, write: Callable, *line) -> None:
-        """A full disk ends the log, with a warning, and not the run."""
+        """Call `write`. If it fails, for example on a full disk, warn and write no more; the run goes on."""
         folder = self.trainer.args.output_dir
         try:
             write(folder, *line)

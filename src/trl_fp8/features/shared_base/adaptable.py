@@ -31,7 +31,7 @@ def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | No
             f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
             "for trainer and engine. Remove quantization_config: FP8 takes the place of 4 and 8 bits."
         )
-    if args.skip_layers is None:
+    if getattr(args, "skip_layers", ()) is None:
         raise ValueError(
             "kv_cache_skip_layers='auto' with fp8_base=True: it looks at the policy's k before there is an engine "
             f"that holds the base. Name the layers, set kv_cache_skip_layers=None, {OFF}"

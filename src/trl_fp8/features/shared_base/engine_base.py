@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, closing
 from functools import cached_property
 from itertools import chain
 
-from accelerate.logging import get_logger
 from torch import nn
 from transformers import PretrainedConfig
 
@@ -24,9 +23,6 @@ from .adapter_tensors import adapter_tensors, factors, merged, room_for
 from .engine_adapters import adapters_installed, slots_of
 from .engine_unread import TOKENS, stale, unread_adapters
 from .held_base import SharedBase
-
-
-logger = get_logger(__name__)
 
 
 class BasePart(EnginePart):
@@ -105,16 +101,6 @@ class AdapterWeights(PolicyWeights):
         yield from merged(self.whole(self.parameters), adapters)
         if self._generation.accelerator.is_main_process:
             yield from merged(self.base.originals(), adapters)
-
-    def merged_into(self, what: str) -> str:
-        into = "the original weights"
-        if isinstance(self.base.original, str):
-            into = "dequantized FP8 weights"
-            logger.warning(f"{what}: adapters are merged into {into}, because {self.base.original}.")
-        return (
-            f"Adapters are merged into {into}: W + s B A, in FP32. The engine that they were trained with computed "
-            "Q(W) x + B A x, Q to FP8. "
-        )
 
     def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[Sent]]:
         own = self._reference(model, names, summed=False)

@@ -18,10 +18,12 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.policy.swapped import restore
-from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.from_model import linear_layers
 from trl_fp8.recipe.names import TRANSFORMERS, expert_modules
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.weight_stream import by_scale
 
 from .shared_modules import SharedExperts, SharedLinear, share_experts, share_linear
 from .stored_base import StoredBase, load_without_base
@@ -102,17 +104,13 @@ class SharedBase:
 
     def _by_scale(self, source: Source) -> Iterator[dict[str, Tensor | Float8Tensor]]:
         """Weights that share a scale, together."""
-        due = {}
-        for name, tensor in source.tensors():
-            due[name], group = tensor.to(self._device), source.recipe.sharing_scale(name)
-            if all(peer in due for peer in group):
-                yield {peer: due.pop(peer) for peer in group}
+        return by_scale(((name, tensor.to(self._device)) for name, tensor in source.tensors()), source.recipe)
 
     def _quantized(self, weights: list[Tensor | Float8Tensor]) -> list[Float8Tensor]:
         if isinstance(weights[0], Float8Tensor):
             return weights
         recipe = self._source.recipe
-        return recipe.format.quantize_weights([weight.to(torch.bfloat16) for weight in weights], recipe.scale_format)
+        return quantize_fused([weight.to(torch.bfloat16) for weight in weights], recipe.format, recipe.scale_format)
 
     def share(self, codes: Callable[[str], Float8Tensor]) -> None:
         """Let the policy's layers compute with `codes` of each weight, or their own. Weights that came with the policy

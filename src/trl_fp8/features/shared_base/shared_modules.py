@@ -16,7 +16,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.features.one_forward.modules.own_gradient import holding, own_gradient
 from trl_fp8.policy.swapped import swap
-from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.recipe.names import TRANSFORMERS
 
 

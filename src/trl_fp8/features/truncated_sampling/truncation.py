@@ -25,7 +25,8 @@ from trl_fp8.engine.protocol import Survivors
 from trl_fp8.features.one_forward.following import Flow
 from trl_fp8.features.one_forward.head import scored_by
 from trl_fp8.features.one_forward.one_forward import OneForward
-from trl_fp8.run.feature import Batch, Feature, Rollouts
+from trl_fp8.run.batch import Batch, Rollouts
+from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
 from .truncated_head import Rows, truncated_head

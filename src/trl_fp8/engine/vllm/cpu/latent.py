@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionM
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from trl_fp8.quantization.e4m3 import cache_codes
+from trl_fp8.quantization.codec.e4m3 import cache_codes
 
 from .reference_attention import attend, gather, padded, visible
 

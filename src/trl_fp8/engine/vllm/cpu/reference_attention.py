@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, A
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from trl_fp8.quantization.e4m3 import cache_codes, e4m3_values
+from trl_fp8.quantization.codec.e4m3 import cache_codes, e4m3_values
 
 
 SCORES_BYTES = 64 * 2**20  # of FP64 attention scores at a time

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils.quant_utils import GroupShape
 from vllm.platforms import PlatformEnum, current_platform
 
-from trl_fp8.quantization.e4m3 import e4m3_values
+from trl_fp8.quantization.codec.e4m3 import e4m3_values
 from trl_fp8.upstream.patches import patch
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import Attention
 
 from trl_fp8.engine.vllm.cpu.reference_attention import attend_packed
-from trl_fp8.quantization.e4m3 import cache_round_trip
+from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 
 
 class PackedAttention:

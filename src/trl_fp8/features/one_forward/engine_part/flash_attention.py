@@ -41,7 +41,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from trl_fp8.quantization.e4m3 import E4M3
+from trl_fp8.quantization.codec.e4m3 import E4M3
 
 from .pages import Pages, pages_of
 

@@ -25,8 +25,8 @@ from torchao.quantization import Float8Tensor
 from trl_fp8.engine.kernels import Adapter, Linear
 from trl_fp8.features.one_forward.backward import FP8Flow
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.formats.blocks import BLOCK
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.facts.blocks import BLOCK
 
 from .gemm import gemm_for
 from .kept_weight import KeepsQuantizedWeight

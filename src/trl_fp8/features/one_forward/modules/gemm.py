@@ -21,8 +21,8 @@ from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.features.one_forward.backward import BACKENDS
-from trl_fp8.quantization.blockwise import dequantize_weight
-from trl_fp8.quantization.formats.blocks import BLOCK
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
+from trl_fp8.quantization.facts.blocks import BLOCK
 
 
 Gemm = Callable[[Float8Tensor, Float8Tensor], Tensor]

@@ -27,7 +27,7 @@ from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear,
 from trl_fp8.features.one_forward.modules.own_gradient import holding
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
-from trl_fp8.quantization.blockwise import dequantize_weight
+from trl_fp8.quantization.codec.blockwise import dequantize_weight
 
 from . import bounds
 from .findings import Findings

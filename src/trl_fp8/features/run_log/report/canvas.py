@@ -1,7 +1,5 @@
-"""Figures without a global state: PNGs for slides, and SVGs that take the colours of the page they stand in."""
+"""Figures without a global state: PNGs for slides, and SVGs for a page."""
 
-import re
-from html import escape
 from io import StringIO
 from pathlib import Path
 
@@ -11,6 +9,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError("pictures need matplotlib: pip install 'trl-fp8[report]'", name=error.name) from error
 
@@ -21,12 +20,10 @@ TITLE = 12  # points above the axes and their highest tick
 STYLES = ("-", "--", ":")  # of lines beyond the first six
 
 
-def new_figure(width: float, height: float, title: str | None = None) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure of `width` x `height` inches."""
     figure = Figure(figsize=(width, height), dpi=125, layout="constrained")
     FigureCanvasAgg(figure)  # a canvas of its own: no global backend, no open figure of the caller's is touched
-    if title:
-        figure.suptitle(title, fontsize=14, fontweight="bold")
     return figure
 
 
@@ -43,27 +40,28 @@ def save(figure: Figure, path: str | Path) -> Path:
     return path
 
 
-def inline_svg(figure: Figure, name: str, label: str) -> str:
-    """`figure` as an element of a page, `name` being unique there and `label` what a screen reader says.
+def inline_svg(figure: Figure, name: str) -> str:
+    """`figure` as an `<svg>` element of a page, `name` being unique there. Letters stay letters, in the page's font.
 
-    Letters stay letters, in the font of the page. Black is the page's colour of text, any other colour `#rrggbb` is
-    its custom property `--c-rrggbb` if it has that. Titles are left to the page. Places
-    are those that `save` has found, as finding them takes most of the time.
+    The title is left to the page. Places are those that `save` has found, as finding them takes most of the time.
     """
     figure.set_layout_engine("none")
     for axes in figure.axes:
         axes.set_title("", loc="left")
+    for number, artist in enumerate(figure.findobj()):  # matplotlib's own names are the same in every picture
+        artist.set_gid(f"{name}-{number}")
+    width, height = figure.get_size_inches()
     written = StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # the salt: no two pictures share an id
-        figure.savefig(written, format="svg", transparent=True, dpi=160)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # the salt is for ids of parts that many share
+        figure.savefig(
+            written,
+            format="svg",
+            dpi=160,
+            bbox_inches=Bbox.from_bounds(0, 0, width, height - TITLE / 72),
+            metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")),
+        )
     drawn = written.getvalue()
-    _, _, width, height = map(float, re.search(r'viewBox="([^"]+)"', drawn)[1].split())
-    box = f"0 {TITLE} {width:g} {height - TITLE:g}"
-    body = drawn[drawn.index("</metadata>") + len("</metadata>") :]
-    body = re.sub(r'<g id="[^"]+"', "<g", body)
-    body = re.sub(r"(?<=: )#000000\b", "currentColor", body)
-    body = re.sub(r"(?<=: )#([0-9a-f]{6})\b", r"var(--c-\1, #\1)", body)
-    return f'<svg role="img" aria-label="{escape(label)}" viewBox="{box}">{body}'
+    return drawn[drawn.index("<svg") :]  # a page has no place for an XML declaration
 
 
 def tidy(axes: Axes, title: str, x: str, y: str = "", legend: str | None = None) -> Figure:

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from trl_fp8.features.correction.health import health_warnings
 from trl_fp8.features.run_log.log_file import Run
 
 from .results import duration, mismatch_key
@@ -49,6 +48,9 @@ def _mismatch(run: Run) -> Iterator[Check]:
 def _healthy(run: Run) -> Iterator[Check]:
     keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
     if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
+        # Here, as a report needs the correction, which alone logs these metrics, only where a run had it
+        from trl_fp8.features.correction.health import health_warnings
+
         correction = run.facts["correction"] or {}
         warnings = health_warnings(found, correction.get("level"), correction.get("monitor_only", False))
         steps = min(LAST, max(len(_logged(run, key)) for key in found))

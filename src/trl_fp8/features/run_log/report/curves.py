@@ -1,14 +1,12 @@
 """Logged values over the steps: a panel each, a line a run."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
 from statistics import fmean, median
-from typing import Any
 
 from trl_fp8.features.run_log.log_file import Run
+from trl_fp8.features.run_log.report.canvas import RAW, SERIES, STYLES, TREND, Axes, Figure, new_axes, tidy
 
-from .canvas import RAW, SERIES, STYLES, TREND, Axes, Figure, new_axes, new_figure, tidy
 from .series import moving, series
 
 
@@ -26,38 +24,6 @@ class Panel:
     steady: bool = False  # expected to stay put: a median, which one slow step does not move, not a moving mean
 
 
-TRAINING_PANELS = (
-    Panel("reward", "Reward", "mean over a step's completions"),
-    Panel(
-        "sampling/sampling_logp_difference/mean", "Mismatch of rollout and trainer", "mean |log-prob difference|, nats"
-    ),
-    Panel("completions/mean_length", "Completion length", "mean, tokens"),
-    Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
-)
-
-
-def curves_figure(
-    log_history: Iterable[Mapping[str, Any]], panels: Sequence[Panel], title: str | None = None
-) -> tuple[Figure, dict[str, Axes]]:
-    """A figure with those of `panels` that were logged, and its axes by key. `ValueError` if none was."""
-    rows = list(log_history)
-    found = [(panel, *series(rows, panel.key, panel.factor)) for panel in panels if series(rows, panel.key)[0]]
-    if not found:
-        raise ValueError(
-            f"log_history with {len(rows)} entries: none has a finite value of {', '.join(p.key for p in panels)}; "
-            "train with logging_steps=1 and pass trainer.state.log_history"
-        )
-    columns = min(2, len(found))
-    lines = ceil(len(found) / columns)
-    figure = new_figure(5.6 * columns, 0.6 * bool(title) + 3.2 * lines, title)
-    last, drawn = max(max(steps) for _, steps, _ in found), {}
-    for index, (panel, steps, values) in enumerate(found):
-        axes = drawn[panel.key] = figure.add_subplot(lines, columns, index + 1)
-        _draw_one(axes, panel, steps, values)
-        axes.set_xlim(-0.02 * last, 1.02 * last)
-    return figure, drawn
-
-
 def panel_figure(runs: Sequence[Run], panel: Panel) -> Figure | None:
     """One panel of one run, or with a line for each of several; None if none has logged it."""
     found = {run.name: series(run.logs, panel.key, panel.factor) for run in runs}
@@ -70,7 +36,7 @@ def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure |
         return None
     axes = new_axes()
     if len(names) == 1:
-        return _draw_one(axes, panel, *curves[names[0]])
+        return draw_panel(axes, panel, *curves[names[0]])
     window = max(5, max(len(steps) for steps, _ in curves.values()) // 10)
     for name, (steps, values) in curves.items():
         index = names.index(name)
@@ -82,7 +48,8 @@ def lines_figure(curves: Curves, panel: Panel, names: Sequence[str]) -> Figure |
     return _finish(axes, panel, [value for _, values in curves.values() for value in values])
 
 
-def _draw_one(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
+def draw_panel(axes: Axes, panel: Panel, steps: Sequence[int], values: Sequence[float]) -> Figure:
+    """One curve, with its median if it is steady, else with its moving mean."""
     middle, window = median(values), max(5, len(values) // 10)
     marker = "." if len(values) <= 100 else None
     axes.plot(steps, values, color=RAW, linewidth=1, marker=marker, markersize=4, label="logged")

@@ -16,12 +16,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(given: Namespace) -> str:
     try:
-        from . import canvas  # noqa: F401
+        from .page import write_report
     except ModuleNotFoundError as error:  # matplotlib, an extra
         raise ValueError(error) from error
     from trl_fp8.features.run_log.log_file import earlier_logs, read_runs, run_folder
-
-    from .page import write_report
 
     first = run_folder(given.runs[0])
     beside = first / "report" if len(given.runs) == 1 else first.resolve().parent / "report"

@@ -1,6 +1,6 @@
 """What a run came to in a few figures, each with its unit and the steps that it is of."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +28,36 @@ class Result:
 
 def results(run: Run) -> list[Result]:
     """What the run's file has data for."""
-    return [result for find in (_reward, _mismatch, _step_time, _sync, _weights, _kv_cache) for result in find(run)]
+    facts, found = run.facts, []
+    # The two that change as a run goes, at its end and at its beginning
+    of_steps = (
+        ("reward", "Final reward", "mean over the completions", ""),
+        (mismatch_key(run), "Mismatch", "mean log-prob difference between engine and trainer", " nats"),
+    )
+    for key, label, meaning, unit in of_steps:
+        first, last = ends(run.logs, key) if key else (None, None)
+        if last:
+            before = f"; {first.mean:.3g} in {first.steps}" if first else ""
+            found.append(Result(label, meaning, f"{last.mean:.3g}{unit}", f"{last.steps}{before}"))
+    # What a step takes, and what of it the sync
+    steps, times = series(run.logs, "step_time")
+    if times:
+        speed = f"; {rate:,.0f} tokens/s, prompts included" if (rate := _tokens_per_second(run)) else ""
+        note = f"median, {span(steps)}{speed}"
+        found.append(Result("Step time", "sampling, scoring, training", duration(median(times)), note))
+    steps, syncs = series(run.logs, "fp8/sync_seconds")
+    if syncs and times:
+        share, note = median(syncs) / median(times), f"{duration(median(syncs))}, median, {span(steps)}"
+        found.append(Result("Sync", "share of a step: new weights to the engine", f"{share:.1%}", note))
+    # What FP8 makes of the engine's memory
+    share = f"{facts['fp8_share']:.1%}" if facts["fp8_share"] else "none"
+    sizes = _sizes(facts.get("weight_bytes"))
+    found.append(Result("Weights in FP8", "share of the engine's parameters", share, sizes))
+    cache = "high precision" if facts["kv_cache_dtype"] == "auto" else "FP8"
+    sizes = _sizes(facts.get("kv_bytes_per_token"), " a token")
+    skipped = f"; not layers {skip}" if (skip := facts.get("kv_cache_skip_layers")) else ""
+    found.append(Result("KV cache", "the engine's memory of past tokens", cache, f"{sizes}{skipped}"))
+    return found
 
 
 def mismatch_key(run: Run) -> str | None:
@@ -82,30 +111,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def _reward(run: Run) -> Iterator[Result]:
-    yield from _change(run, "reward", "Final reward", "mean over the completions", "")
-
-
-def _mismatch(run: Run) -> Iterator[Result]:
-    if key := mismatch_key(run):
-        yield from _change(run, key, "Mismatch", "mean log-prob difference between engine and trainer", " nats")
-
-
-def _change(run: Run, key: str, label: str, meaning: str, unit: str) -> Iterator[Result]:
-    first, last = ends(run.logs, key)
-    if last:
-        before = f"; {first.mean:.3g} in {first.steps}" if first else ""
-        yield Result(label, meaning, f"{last.mean:.3g}{unit}", f"{last.steps}{before}")
-
-
-def _step_time(run: Run) -> Iterator[Result]:
-    steps, seconds = series(run.logs, "step_time")
-    if steps:
-        speed = f"; {rate:,.0f} tokens/s, prompts included" if (rate := _tokens_per_second(run)) else ""
-        note = f"median, {span(steps)}{speed}"
-        yield Result("Step time", "sampling, scoring, training", duration(median(seconds)), note)
-
-
 def _tokens_per_second(run: Run) -> float | None:
     """Prompts' and completions' tokens of all processes, behind the first logged step."""
     steps, tokens = series(run.logs, "num_tokens")
@@ -115,26 +120,6 @@ def _tokens_per_second(run: Run) -> float | None:
     intervals = zip(timed, timed[1:], seconds[1:], strict=False)  # times are means over what was logged at once
     spent = sum((step - before) * each for before, step, each in intervals if steps[0] < step <= steps[-1])
     return (tokens[-1] - tokens[0]) / spent if spent else None
-
-
-def _sync(run: Run) -> Iterator[Result]:
-    (steps, syncs), (_, times) = series(run.logs, "fp8/sync_seconds"), series(run.logs, "step_time")
-    if syncs and times:
-        share, note = median(syncs) / median(times), f"{duration(median(syncs))}, median, {span(steps)}"
-        yield Result("Sync", "share of a step: new weights to the engine", f"{share:.1%}", note)
-
-
-def _weights(run: Run) -> Iterator[Result]:
-    sizes = _sizes(run.facts.get("weight_bytes"))
-    share = f"{run.facts['fp8_share']:.1%}" if run.facts["fp8_share"] else "none"
-    yield Result("Weights in FP8", "share of the engine's parameters", share, sizes)
-
-
-def _kv_cache(run: Run) -> Iterator[Result]:
-    value = "high precision" if run.facts["kv_cache_dtype"] == "auto" else "FP8"
-    skipped = f"; not layers {skip}" if (skip := run.facts.get("kv_cache_skip_layers")) else ""
-    size = _sizes(run.facts.get("kv_bytes_per_token"), " a token")
-    yield Result("KV cache", "the engine's memory of past tokens", value, f"{size}{skipped}")
 
 
 def _sizes(sizes: tuple[int, int] | None, each: str = "") -> str:

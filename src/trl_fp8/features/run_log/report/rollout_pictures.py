@@ -4,8 +4,7 @@ from math import exp
 from statistics import fmean
 
 from trl_fp8.features.run_log.log_file import Run
-
-from .canvas import DOTS, MARK, RAW, TREND, Figure, new_axes, tidy
+from trl_fp8.features.run_log.report.canvas import DOTS, MARK, RAW, TREND, Figure, new_axes, tidy
 
 
 POINTS = 4000  # of the scatter

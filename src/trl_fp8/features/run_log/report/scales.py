@@ -4,8 +4,7 @@ from collections.abc import Callable
 from math import isnan, log2, nan
 
 from trl_fp8.features.run_log.log_file import Run
-
-from .canvas import Figure, new_figure
+from trl_fp8.features.run_log.report.canvas import Figure, new_figure
 
 
 def scales_figure(run: Run) -> Figure | None:

@@ -1,0 +1,45 @@
+"""What truncated sampling asks of a config. It has no flag of its own: top_p, top_k and min_p are TRL's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trl_fp8.run.flag import FlagGroup
+
+
+NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0)}  # values that leave no token out
+
+
+@dataclass
+class SamplingFlags(FlagGroup):
+    """Whether some tokens are left out of the sampling, and the trainer's log-probs follow."""
+
+    @property
+    def truncated_by(self) -> dict[str, Any]:
+        """The settings that leave some tokens out of the sampling, fields or in `generation_kwargs`."""
+        given = {name: getattr(self, name) for name in NEUTRAL} | (self.generation_kwargs or {})
+        return {name: given[name] for name, neutral in NEUTRAL.items() if given[name] not in neutral}
+
+    @property
+    def survivors_returned(self) -> bool:
+        """Whether the trainer's log-probs are of what top-k, top-p and min-p leave, as those of the rollouts are."""
+        others = [group for group in self.groups() if group is not SamplingFlags]
+        ours = self.any_fp8 or any(group.wants_engine(self) or group.corrects(self) for group in others)
+        compared = self.use_vllm and getattr(self, "vllm_importance_sampling_correction", False)
+        return bool(ours and compared and self.vllm_mode == "colocate" and self.truncated_by)
+
+    def wants_engine(self) -> bool:
+        return self.survivors_returned
+
+    def check(self) -> None:
+        ours = self.any_fp8 or any(group.corrects(self) for group in self.groups())
+        ours = ours and getattr(self, "vllm_importance_sampling_correction", False)
+        if ours and self.truncated_by and self.vllm_mode != "colocate":
+            given = ", ".join(f"{name}={value!r}" for name, value in self.truncated_by.items())
+            raise ValueError(
+                f"{given} with vllm_mode={self.vllm_mode!r}: vLLM's log-probs are renormalized over the tokens that "
+                "survive, and only a colocated engine tells the trainer which. Set vllm_mode='colocate', or "
+                "top_p=1.0, top_k=0, min_p=None."
+            )
+
+    def followed_sampling(self) -> set[str]:
+        return set(NEUTRAL)

@@ -1,0 +1,289 @@
+"""Blockwise e4m3 quantization: each block of a tensor (128x128 of a weight, 128 elements of a token) has a scale.
+
+One scale per block keeps an outlier's damage inside its block, and 128x128 blocks are the layout that vLLM's FP8
+linears, DeepGEMM and the DeepSeek-V3 checkpoints share (arXiv 2412.19437, section 3.3). The result is torchao's
+`Float8Tensor`: `qdata` holds the codes and `scale` is what checkpoints call `weight_scale_inv`.
+
+torchao's own `Float8Tensor.from_hp` takes the scale in the input's dtype, turns an all-zero block into NaN, refuses
+ragged shapes, has no power-of-two scales, and needs 8.5 times the weight in temporary memory. On aligned weights with
+fp32 scales it gives the same bytes for `w.float()` and `hp_value_lb=1e-12`: tests/quantization/test_blockwise.py.
+
+On a GPU with e4m3 instructions 128x128 blocks and groups of 128 are quantized by kernels/block_kernels.py, which read
+a tensor once. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
+
+Shape letters: N out-features, K in-features, `...` any leading dims (experts), n x k blocks.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torchao.quantization import Float8Tensor
+
+from trl_fp8.quantization.facts.blocks import BLOCK, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, ScaleFormat, check_scale_format
+
+from .batches import in_batches
+from .digest import digest, digests
+from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
+
+
+_TOGETHER = 2**19  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
+
+
+def quantize_weight(
+    weight: torch.Tensor,
+    scale_format: ScaleFormat = "pow2",
+    *,
+    block: tuple[int, int] = (BLOCK, BLOCK),
+    amax_floor: float = WEIGHT_AMAX_FLOOR,
+    amax: torch.Tensor | None = None,
+    name: str = "weight",
+    check_finite: bool = True,
+) -> Float8Tensor:
+    """Quantize a weight in blocks.
+
+    Args:
+        weight: `[..., N, K]` in BF16, FP16 or FP32; blocks that N or K do not fill count as padded with zeros.
+        scale_format: `"pow2"` or `"fp32"`; see `trl_fp8.quantization.codec.e4m3`.
+        block: Rows and columns that share a scale.
+        amax_floor: Smallest amax that a block is given.
+        amax: Largest magnitude of every block, 0-d. None: of each block, what it holds.
+        name: What to call the weight in an error.
+        check_finite: Raise if the weight holds NaN or infinities. On CUDA this waits for the device.
+
+    Returns:
+        A `Float8Tensor` with `qdata` `[..., N, K]` and fp32 `scale` `[..., n, k]`, both new storage. On CPU one fp32
+        copy of the (padded) weight is alive besides, on a GPU with 128x128 blocks nothing.
+
+    Raises:
+        ValueError: `weight` has fewer than two dims or is not floating point, `scale_format` is unknown, or the
+            weight is not finite; the message names the weight and its first bad block.
+    """
+    if weight.dim() < 2:
+        raise ValueError(f"{name} has shape {tuple(weight.shape)}: block quantization needs at least two dims [N, K].")
+    tensor = _quantize(weight, block, name, scale_format, amax_floor, amax)
+    # NaN and infinity survive the search for amax and the division by 448, so that the few scales tell of all elements
+    if check_finite and (bad := ~torch.isfinite(tensor.scale)).any():
+        first = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name} holds NaN or infinite values ({int(bad.sum())} of {bad.numel()} blocks, the first at block "
+            f"index {first} of {block[0]}x{block[1]} blocks): it cannot be quantized. Look at the last optimizer "
+            "step: a lower learning rate, gradient clipping (max_grad_norm) or another dtype are the usual remedies."
+        )
+    return tensor
+
+
+def quantize_activation(
+    activation: torch.Tensor,
+    scale_format: ScaleFormat = "pow2",
+    *,
+    group: int = BLOCK,
+    amax_floor: float = ACTIVATION_AMAX_FLOOR,
+    reciprocal: bool = False,
+) -> Float8Tensor:
+    """Quantize activations in groups along the last dim, as vLLM does before an FP8 linear.
+
+    Args:
+        activation: `[..., K]`, floating point; a group that K does not fill counts as padded with zeros.
+        scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `facts.scaling.ActivationScaling`.
+        group: Elements that share a scale.
+
+    Returns:
+        A `Float8Tensor` with `qdata` `[..., K]` and fp32 `scale` `[..., k]`. NaN stays NaN in its group.
+    """
+    return _quantize(activation, (group,), "activation", scale_format, amax_floor, reciprocal=reciprocal)
+
+
+class Destination(NamedTuple):
+    """Where a weight, or this rank's part of one, is quantized to."""
+
+    weight: torch.Tensor  # `[..., N, K]`, floating point, rounded to BF16 first
+    codes: torch.Tensor  # e4m3, of the weight's shape, any strides
+    scale: torch.Tensor  # fp32 `[..., n, k]`, any strides
+    amax: torch.Tensor | None = None  # as in `quantize_weight`
+    rows_before: tuple[int, int] = (0, 0)  # of a larger weight's codes and scales, leading dims counted: see `digest`
+
+
+def quantize_into(
+    destinations: Sequence[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
+) -> torch.Tensor:
+    """Quantize weights straight to where they are read; waits for no device.
+
+    Args:
+        destinations: All on one device.
+        scale_format, amax_floor: As for `quantize_weight`.
+        block: Rows and columns that share a scale; None: a whole weight does, whose `amax` is given.
+
+    Returns:
+        int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
+        weights of one shape are quantized together and large ones in parts: copies of `_TOGETHER` elements are alive.
+    """
+    if not destinations:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    device, options = destinations[0].weight.device, (scale_format, block, amax_floor)
+    if device.type != "cpu":
+        if block == (BLOCK, BLOCK) and casts_in_hardware(device):
+            return _quantize_by_kernel(destinations, scale_format, amax_floor)
+        return torch.cat([_quantize_batch([destination], *options) for destination in destinations])
+    # A stack of weights is quantized with one amax: weights that are given one go alone
+    kinds = [
+        (one.weight.shape, one.weight.dtype, one.rows_before, one.amax is not None and number)
+        for number, one in enumerate(destinations)
+    ]
+    return in_batches(
+        kinds,
+        lambda number: _TOGETHER // destinations[number].weight.numel(),
+        lambda batch: _quantize_batch([destinations[number] for number in batch], *options),
+    )
+
+
+def _quantize_by_kernel(
+    destinations: Sequence[Destination], scale_format: ScaleFormat, amax_floor: float
+) -> torch.Tensor:
+    from trl_fp8.quantization.kernels.block_kernels import quantize_blocks
+
+    sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
+    for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
+        options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
+        quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
+        # Autograd does not see what a kernel writes. Counted as torch's own writes are, a backward through what was
+        # there before is an error, and not a gradient by the new weight
+        torch.autograd.graph.increment_version([codes, scale])
+    return sums
+
+
+def _quantize_batch(
+    batch: list[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
+) -> torch.Tensor:
+    """Checksums `[G, 2]` of weights of one shape; a single one in parts of about `_TOGETHER` elements."""
+    first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
+    rows_before, scales_before = first.rows_before
+    if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
+        # In parts, so that copies of a part are alive and not of the weight. Checksums of parts add up to that of the
+        # whole; scales are few, and are summed and written at the end
+        scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
+        for where, scales_where, row in _row_parts(first.weight.shape, block):
+            part = first.weight[where].detach().to(torch.bfloat16)
+            codes, scale[scales_where] = _quantize_by_torch(part, block or tuple(part.shape[-2:]), *options)
+            first.codes[where].copy_(codes)
+            sums = sums + digest(codes, first_row=rows_before + row)
+        first.scale.copy_(scale)
+        return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
+    stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
+    codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
+    # What is written to are views all over the engine; one call copies to all of them
+    torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
+    torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
+    return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
+
+
+def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:
+    """(place in the weight, in its scales, first row) of parts of `[..., N, K]` that hold whole blocks."""
+    height = block[0] if block else 1
+    count = max(height, _TOGETHER // shape[-1] // height * height)
+    for lead in product(*map(range, shape[:-2])):
+        rows_before = sum(index * shape[dim + 1 : -1].numel() for dim, index in enumerate(lead))
+        for start in range(0, shape[-2], count):
+            rows = slice(start, start + count)
+            scales = slice(start // height, -(-min(start + count, shape[-2]) // height)) if block else slice(None)
+            yield (*lead, rows), (*lead, scales), rows_before + start
+
+
+def dequantize_weight(tensor: Float8Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """`qdata * scale` per block, in fp32, rounded once to `dtype` (by default the dtype that was quantized).
+
+    Exact in BF16 for power-of-two scales. Takes what `quantize_weight` or `quantize_activation` returned.
+    """
+    blocks = tuple(size for size in tensor.block_size if size > 1)
+    if casts_in_hardware(tensor.qdata.device) and set(blocks) == {BLOCK}:
+        from trl_fp8.quantization.kernels.block_kernels import dequantize_blocks
+
+        return dequantize_blocks(tensor.qdata, tensor.scale, len(blocks) == 2, dtype or tensor.dtype)
+    values, view, _ = _padded_blocks(tensor.qdata, blocks)
+    view.mul_(_expandable(tensor.scale, len(blocks)))
+    return _crop(values, tensor.qdata.shape).to(dtype or tensor.dtype)
+
+
+def first_rows(codes: Float8Tensor, count: int) -> Float8Tensor:
+    """The first `count` of the N rows of a quantized weight, or all; a view."""
+    *lead, rows, columns = codes.block_size
+    parts = codes.qdata[..., :count, :], codes.scale[..., : -(-count // rows), :]
+    return Float8Tensor(*parts, block_size=[*lead, min(rows, count), columns], dtype=codes.dtype)
+
+
+def _quantize(
+    values: torch.Tensor,
+    blocks: tuple[int, ...],
+    name: str,
+    scale_format: ScaleFormat,
+    amax_floor: float,
+    amax: torch.Tensor | None = None,
+    reciprocal: bool = False,
+) -> Float8Tensor:
+    """`values` in `blocks`, rows and columns or columns alone, that share a scale; by the kernel where it can."""
+    check_scale_format(scale_format)
+    if not values.is_floating_point() or values.dtype == E4M3:
+        raise ValueError(f"{name} has dtype {values.dtype}: expected an unquantized floating point tensor.")
+    if casts_in_hardware(values.device) and set(blocks) == {BLOCK} and amax is None and not reciprocal:
+        from trl_fp8.quantization.kernels.block_kernels import quantize_blocks
+
+        qdata, scale = quantize_blocks(values.detach(), len(blocks) == 2, scale_format, amax_floor)
+    else:
+        qdata, scale = _quantize_by_torch(values.detach(), blocks, scale_format, amax_floor, amax, reciprocal)
+    block_size = [1] * (values.dim() - len(blocks)) + list(blocks)
+    return Float8Tensor(qdata, scale, block_size=block_size, dtype=values.dtype)
+
+
+def _quantize_by_torch(
+    values: torch.Tensor,
+    blocks: tuple[int, ...],
+    scale_format: ScaleFormat,
+    amax_floor: float,
+    amax: torch.Tensor | None = None,
+    reciprocal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales; what kernels/block_kernels.py computes on a GPU."""
+    # 1. An FP32 copy, padded to whole blocks and viewed by blocks: `[..., n, N / n, k, K / k]`
+    scaled, view, inside = _padded_blocks(values, blocks)
+    # 2. The largest magnitude of each block: two reductions, where `view.abs()` would be a second copy. NaN passes
+    # through maximum and amax, and so into the scale
+    if amax is None:
+        amax = torch.maximum(view.amax(inside), -view.amin(inside))
+    else:
+        amax = amax.expand([size for dim, size in enumerate(view.shape) if dim - view.dim() not in inside])
+    # 3. The scale, in FP32: torchao's, in the dtype of the values, would be rounded to 8 bits in BF16
+    scale = scale_from_amax(amax, scale_format, amax_floor)
+    # 4. Codes, in the copy itself. A product with the rounded reciprocal is not the quotient: some engine kernels
+    # compute the one, some the other, and codes next to a tie differ
+    divisor = _expandable(scale, len(blocks))
+    if reciprocal:
+        view.mul_(divisor.reciprocal())
+    else:
+        view.div_(divisor)
+    return saturating_cast_(_crop(scaled, values.shape)).contiguous(), scale
+
+
+def _padded_blocks(
+    values: torch.Tensor, blocks: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+    """An fp32 copy of `values`, zero-padded to whole blocks; its view by blocks; the dims inside a block."""
+    lead, tail = values.shape[: -len(blocks)], values.shape[-len(blocks) :]
+    padded = [-(-size // block) * block for size, block in zip(tail, blocks, strict=True)]
+    # Zeros change no amax, so that a ragged block gets the scale of what it holds. Filling costs a pass: only where
+    # something is padded
+    allocate = torch.empty if padded == list(tail) else torch.zeros
+    copy = allocate((*lead, *padded), dtype=torch.float32, device=values.device)
+    _crop(copy, values.shape).copy_(values)
+    interleaved = [part for size, block in zip(padded, blocks, strict=True) for part in (size // block, block)]
+    return copy, copy.view(*lead, *interleaved), tuple(range(-2 * len(blocks) + 1, 0, 2))
+
+
+def _expandable(scale: torch.Tensor, block_dims: int) -> torch.Tensor:
+    """`[..., n, k]` -> `[..., n, 1, k, 1]` (or `[..., k, 1]`), to broadcast against a view by blocks."""
+    return scale[(..., *[slice(None), None] * block_dims)]
+
+
+def _crop(values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    return values[tuple(slice(size) for size in shape)] if values.shape != shape else values

@@ -1,0 +1,73 @@
+"""Checks, on the user's device, Triton and driver, that the GPU kernels give the bytes that were tested.
+
+An audit relies on them: a kernel that gave the same checksum for everything would prove nothing, without a word.
+"""
+
+from importlib.metadata import version
+
+import torch
+
+from trl_fp8.quantization.facts.blocks import BLOCK, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.facts.scaling import SCALE_FORMATS
+
+from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
+from .digest import Table, digest, digests_of_sent
+from .e4m3 import E4M3, cache_round_trip
+from .magnitudes import add_magnitudes
+
+
+def require_exact_kernels(device: torch.device) -> None:
+    """Raise `RuntimeError` unless `device` sums up a small tensor, and quantizes it, to the bytes that CPU gives."""
+    if device.type == "cpu":
+        return
+    sample = torch.randn(160, 320, generator=torch.Generator().manual_seed(0)).bfloat16()
+    sample[:4] *= torch.exp2(torch.arange(-10, 10, 5)).view(4, 1)
+    expected, found = results(sample), results(sample.to(device))
+    wrong = [name for name in expected if not torch.equal(found[name].cpu(), expected[name])]
+    if wrong:
+        raise RuntimeError(
+            f"on {device}, Triton {version('triton')} gives other bytes than torch on CPU for: {', '.join(wrong)}. "
+            "Weights would reach the engine changed, or unproven. Unset TRITON_* variables, and install the Triton "
+            f"that torch {torch.__version__} asks for (pip show torch)."
+        )
+
+
+def results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What every kernel makes of a sample, BF16 `[160, 320]`, on its device; waits for none."""
+    found = {"checksum": digest(sample), "checksum of a part": digest(sample[3:, :130])}
+    for scale_format in SCALE_FORMATS:
+        weights = quantize_weight(sample, scale_format, check_finite=False)
+        for kind, quantized in (("weights", weights), ("activations", quantize_activation(sample, scale_format))):
+            found[f"{kind} ({scale_format})"] = quantized.qdata.view(torch.uint8)
+            found[f"scales of {kind} ({scale_format})"] = quantized.scale
+            found[f"{kind} from codes ({scale_format})"] = dequantize_weight(quantized)
+    return found | _delivered(sample) | _cached(sample.view(2, 5, 32, 160))
+
+
+def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
+    """FP32 values, which BF16 rounds up and down, quantized into parts of larger tensors, and copied."""
+    between = sample.float() * (1 + 7 / 2048)  # the product is exact; CUDA does not divide by a number exactly
+    whole = torch.zeros(400, 340, dtype=torch.uint8, device=sample.device).view(E4M3)
+    whole_scale = torch.zeros(5, 4, dtype=torch.float32, device=sample.device)
+    parts = whole[200:360, 12:332], whole_scale[2:4, :3]
+    sent = quantize_into([Destination(between, *parts)], "fp32", (BLOCK, BLOCK), WEIGHT_AMAX_FLOOR)
+    copied = [between, sample, torch.full((2, 8), torch.finfo(torch.float32).max, device=sample.device)]
+    sums, finite = digests_of_sent(copied, [torch.bfloat16] * len(copied))
+    return {
+        "weights in place": whole.view(torch.uint8),
+        "scales in place": whole_scale,
+        "checksums of weights in place": sent,
+        "checksums of views": Table(parts).sums(),
+        "checksums of unquantized tensors": torch.where(finite, sums, 0),
+        "unquantized tensors that are finite": finite,
+    }
+
+
+def _cached(states: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a KV cache; `states` are `[B, H, T, D]`."""
+    real_BT = torch.arange(64, device=states.device).view(2, 32) % 3 > 0
+    numbers = torch.tensor([0.0, 3.5, 0.01], dtype=torch.float32).to(states.device)
+    amax, limit, scale = numbers.unbind()
+    counts = torch.zeros(2, dtype=torch.float64, device=states.device)
+    add_magnitudes(states, real_BT, amax, counts[0], limit, counts[1])
+    return {"KV amax": amax, "KV saturation": counts, "KV cache round trip": cache_round_trip(states, scale)}

@@ -1,0 +1,77 @@
+"""FP8 weights of a format: quantized as an engine fuses them, viewed where it holds them, stored in a checkpoint.
+
+Shapes: a weight `[N, K]`, or of experts `[E, N, K]`, has scales `[n, k]` or `[E, n, k]`, one for each block. An engine
+holds the one scale of a whole weight as `[]`, a checkpoint as `[1]`; here it is a single block, `[1, 1]`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torchao.quantization import Float8Tensor
+
+from trl_fp8.quantization.facts.scaling import ActivationScaling, ScaleFormat
+from trl_fp8.quantization.facts.spec import FormatSpec
+
+from .blockwise import quantize_activation, quantize_weight
+from .e4m3 import scale_from_amax
+
+
+def quantize_fused(weights: Sequence[torch.Tensor], spec: FormatSpec, scale_format: ScaleFormat) -> list[Float8Tensor]:
+    """Q(W) of each of `weights` `[..., N, K]`, which vLLM fuses if they are several. Waits for no device.
+
+    A weight that is not finite gets scales that are not: the caller has to look.
+    """
+    amax = common_amax(weights, spec)
+    options = {"amax": amax, "amax_floor": spec.weight_amax_floor, "check_finite": False}
+    blocks = [spec.weight_block or tuple(weight.shape) for weight in weights]
+    return [quantize_weight(w, scale_format, block=one, **options) for w, one in zip(weights, blocks, strict=True)]
+
+
+def common_amax(weights: Sequence[torch.Tensor], spec: FormatSpec) -> torch.Tensor | None:
+    """The amax that the one scale of all `weights` is made from, on their device; None if blocks have their own."""
+    if not spec.fused_share_scale:
+        return None
+    largest = torch.stack([torch.stack(torch.aminmax(weight.detach())).abs().amax() for weight in weights]).amax()
+    # Weights are rounded to BF16 before they are quantized. Rounding keeps the order of numbers, so that the largest
+    # rounded magnitude is the rounded largest: no copy of the weights is made
+    return largest.to(torch.bfloat16)
+
+
+def quantize_as_engine(x: torch.Tensor, spec: FormatSpec, scaling: ActivationScaling) -> Float8Tensor:
+    """Q(x) of activations `[..., K]`, as an engine of this format and scaling makes it."""
+    group, (scale_format, amax_floor, _, reciprocal) = spec.activation_group or x.shape[-1], scaling
+    return quantize_activation(x, scale_format, group=group, amax_floor=amax_floor, reciprocal=reciprocal)
+
+
+def as_blocks(scale: torch.Tensor) -> torch.Tensor:
+    """Scales `[..., n, k]`, a view; the one of a whole weight as `[1, 1]`."""
+    return scale if scale.dim() > 1 else scale.view(1, 1)
+
+
+def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
+    """`[E, N, K]` of `[E, 2, N / 2, K]`, in which layouts address gate and up projection of all experts; others as
+    they are. A view, unless a tensor parallel rank holds a part of each half.
+    """
+    return tensor.flatten(1, 2) if tensor.dim() == 4 else tensor
+
+
+def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> Float8Tensor:
+    """What an engine holds as `codes` and `scale` as one FP8 weight; both may be in halves."""
+    codes, scale = joined_halves(codes), as_blocks(joined_halves(scale))
+    block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
+    return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)
+
+
+def stored_scale(codes: Float8Tensor, spec: FormatSpec) -> torch.Tensor:
+    """The scales of Q(W) in the shape that checkpoints have them in."""
+    return codes.scale if spec.weight_block else codes.scale.view(1)
+
+
+def dead_scale(spec: FormatSpec, scale_format: ScaleFormat) -> float:
+    """The scale of a block that is as good as zero, and the largest of any such block.
+
+    It is the scale at the floor of amax, where elements a thousand times smaller become zero: there is no NaN, but no
+    life before weights grow either.
+    """
+    floor = torch.tensor(spec.weight_amax_floor, device="cpu")  # so that no device is waited for
+    return scale_from_amax(floor, scale_format).item()

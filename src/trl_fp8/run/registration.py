@@ -1,0 +1,62 @@
+"""What a feature registers: one `Registration` in the `__init__.py` of its folder, one line in features/__init__.py.
+
+The core calls it in this order. All but the flags may stay empty.
+
+    flags        mixed into the config: declared, resolved, checked
+    construct    around the making of TRL's trainer: the policy is not loaded yet, or was given
+    features     the policy is there, the engine is not: objects with the hooks of run/feature.py
+                 (their `engine_part()` is what the engine gets for them)
+"""
+
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .flag import FlagGroup
+
+
+if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
+    from .feature import Feature
+
+
+@dataclass
+class Construction:
+    """What a trainer is about to be made of. A registration may change it."""
+
+    args: Any  # the config
+    given: dict[str, Any]  # the other arguments of TRL's trainer, by their names
+    create_model: Callable  # TRL's `create_model_from_path`, or what stands in for it
+    dequantizes: bool = True  # an FP8 checkpoint is loaded in high precision
+
+
+def _nothing(trainer: "FP8Rollouts", construction: Construction) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def _none(trainer: "FP8Rollouts") -> "Iterable[Feature]":
+    return ()
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word of the console script."""
+
+    word: str
+    text: str  # for --help
+    add_arguments: Callable[[ArgumentParser], None]
+    run: Callable[[Namespace], str]  # what is printed
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One optional capability."""
+
+    flags: type[FlagGroup] | None = None
+    construct: Callable[["FP8Rollouts", Construction], AbstractContextManager[None]] = _nothing
+    features: Callable[["FP8Rollouts"], "Iterable[Feature]"] = _none
+    commands: tuple[Command, ...] = ()
+    needs: str = ""  # a field of TRL's config without which a trainer cannot have this feature
