@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from testing.published import CONFIGS
+from testing import published
 from trl_fp8.planning.capacity import FREE, LORA_RANK, Capacity, Planner, Setup
 from trl_fp8.planning.plan import Plan, plan_for
 from trl_fp8.planning.risks import SMALL
@@ -16,9 +16,8 @@ from trl_fp8.planning.roofline import GIB, gpu_of
 from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, MOST_PROMPT
 from trl_fp8.planning.summary import NOTHING_GAINED, factor, is_not_worth_it
 from trl_fp8.planning.trainer_memory import Training
-from trl_fp8.recipe.outline import outline_of_config
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.recipe import recipe_for
-from trl_fp8.recipe.servable import TRAINED
 
 
 PAGE = Path(__file__).with_name("capacity.md")
@@ -94,7 +93,7 @@ TAIL = """
 
 
 def planner(name: str) -> Planner:
-    outline = outline_of_config(CONFIGS[name], name)
+    outline = published.outline(name)
 
     @cache
     def plan_at(ranks: int) -> Plan:
@@ -155,7 +154,7 @@ def page() -> str:
     text += NEEDED.format(**sizes)
     for model, made in planners.items():
         plan = made.plan_at(1)
-        tested = "" if made.outline.model_type in TRAINED else " (not tested)"
+        tested = "" if family_of(made.outline.model_type).tested else " (not tested)"
         size = f"{plan.bytes_before / GIB:.1f} -> {plan.bytes_after / GIB:.1f} GiB"
         cache = f"{plan.cache.token_bytes(False) / 1024:.0f} -> {plan.cache.token_bytes(True) / 1024:.0f} KiB"
         cells = [f"{plan.parameters / 1e9:.1f} B", f"{plan.fp8_share:.0%}", size, cache]

@@ -31,7 +31,7 @@ from trl_fp8.features.one_forward.engine_part.kernels_part import KernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
-from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import delivery
@@ -139,7 +139,8 @@ def write_checkpoint(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVS
     source = Path(generation.model.name_or_path)
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
-    config |= {"quantization_config": generation.recipe.quantization_config} | engine_fields(config)
+    config |= {"quantization_config": generation.recipe.quantization_config}
+    config |= family_of(config["model_type"]).engine_fields(config)
     (folder / "config.json").write_text(json.dumps(config))
     model = generation.model
     stream = weight_stream(model.named_parameters(), generation.recipe, kv_scales, persistent_buffers(model))

@@ -18,6 +18,7 @@ from trl_fp8 import FP8GRPOTrainer
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.digest import digest
+from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import SyncReport, Tensors
 
@@ -65,7 +66,7 @@ class CopyingDelivery:
 
     def _as_held(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if name in self._recipe.fp8_tensors:
-            [codes] = self._recipe.format.quantize_weights([weight.bfloat16()], self._recipe.scale_format)
+            [codes] = quantize_fused([weight.bfloat16()], self._recipe.format, self._recipe.scale_format)
             return dequantize_weight(codes, torch.float32)
         return weight.bfloat16().float()
 

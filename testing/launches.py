@@ -11,6 +11,7 @@ from trl_fp8.commands.cli import main
 
 
 TEXT, MESSAGES = "What is 1+1?", [{"role": "user", "content": "What is 1+1?"}]
+CONFIG = {"model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 ROWS = {  # dataset and configuration -> the columns that its page shows
     ("DigitalLearningGmbH/MATH-lighteval", None): {"problem": TEXT, "level": "1", "solution": "2", "type": "Algebra"},
     ("open-r1/DAPO-Math-17k-Processed", "en"): {"prompt": TEXT, "solution": "2", "ability": "math"},
@@ -35,4 +36,4 @@ def without_hub(monkeypatch: MonkeyPatch) -> None:
         return datasets.DatasetDict(train=datasets.Dataset.from_list([ROWS[path, name]]))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", lambda name, revision: ({}, {}))
+    monkeypatch.setattr(transformers.PreTrainedConfig, "get_config_dict", lambda name, **options: (dict(CONFIG), {}))

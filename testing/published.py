@@ -1,12 +1,17 @@
 """Published models: their config.json as far as it decides shapes, caches and context, and their sizes."""
 
 import json
+import tempfile
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from trl_fp8.recipe.outline import Outline
 
 
 def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, vocabulary: int, context: int) -> dict:
@@ -235,6 +240,20 @@ def write(name: str, folder: Path) -> None:
     """A folder with a published config.json and nothing else."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
+
+
+@cache
+def outline(name: str) -> "Outline":
+    """Of a published model; without a vision tower, of which the configs here say nothing."""
+    from trl_fp8.recipe.from_model import outline_of_pretrained  # seconds, too
+    from trl_fp8.recipe.recipe import is_vision
+
+    with tempfile.TemporaryDirectory() as folder:
+        write(name, Path(folder))
+        whole = outline_of_pretrained(folder)
+    parameters = {each: shape for each, shape in whole.parameters.items() if not is_vision(each)}
+    linears = {each: shape for each, shape in whole.linears.items() if not is_vision(each)}
+    return replace(whole, name=name, parameters=parameters, linears=linears)
 
 
 def qwen3_1_7b() -> "PretrainedConfig":

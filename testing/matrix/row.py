@@ -22,7 +22,7 @@ from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_wei
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.outline import Outline, outline_of_config
+from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for
 
 from .families import Family
@@ -122,7 +122,7 @@ def full(model: Path, folder: Path, flags: dict, task: dict) -> dict[str, Any]:
 
 def fp8_share(family: Family, tiny: Outline) -> float:
     """Of the parameters of the published model, or of the tiny one; as an engine on a GPU holds them."""
-    outline = outline_of_config(published.CONFIGS[family.published], family.published) if family.published else tiny
+    outline = published.outline(family.published) if family.published else tiny
     return plan_for(outline, recipe_for(outline)).fp8_share
 
 

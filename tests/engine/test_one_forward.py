@@ -22,8 +22,8 @@ from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.quantization.codec.blockwise import quantize_activation
 from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.recipe.families import types_with
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
-from trl_fp8.upstream.patches import FAMILIES
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -128,8 +128,7 @@ def test_each_family_that_can_follow_is_tested_here_and_others_are_refused():
     models = [tiny_models.on_meta(architecture) for architecture, *_ in CASES]
     for model in models:
         require_followable(model, recipe_for_model(model), FP8Flow())
-    tested = {model.config.model_type for model in models}
-    assert {model_type.removesuffix("_text") for model_type in tested} == set(FAMILIES)
+    assert {model.config.model_type for model in models} == set(types_with("followed"))
     with pytest.raises(ValueError, match=r"fp8_forward='full' with a policy of type 'glm4_moe'.*cohere, gemma, .*off"):
         require_followable(tiny_models.on_meta("glm4_moe"), FP8Recipe(()), FP8Flow())
 

@@ -26,12 +26,11 @@ from trl_fp8.engine.vllm.cpu_platform import Cpu
 from trl_fp8.engine.vllm.environment import configs_kept
 from trl_fp8.engine.vllm.fallback import classes_derived
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
-from trl_fp8.export.export import WITHOUT_BLOCKS, published
+from trl_fp8.export.export import published
 from trl_fp8.recipe import names, servable
-from trl_fp8.recipe.architectures import ARCHITECTURES, WRAPPERS
 from trl_fp8.recipe.caches import layer_caches
+from trl_fp8.recipe.families import FAMILIES, family_of, types_with
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
 from trl_fp8.sync.pieces import Piece
@@ -67,13 +66,17 @@ REFUSED = {
 WINDOWS = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
 # model type, what its config says, what goes wrong without the refusal
 SETTINGS = [
-    *[(kind, {"hidden_act": "relu"}, "Unsupported activation") for kind in servable._SILU if kind not in ROUTED],
+    *[
+        (kind, {"hidden_act": "relu"}, "Unsupported activation")
+        for kind, family in FAMILIES.items()
+        if family.activations == ("silu",) and kind not in ROUTED
+    ],
     ("apertus", {"hidden_act": "silu"}, "Unsupported activation"),
     ("arcee", {"hidden_act": "silu"}, "Unsupported activation"),
     ("gemma", {"hidden_activation": "silu"}, "is not supported for Gemma"),
     ("gemma2", {"hidden_activation": "gelu"}, "Gemma2 uses `gelu_pytorch_tanh`"),
     ("gemma3_text", {"hidden_activation": "relu"}, "'relu' is not supported"),
-    *[(kind, WINDOWS, "Sliding window for some but all layers") for kind in servable._WINDOWED_ALIKE],
+    *[(kind, WINDOWS, "Sliding window for some but all layers") for kind in types_with("one_window")],
 ]
 
 
@@ -103,7 +106,7 @@ def built(policy, folder):
     """(recipe, vLLM's class for `policy` as an engine would build it, its config), nothing loaded yet."""
     policy.config.save_pretrained(folder)
     some = any(name.endswith("self_attn.o_proj") for name in outline_of(policy).linears)
-    some &= policy.config.model_type not in WITHOUT_BLOCKS
+    some &= not family_of(policy.config.model_type).scales_renamed
     recipe = recipe_for_model(policy, kv_cache_dtype="auto", expert_kernels=False, fp8_weights=some)
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
     arguments = Cpu().arguments(recipe, policy.config, **sizes)
@@ -169,12 +172,13 @@ def _both(piece, sent):
     return piece.of_sent(sent).to(piece.dtype), piece.of_engine()
 
 
-@pytest.mark.parametrize("model_type", servable.TRAINED)
+@pytest.mark.parametrize("model_type", types_with("tested"))
 def test_what_is_not_refused_arrives_under_its_names(model_type, tmp_path):
     if model_type.startswith("qwen3_5") or model_type in other_models.VISION:  # as vLLM's files of these classes do
         pytest.importorskip("torchvision")
     policy = other_models.policy(model_type)
-    assert servable.why_not_servable(outline_of(policy), engine_class) is None
+    outline = outline_of(policy)  # a plan does not ask vLLM, which takes seconds to import
+    assert servable.why_not_servable(outline) is servable.why_not_servable(outline, engine_class) is None
     deliver(policy, tmp_path)
 
 
@@ -210,13 +214,6 @@ def test_experts_that_would_compute_another_activation_are_refused(model_type, t
     assert {module.activation.value for module in engine.modules() if isinstance(module, RoutedExperts)} == {"silu"}
 
 
-@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *WRAPPERS])
-def test_a_plan_from_a_config_need_not_ask_vllm(model_type):
-    config = {"model_type": model_type, "text_config": {"hidden_size": 4096}}
-    if (outline := outline_of_config(config, "m")) is not None:
-        assert servable.why_not_servable(outline) == servable.why_not_servable(outline, engine_class)
-
-
 def test_the_state_of_a_gated_delta_net_is_as_large_as_vllm_makes_it():
     config = Qwen3NextConfig(num_hidden_layers=1, layer_types=["linear_attention"])
     sizes = [config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim]
@@ -244,7 +241,7 @@ def test_experts_are_called_what_vllms_loader_calls_them(family):
 def test_every_listed_model_type_is_tried():
     # vLLM 0.31 cannot read the config that transformers 5.17 writes; it renames transformers' class of DeepSeek-V3
     untested = {"deepseek_v4", "deepseek_v32"}
-    assert set(servable._MODEL_TYPES) - untested <= set(REFUSED)
+    assert set(types_with("refused")) - untested <= set(REFUSED)
 
 
 def test_the_fallback_is_known_by_model_type_and_by_class():
@@ -253,7 +250,7 @@ def test_the_fallback_is_known_by_model_type_and_by_class():
         for model_type, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
         if isinstance(name, str) and (engine_class((name,)) or "").startswith("Transformers")
     }
-    assert set(servable.TRANSFORMERS_BACKED) == backed
+    assert set(types_with("by_transformers")) == backed
     assert engine_class(("NanbeigeForCausalLM",)) == "TransformersForCausalLM"  # brings its own code
 
 

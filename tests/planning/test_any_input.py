@@ -1,20 +1,20 @@
-"""Whatever a config, a recipe or a command line hold, `trl-fp8 plan` answers or says in a line what is wrong."""
+"""Whatever a recipe or a command line hold, `trl-fp8 plan` answers or says in a line what is wrong."""
 
 import contextlib
 import io
 import json
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from testing import published
-from trl_fp8.commands import plan_command as plan
 from trl_fp8.commands.cli import main
+from trl_fp8.recipe import from_model
 
 
 NAMES = sorted(published.CONFIGS)
-FIELDS = sorted({key for config in published.CONFIGS.values() for key in config})
 WORDS = ("", "auto", "fp8", "full", "off", "rollout", "bfloat16", "1e400", "nan", "true", "7", "model.layers.0.mlp")
 ODD = st.one_of(
     st.none(),
@@ -82,23 +82,23 @@ def outcome(words):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where configs are written. What is left to transformers' own classes is tried in tests/recipe."""
+    """Where models and recipes are written. Each outline is made once: configs of no use are in tests/recipe."""
     with pytest.MonkeyPatch.context() as patch:
-        refused = ValueError("MODEL: left to transformers")
-        patch.setattr(plan, "_outline_by_transformers", lambda *_: (_ for _ in ()).throw(refused))
-        yield tmp_path_factory.mktemp("any")
+        patch.setattr(from_model, "outline_of_pretrained", cache(from_model.outline_of_pretrained))
+        folder = tmp_path_factory.mktemp("any")
+        for name in NAMES:
+            published.write(name, folder / name)
+        yield folder
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(NAMES),
-    changed=st.dictionaries(st.sampled_from(FIELDS), ODD, max_size=2),
     recipe=st.one_of(st.none(), st.dictionaries(st.sampled_from(RECIPE_KEYS), ODD, max_size=3)),
     words=LINES,
 )
-def test_every_input_has_an_answer_or_one_message(folder, name, changed, recipe, words):
-    (folder / "config.json").write_text(json.dumps(published.CONFIGS[name] | changed))
-    line = ["plan", str(folder), *(word for group in words for word in group)]
+def test_every_input_has_an_answer_or_one_message(folder, name, recipe, words):
+    line = ["plan", str(folder / name), *(word for group in words for word in group)]
     if recipe is not None:
         (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
         line += ["--config", str(folder / "recipe.yaml")]

@@ -4,7 +4,6 @@ import pytest
 
 from testing import published
 from trl_fp8.planning.plan import plan_for
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 
 
@@ -12,7 +11,7 @@ KIB = 1024
 
 
 def cache_of(name, **options):
-    outline = outline_of_config(published.CONFIGS[name], name)
+    outline = published.outline(name)
     return plan_for(outline, recipe_for(outline, **{"fp8_weights": False} | options)).cache
 
 

@@ -5,7 +5,6 @@ import pytest
 from testing import published
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.planning.roofline import GPUS, Rollout, gpu_of, rollout_seconds, step_seconds
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 
 
@@ -15,7 +14,7 @@ DAPO = Rollout(sequences=64, prompt=1024, completion=20480)  # 32 prompts x 16 o
 
 
 def plan_of(name):
-    outline = outline_of_config(published.CONFIGS[name], name)
+    outline = published.outline(name)
     return plan_for(outline, recipe_for(outline))
 
 

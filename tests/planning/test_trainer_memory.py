@@ -18,7 +18,6 @@ from trl_fp8.features.one_forward.modules.own_gradient import own_gradient
 from trl_fp8.planning.trainer_memory import Training, engine_adapters, trainer_memory
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import checkpoint_name
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 
 
@@ -26,7 +25,7 @@ GIB = 2**30
 
 
 def memory(name, ranks=1, one_forward=False, **options):
-    outline = outline_of_config(published.CONFIGS[name], name)
+    outline = published.outline(name)
     recipe = recipe_for(outline, tensor_parallel_size=ranks)
     return trainer_memory(outline, Training(**options), recipe, one_forward)
 
@@ -149,7 +148,7 @@ def test_under_one_forward_a_reference_has_its_weights_as_the_engine_has_them_to
 
 
 def test_an_engines_adapters_have_a_block_for_each_layer_that_it_fuses():
-    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3-8B"], "Qwen/Qwen3-8B")
+    outline = published.outline("Qwen/Qwen3-8B")
     qkv, gate_up = 3 * (4096 + 6144), 2 * (4096 + 24576)
     o, down = 4096 + 4096, 12288 + 4096
     assert engine_adapters(outline, 32) == 36 * 32 * (qkv + gate_up + o + down)

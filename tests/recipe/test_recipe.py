@@ -1,13 +1,14 @@
 """Which modules are FP8: alignment, fusion, tensor parallelism, names; and the plan's arithmetic."""
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfig
 
 from testing import other_models, published, tiny_models
 from testing.tiny_models import on_meta
 from trl_fp8.planning.plan import format_bytes, plan_for, plan_for_model
 from trl_fp8.recipe.from_model import outline_of
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
 
 
@@ -26,7 +27,7 @@ def test_every_aligned_projection_is_fp8_and_the_head_is_not(architecture):
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-Next-80B-A3B-Instruct", "Qwen/Qwen3.5-27B", "Qwen/Qwen3.5-35B-A3B"])
 def test_hybrids_are_fp8_where_their_published_fp8_checkpoints_are(name):
     """Those keep embeddings, output head, routers, gates of shared experts, and all that is small of a delta net."""
-    outline = outline_of_config(published.CONFIGS[name], name)
+    outline = published.outline(name)
     recipe = recipe_for(outline)
     kinds = {
         tensor.removesuffix(".weight").partition(".layers.")[2].partition(".")[2] for tensor in recipe.fp8_tensors
@@ -45,7 +46,7 @@ def test_hybrids_are_fp8_where_their_published_fp8_checkpoints_are(name):
 
 
 def test_gemms_of_a_hybrid_have_what_an_engine_fuses():
-    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3.5-27B"], "m")
+    outline = published.outline("Qwen/Qwen3.5-27B")
     net = {(2 * 2048 + 2 * 6144, 5120): 48, (5120, 6144): 48 + 16}  # q, k, v, z; out_proj, and o_proj
     attention = {(2 * 24 * 256 + 2 * 4 * 256, 5120): 16}  # q makes a gate, too
     mlp = {(2 * 17408, 5120): 64, (5120, 17408): 64}
@@ -56,8 +57,9 @@ def test_gemms_of_a_hybrid_have_what_an_engine_fuses():
 
 def test_each_part_of_a_delta_nets_projection_has_to_be_aligned():
     def kept(tp_size=1, **text):
-        text = {"model_type": "qwen3_5_text", "num_hidden_layers": 4} | text
-        recipe = recipe_for(outline_of_config(text, "m"), tensor_parallel_size=tp_size)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(Qwen3_5TextConfig(num_hidden_layers=4, **text))
+        recipe = recipe_for_model(model, tensor_parallel_size=tp_size)
         return {name.rpartition(".")[2]: why for name, why in recipe.kept_modules.items() if "layers.0." in name}
 
     gates = dict.fromkeys(("in_proj_b", "in_proj_a"), "gates of linear attention")
@@ -103,7 +105,7 @@ def test_kv_heads_are_replicated_beyond_their_number():
 @pytest.mark.parametrize("tp_size, part", [(1, 10 * 128), (2, 5 * 128), (4, None), (10, 128)])
 def test_each_projection_in_a_weight_has_to_be_whole_blocks(tp_size, part):
     """phi-4 has 40 heads of q and 10 of k and v, of 128 rows each, and an MLP of 17920 = 140 * 128."""
-    outline = outline_of_config(published.CONFIGS["microsoft/phi-4"], "m")
+    outline = published.outline("microsoft/phi-4")
     recipe = recipe_for(outline, tensor_parallel_size=tp_size)
     named = "model.layers.0.self_attn.qkv_proj" in recipe.fp8_modules
     assert named == (part is not None) and "model.layers.0.mlp.gate_up_proj" in recipe.fp8_modules
@@ -252,7 +254,7 @@ def test_plan_of_a_mixture_of_experts_counts_the_experts():
 
 def test_plan_of_qwen3_30b_a3b_from_its_config_alone():
     """The memory of the real shapes, against figures worked out from the published config by hand."""
-    outline = outline_of_config(published.CONFIGS["Qwen/Qwen3-30B-A3B"], "m")
+    outline = published.outline("Qwen/Qwen3-30B-A3B")
     plan = plan_for(outline, recipe_for(outline))
     experts = 48 * 128 * 3 * 768 * 2048
     attention = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048)
@@ -287,8 +289,13 @@ def test_skipped_kv_layers_are_checked_counted_and_shown():
         recipe_for_model(model, kv_cache_skip_layers=(0, 1))
 
 
+def qwen3_next_on_meta(**options):
+    with torch.device("meta"):
+        return outline_of(AutoModelForCausalLM.from_config(Qwen3NextConfig(num_hidden_layers=8, **options)))
+
+
 def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
-    outline = outline_of_config({"model_type": "qwen3_next", "num_hidden_layers": 8}, "m")
+    outline = qwen3_next_on_meta()
     plan = plan_for(outline, recipe_for(outline, kv_cache_skip_layers=(3,)))
     per_layer = 2 * 2 * 256
     assert plan.kv_bytes_per_token_before == 2 * per_layer * 2
@@ -301,8 +308,7 @@ def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
 
 
 def test_an_fp8_kv_cache_of_a_model_that_caches_no_keys_and_values_is_refused():
-    config = {"model_type": "qwen3_next", "num_hidden_layers": 8, "layer_types": ["linear_attention"] * 8}
-    outline = outline_of_config(config, "m")
+    outline = qwen3_next_on_meta(layer_types=["linear_attention"] * 8)
     with pytest.raises(ValueError, match="'fp8', but none of the 8 layers of .* caches keys.*kv_cache_dtype='auto'"):
         recipe_for(outline)
     plan = plan_for(outline, recipe_for(outline, kv_cache_dtype="auto"))

@@ -14,9 +14,7 @@ from trl_fp8.engine.vllm.cuda_platform import Cuda
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.planning.risks import risks
 from trl_fp8.recipe import servable
-from trl_fp8.recipe.engine_fields import engine_fields
 from trl_fp8.recipe.from_model import outline_of
-from trl_fp8.recipe.outline import outline_of_config
 from trl_fp8.recipe.recipe import recipe_for
 from trl_fp8.run import engine_flags as engine
 
@@ -97,7 +95,7 @@ def test_what_vllm_says_goes_before_the_lists():
 
 
 def test_published_models_are_refused_for_what_they_are():
-    outlines = {name: outline_of_config(config, name) for name, config in published.CONFIGS.items()}
+    outlines = {name: published.outline(name) for name in published.CONFIGS}
     reasons = {name: reason for name, made in outlines.items() if (reason := servable.why_not_servable(made))}
     assert reasons == {}
     biased = [name for name, made in outlines.items() if any("k_proj.bias" in key for key in made.parameters)]
@@ -197,17 +195,3 @@ def test_what_is_advised_instead_is_known_to_whom_it_is_for():
         name, _, given = words.partition("=")
         assert name in FP8GRPOConfig.__dataclass_fields__
         assert not given or re.search(r"'(\w+)'", given)[1] in engine.VLLM_NAMES
-
-
-def test_an_engine_is_told_what_transformers_does_whatever_a_config_says():
-    def told(model_type, **overrides):
-        return engine_fields(other_models.config(model_type, **overrides).to_dict())
-
-    assert told("deepseek_v3")["topk_method"] == "noaux_tc" and told("qwen3") == {}
-    assert told("deepseek_v2", topk_method="greedy", n_group=2)["n_group"] == 1
-    assert "n_group" not in told("deepseek_v2", topk_method="group_limited_greedy", n_group=2)
-    kinds = ["dense", "dense", "sparse"]
-    assert told("glm4_moe_lite", num_hidden_layers=3, mlp_layer_types=kinds) == {"first_k_dense_replace": 2}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    assert told("minimax_m2", rope_parameters=rope)["rotary_dim"] == 32
-    assert "rope_interleave=True" in refusal(told, "deepseek_v3", rope_interleave=False)

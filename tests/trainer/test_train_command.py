@@ -31,7 +31,7 @@ from trl_fp8.commands.cli import main
 from trl_fp8.commands.problems import as_problem
 from trl_fp8.commands.words import known_names
 from trl_fp8.features.run_log.log_file import read_run
-from trl_fp8.recipe import servable
+from trl_fp8.recipe.families import FAMILIES, Family
 
 
 RECIPES = Path(__file__).parents[2] / "examples" / "configs"
@@ -296,7 +296,7 @@ def test_a_file_that_cannot_be_meant_is_refused(text, here, capsys):
 
 
 def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, monkeypatch, capsys):
-    monkeypatch.setitem(servable._MODEL_TYPES, "phi3", "nobody knows how")
+    monkeypatch.setitem(FAMILIES, "phi3", Family(refused="nobody knows how"))
     path = settings(model_name_or_path="./model")
     assert main(["train", "--config", path]) == 2
     assert_only("model_name_or_path='./model': there is no such folder, seen from", capsys.readouterr().err)

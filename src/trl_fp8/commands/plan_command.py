@@ -12,18 +12,17 @@ from importlib.util import find_spec
 from typing import Any, TypeVar, get_args, get_origin
 
 from trl_fp8.features.kv_cache.kv_cache_flags import KV_CACHE_DTYPES, KVCacheFlags
-from trl_fp8.features.one_forward.forward_flags import ForwardFlags
+from trl_fp8.features.one_forward.forward_flags import ForwardFlags, require_followed
 from trl_fp8.features.router_replay.router_flags import RouterFlags
 from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
 from trl_fp8.planning.plan import Plan, format_bytes, plan_for
 from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, Settings
 from trl_fp8.planning.summary import as_json, as_text
 from trl_fp8.quantization.facts import FORMATS
-from trl_fp8.recipe.names import listed
-from trl_fp8.recipe.outline import Outline, outline_of_config
+from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import formats_for, recipe_for
 from trl_fp8.recipe.servable import Resolve, require_same_positions, require_servable
-from trl_fp8.upstream.patches import FAMILIES
 
 from .model_config import model_config
 from .words import did_you_mean, known_names, read
@@ -199,11 +198,8 @@ def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:
 
 def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, ranks: int | None) -> None:
     """What else the trainer refuses of a model, as far as it shows here."""
-    if forward.fp8_flow_on and outline.model_type.removesuffix("_text") not in FAMILIES:
-        raise ValueError(
-            f"fp8_forward={forward.fp8_forward!r} with a policy of type {outline.model_type!r}: which operations of "
-            f"its layers an engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
-        )
+    if forward.fp8_flow_on:
+        require_followed(outline)
     if router.routes_returned and not outline.experts:
         raise ValueError(
             f"router_replay={router.router_replay!r} with a model of type {outline.model_type!r}: it has no routers, "
@@ -219,19 +215,25 @@ def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, r
 def _outline(model: str, fp8_base: bool) -> Outline:
     config = model_config(model)
     _check_stored(model, config, fp8_base)
-    try:
-        outline = outline_of_config(config, model)
-    except ValueError as error:
-        raise ValueError(f"MODEL={model!r}: {error}") from error
-    if outline is not None:
-        return _served(outline, None)
-    if not config.get("model_type"):
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
+    if not isinstance(kind, str):
         raise ValueError(f"MODEL={model!r}: its config.json has no model_type. Give the folder of a whole checkpoint.")
-    from trl_fp8.upstream.vllm import engine_class  # torch comes with it, which a plan from a config does without
-
     with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
-        outline = _outline_by_transformers(model, config)
-        return _served(outline, engine_class if find_spec("vllm") else None)  # vLLM knows best what it knows
+        from transformers import CONFIG_MAPPING  # seconds, which `trl-fp8 --help` does without
+
+        from trl_fp8.recipe.from_model import outline_of_pretrained
+        from trl_fp8.upstream.vllm import engine_class
+
+        if "auto_map" in config and kind not in CONFIG_MAPPING:
+            raise ValueError(
+                f"MODEL={model!r}: models of type {kind!r} bring their own code (auto_map), which a plan does not "
+                "run. FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM can "
+                "serve it."
+            )
+        outline = outline_of_pretrained(model)
+        # vLLM knows best what it knows, and takes seconds to import
+        knows = engine_class if find_spec("vllm") and not family_of(outline.config_type).tested else None
+        return _served(outline, knows)
 
 
 def _check_stored(model: str, config: Any, fp8_base: bool) -> None:
@@ -258,27 +260,3 @@ def _served(outline: Outline, resolve: Resolve | None) -> Outline:
         in_bf16 = f"In BF16 {outline.name} takes {size} of weights, and {token} of KV cache per token."
         raise ValueError(f"{error}\n{in_bf16}") from error
     return outline
-
-
-def _outline_by_transformers(model: str, config: Mapping[str, Any]) -> Outline:
-    """Any other architecture: from the model itself, without weights."""
-    import torch
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-
-    from trl_fp8.recipe.from_model import outline_of
-
-    kind = config.get("model_type")
-    if "auto_map" in config and kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"MODEL={model!r}: models of type {kind!r} bring their own code (auto_map), which a plan does not run. "
-            "FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM can serve it."
-        )
-    try:
-        with torch.device("meta"):
-            return outline_of(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)))
-    except Exception as error:  # whatever a class of transformers makes of fields that nobody checked
-        said = str(error).strip().partition("\n")[0][:300]
-        raise ValueError(
-            f"MODEL={model!r}: transformers makes no causal language model of a config of type {kind!r} "
-            f"({type(error).__name__}: {said}). Check its config.json."
-        ) from error

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_fp8.planning.trainer_memory import BYTES, adapter_width
-from trl_fp8.recipe.outline import Outline, outline_of_config
+from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.servable import require_servable
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.quiet import quiet
@@ -164,6 +164,7 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
     from transformers import PreTrainedConfig
     from trl import get_peft_config, get_quantization_config
 
+    from trl_fp8.recipe.from_model import outline_of_pretrained
     from trl_fp8.run.checkpoints import checkpoint_to_resume, require_ranks
     from trl_fp8.run.output import require_output
 
@@ -187,8 +188,8 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
     require_model(name)
     try:
         config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
-        if args.own_engine and (outline := outline_of_config(config, name)) is not None:
-            require_servable(outline)
+        if args.own_engine and not (args.trust_remote_code and "auto_map" in config):
+            require_servable(outline := outline_of_pretrained(name, model.model_revision))
     except (OSError, ValueError) as error:
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(missing_model(name, "model_name_or_path", error)) from error

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl_fp8.planning.plan import plan_for_model
 from trl_fp8.quantization.codec.kv_scales import KVScales
 from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
@@ -40,7 +40,6 @@ from .model_card import export_card, merged_card
 
 
 INDEX = "model.safetensors.index.json"
-WITHOUT_BLOCKS = ("mistral3",)  # config types of which vLLM 0.31 renames `weight_scale_inv` as it loads
 
 
 def export_fp8(
@@ -83,7 +82,7 @@ def export_fp8(
         parameters = ((checkpoint_name(name), parameter) for name, parameter in model.named_parameters())
         require_finite(model)
     recipe = recipe or recipe_for_model(model, kv_cache_dtype="auto" if kv_scales is None else "fp8")
-    if recipe.format is BLOCKS and model.config.model_type in WITHOUT_BLOCKS:
+    if recipe.format is BLOCKS and family_of(model.config.model_type).scales_renamed:
         raise ValueError(
             f"an export in 128x128 blocks of a model of type {model.config.model_type!r}: vLLM 0.31 renames their "
             "scales to those of whole tensors, and could not read it. Train with fp8_weight_format='tensor', or call "
@@ -163,7 +162,8 @@ def _write_tensors(folder: Path, shards: Iterable[dict[str, torch.Tensor]]) -> N
 def _write_configs(folder: Path, model: PreTrainedModel, recipe: FP8Recipe) -> None:
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config} | engine_fields(config)
+    config |= {"dtype": "bfloat16", "quantization_config": recipe.quantization_config}
+    config |= family_of(model.config.model_type).engine_fields(config)
     if recipe.quantization_config is None:
         del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

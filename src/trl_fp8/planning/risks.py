@@ -3,24 +3,16 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe, formats_for, is_vision
-from trl_fp8.recipe.servable import TRAINED
 
 from .plan import Plan
 
 
 LOW_SHARE = 0.5  # of the parameters
 SMALL = 1e9  # parameters
-# Their routers choose by one top-k, which can be replayed
-REPLAYED = (
-    "gpt_oss",
-    "mixtral",
-    "olmoe",
-    "qwen2_moe",
-    "qwen3_moe",
-)
 
 
 class Risk(NamedTuple):
@@ -46,11 +38,11 @@ def risks(
 
 
 def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
-    recipe, found = plan.recipe, []
-    if outline.config_type not in TRAINED:
+    recipe, family, found = plan.recipe, family_of(outline.model_type), []
+    if not family_of(outline.config_type).tested:
         found.append(Risk(f"architecture not tested ({outline.config_type}).", {}))
-    if outline.is_text_only:
-        found.append(Risk("its vision tower stays in BF16, and is left out of all numbers.", {}))
+    if any(map(is_vision, outline.parameters)):
+        found.append(Risk("its vision tower stays in BF16.", {}))
         found.append(Risk("images with tensor parallelism, FSDP2 or ZeRO-3: nobody has run them.", {}))
     if outline.stored_as and not (fp8_base and outline.stored_as == "fp8"):
         stored = f"the checkpoint itself is quantized ({outline.stored_as})"
@@ -64,7 +56,7 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
         else:
             remedy = "kv_cache_skip_layers='auto' looks for them before the first rollout."
         found.append(Risk(f"{text} {remedy}", {} if fp8_base else {"kv_cache_skip_layers": "auto"}))
-    if recipe.has_experts and outline.model_type in REPLAYED and recipe.tensor_parallel_size == 1:
+    if recipe.has_experts and family.replayed and recipe.tensor_parallel_size == 1:
         text = (
             "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
             "'rollout' removes it."
@@ -72,16 +64,14 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
         found.append(Risk(text, {"router_replay": "monitor"}))
     elif recipe.has_experts:
         where = (
-            "of this model"
-            if outline.model_type not in REPLAYED
-            else (f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}")
+            "of this model" if not family.replayed else (f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}")
         )
         text = (
             "Mixture of experts: routers of engine and trainer can disagree, which router_replay can neither measure "
             f"nor remove {where}."
         )
         found.append(Risk(text, {}))
-    if outline.model_type.startswith("granitemoe"):
+    if not family.experts_counted:
         text = "router_aux_loss_coef: TRL's load-balancing loss finds no num_experts in its config, and has to be off."
         found.append(Risk(text, {"router_aux_loss_coef": 0.0}))
     if not recipe.fp8_weights and "fp8_weights is off" not in recipe.kept_modules.values():

@@ -14,7 +14,8 @@ from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrain
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.facts import format_stored
-from trl_fp8.recipe.names import expert_modules, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import expert_modules
 
 
 _SCALES = "weight_scale_inv", "_scales"  # what names of tensors that a checkpoint holds beside FP8, MXFP4 end with

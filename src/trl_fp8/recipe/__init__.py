@@ -1,1 +1,1 @@
-"""Which tensors of a model are FP8, decided by name. Importing it pulls in neither torch nor transformers."""
+"""Which tensors of a model are FP8, decided by name."""

@@ -16,7 +16,7 @@ class LayerCache:
 
 
 def layer_caches(config: Mapping[str, Any], layers: int, kv_heads: int, head_dim: int) -> tuple[LayerCache, ...]:
-    """By decoder layer; `config` has transformers' defaults filled in, as `to_dict()` and `architectures.read` do."""
+    """By decoder layer; `config` has transformers' defaults filled in, as `to_dict()` has them."""
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     full = LayerCache(2 * kv_heads * head_dim)
     if rank := config.get("kv_lora_rank"):

@@ -15,6 +15,8 @@ from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .families import family_of
+
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,7 +38,6 @@ COLUMN_PARALLEL = (*FUSED["qkv_proj"], *FUSED["gate_up_proj"], "q_b_proj", "kv_b
 ROW_PARALLEL = ("o_proj", "down_proj", "output_linear")
 LINEAR_ATTENTION = ("in_proj_qkvz", *FUSED["in_proj_qkvz"], "out_proj")  # its large ones; the last is row parallel
 PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the ranks by itself
-UNPACKED = ("stablelm",)  # model types whose class in vLLM does not say what it fuses (no packed_modules_mapping)
 
 
 @dataclass(frozen=True)
@@ -51,52 +52,8 @@ TRANSFORMERS = ExpertNames(("gate_up_proj", "down_proj"), (("gate_proj", "up_pro
 MIXTRAL = ExpertNames(("w13", "w2"), (("w1", "w3"), ("w2",)))
 HELD = ("w13", "w2")  # what vLLM's modules call the fused tensors, of whatever family
 NOWHERE = -1  # in place of an expert's number: for this token and layer no route is known
-# Model type -> parts of names before and after, which are replaced in this order: what transformers renames while it
-# loads a checkpoint, and what vLLM's class does
-_MIXTRAL = (
-    (".mlp.", ".block_sparse_moe."),
-    (".experts.gate_up_proj", ".experts.w13"),
-    (".experts.down_proj", ".experts.w2"),
-)
-_STORED = {
-    "ernie4_5_moe": ((".gate.moe_statics.", ".moe_statics."),),
-    "gemma3_text": ((".vision_tower.", ".vision_tower.vision_model."),),
-    "granitemoehybrid": (
-        (".router.", ".router.layer."),
-        (".experts.gate_up_proj", ".input_linear.weight"),
-        (".experts.down_proj", ".output_linear.weight"),
-    ),
-    "hy_v3": (
-        (".mlp.gate.weight", ".mlp.router.gate.weight"),
-        (".e_score_correction_bias", ".expert_bias"),
-        (".shared_experts.", ".shared_mlp."),
-    ),
-    "minimax_m2": _MIXTRAL,
-    "mixtral": _MIXTRAL,
-}
-_GRANITE = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
-# Model type -> ends of the names of weights that vLLM's class holds in FP32, as a checkpoint then has them, too
-_FP32 = {
-    "afmoe": (".mlp.router.gate.weight", ".mlp.expert_bias"),
-    "ernie4_5_moe": (".mlp.gate.weight", ".e_score_correction_bias"),
-}
-_FP32 |= dict.fromkeys(("glm4_moe", "glm4_moe_lite", "hy_v3", "minimax_m2"), ".mlp.gate.weight")
-_FP32 |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), ".linear_attn.A_log")  # an exponent
-_HELD = {
-    "afmoe": ((".router.gate.", ".gate."),),
-    "ernie4_5_moe": ((".moe_statics.", ".gate."),),
-    "gpt_oss": ((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
-    **dict.fromkeys(_GRANITE, ((".router.", ".gate."),)),
-    "granitemoehybrid": (
-        (".router.layer.", ".gate."),
-        (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
-        (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
-    ),
-    "hy_v3": ((".router.gate.", ".gate."),),
-}
-# Model types whose published checkpoints have the experts of a layer in one tensor
-_TOGETHER = ("gpt_oss", *_GRANITE)
-# The same of a vision-language model, whatever its type: beginnings of names, of which the first is replaced
+# Where a vision-language model, whatever its type, has its language model: beginnings of names. Of the first one is
+# known what vLLM calls it
 WRAPPED = "model.language_model"
 WRAPPED_OTHERWISE = ("language_model.model", "model")  # of Gemma 3; of Qwen2-VL and Qwen2.5-VL
 _COPY = re.compile(r"\.(original_module|modules_to_save\.[^.]+)(?=\.|$)")  # of a module, by PEFT
@@ -120,19 +77,19 @@ def without_copies(name: str) -> str:
 
 def stored_name(name: str, model_type: str) -> str:
     """What a checkpoint calls a parameter or module that transformers calls `name`; vLLM loads it by this name."""
-    return _replaced(name, _STORED.get(model_type, ()))
+    return _replaced(name, family_of(model_type).stored)
 
 
 def is_fp32(name: str, model_type: str) -> bool:
     """True for a parameter that transformers calls `name` if an engine holds it in FP32, and gets it unrounded."""
-    return model_type in _FP32 and name.endswith(_FP32[model_type])
+    return name.endswith(family_of(model_type).fp32)
 
 
 def held_name(stored: str, model_type: str, decoder: str) -> str:
     """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
     parts = _HELD_PARTS if decoder == WRAPPED else ()
     before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
-    return _replaced(after + stored.removeprefix(before), _HELD.get(model_type, ()))
+    return _replaced(after + stored.removeprefix(before), family_of(model_type).held)
 
 
 def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
@@ -158,7 +115,7 @@ def published_names(sent: str, scale_suffix: str, model_type: str = "") -> tuple
     layer, is_expert, tensor = sent.partition(".experts.")
     tensor, is_scale, _ = tensor.partition(scale_suffix)
     for family in (TRANSFORMERS, MIXTRAL):
-        if is_expert and tensor in family.fused and model_type not in _TOGETHER:
+        if is_expert and tensor in family.fused and not family_of(model_type).experts_together:
             parts = family.published[family.fused.index(tensor)]
             return tuple(f"{layer}.experts.{{}}.{part}.weight{is_scale}" for part in parts)
     return ()
@@ -196,10 +153,3 @@ def is_router(module: "nn.Module") -> bool:
     """
     name = type(module).__name__
     return name.endswith("TopKRouter") and not name.startswith("GraniteMoe")
-
-
-def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
-    """For a message: the first `most` of what may be hundreds, and how many more there are."""
-    names = list(names)
-    more = [f"and {len(names) - most} more"] if len(names) > most else []
-    return between.join([*names[:most], *more])

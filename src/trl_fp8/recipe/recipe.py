@@ -21,6 +21,8 @@ from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.quantization.facts.scaling import ScaleFormat
 from trl_fp8.quantization.facts.spec import FormatSpec
 
+from .families import family_of
+from .messages import listed
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
@@ -31,10 +33,8 @@ from .names import (
     REPLICATED,
     ROW_PARALLEL,
     TRANSFORMERS,
-    UNPACKED,
     fused_name,
     held_name,
-    listed,
     router_name,
     stored_name,
 )
@@ -139,14 +139,14 @@ class FP8Recipe:
         # also where only the KV cache is FP8: no other config gives vLLM's attention loadable q, k and v scales
         # by both names, as vLLM's class of MiniMax-M2 looks modules up under that of the policy
         kept = dict.fromkeys(each for name in self.kept_modules for each in (self.stored_name(name), name))
-        if self.model_type in UNPACKED:
+        if family_of(self.model_type).fuses_unsaid:
             kept |= dict.fromkeys(map(fused_name, kept))
         return self.format.quantization_config | {"modules_to_not_convert": [*kept]}
 
 
 def recipe_for_model(model: "nn.Module", **flags) -> FP8Recipe:
     """`recipe_for` a transformers or PEFT causal LM, also one on the meta device; flags and errors are the same."""
-    from .from_model import outline_of  # torch comes with it, which a plan from a config does without
+    from .from_model import outline_of  # torch takes seconds, which `trl-fp8 --help` does without
 
     return recipe_for(outline_of(model), **flags)
 

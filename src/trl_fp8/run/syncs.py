@@ -12,7 +12,8 @@ from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.run.batch import Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.sync.delivery import SyncReport

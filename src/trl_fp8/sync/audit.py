@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 
 from .pieces import Layout
 from .writer import Writer

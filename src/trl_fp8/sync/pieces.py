@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trl_fp8.quantization.codec.digest import Table
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 
 
 @dataclass(frozen=True)

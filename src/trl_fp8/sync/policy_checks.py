@@ -9,7 +9,8 @@ from torch import nn
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
-from trl_fp8.recipe.names import checkpoint_name, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .pieces import Layout

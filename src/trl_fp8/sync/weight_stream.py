@@ -13,7 +13,8 @@ import torch
 
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.quantization.codec.weights import quantize_fused, stored_scale
-from trl_fp8.recipe.names import is_fp32, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import is_fp32
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

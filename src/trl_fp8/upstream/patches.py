@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import NamedTuple
 
+from trl_fp8.recipe.families import types_with
+
 
 READ_IN = {
     "accelerate": "1.15",
@@ -36,9 +38,7 @@ _INVARIANT = "vllm.model_executor.determinism.batch_invariant"
 _BLOCK_GEMM = f"{_LAYERS}.quantization.utils.fp8_utils"
 _ROUTER = "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeTopKRouter"
 _NO_FUNCTION = "The reference kernel goes first on CPU; no function registers"
-# Families of transformers' models whose decoder layers a policy with one forward is known to share with vLLM's
-FAMILIES = ("cohere", "gemma", "gemma2", "gemma3", "glm", "glm4", "granite", "llama", "mistral", "phi3", "qwen2")
-FAMILIES += ("qwen3", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+_FILES = [kind.removesuffix("_text") for kind in types_with("followed")]  # transformers' names of their modules
 _PATCHES = {  # how -> target -> (by, why)
     FOR_ONE_BLOCK: {
         "trl.trainer.grpo_trainer.VLLMGeneration": ("rollouts.py", "TRL constructs it by this name; no factory."),
@@ -98,7 +98,7 @@ _PATCHES = {  # how -> target -> (by, why)
         ),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
-            (f"transformers.models.{family}.modeling_{family}.apply_rotary_pos_emb" for family in FAMILIES),
+            (f"transformers.models.{file}.modeling_{file}.apply_rotary_pos_emb" for file in _FILES),
             ("features/one_forward/one_forward.py", "Attention calls it by this name; the engine turns q and k."),
         ),
         f"{_MOE}.router.cpu_router._grouped_topk": (f"{_CPU}/ops.py", "An FP32 sigmoid depends on the place."),

@@ -8,6 +8,7 @@ import torch
 from transformers import PretrainedConfig
 
 from trl_fp8.quantization.codec.kernel_check import require_exact_kernels
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.vllm import forget_choices
@@ -17,7 +18,6 @@ from .fallback import classes_derived
 from .platform import Platform
 
 
-WITH_SINKS = "gpt_oss", "granite_swa", "granitemoe_swa"  # model types whose attention may have sinks
 # Elements of a latent without its rotated rest: of as many, FP8 tiles fit into the smaller blocks of Ada and of 12.x
 LATENT_IN_99_KIB = 256
 
@@ -53,8 +53,8 @@ class Cuda(Platform):
         # FlashAttention 3 and Triton's attention read KV scales anew in each call. FlashInfer, which vLLM takes on
         # Blackwell, keeps copies; how FlashAttention 4 rounds attention weights is not known
         attention = "FLASH_ATTN" if self.flash_attention == 3 else "TRITON_ATTN"
-        if recipe.decoder == WRAPPED and config.model_type == "gemma3_text":
-            attention = "TRITON_ATTN"  # tokens of an image see all of it, which FlashAttention 3 cannot mask
+        if recipe.decoder == WRAPPED and family_of(config.model_type).sees_images_whole:
+            attention = "TRITON_ATTN"
         if latent := getattr(config, "kv_lora_rank", None):  # of MLA's, the one that rounds no query
             attention = "TRITON_MLA"
             if recipe.fp8_kv_cache and latent > LATENT_IN_99_KIB and major in (8, 12):
@@ -64,7 +64,7 @@ class Cuda(Platform):
                     "KiB of shared memory for a block, the GPU has 99. BF16 latents fit: set kv_cache_dtype='auto'."
                 )
         # FlashInfer, again, keeps a copy of attention sinks
-        pinned = recipe.fp8_kv_cache or config.model_type in WITH_SINKS
+        pinned = recipe.fp8_kv_cache or family_of(config.model_type).sinks
         arguments = {"attention_backend": attention} if pinned else {}
         # DeepGEMM's experts round act(gate) * up as no trainer here does; the others shuffle weights
         return arguments | ({"moe_backend": "triton"} if recipe.has_experts else {})

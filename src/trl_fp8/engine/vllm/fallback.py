@@ -13,14 +13,14 @@ import torch
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.recipe.servable import TRANSFORMERS_BACKED
 from trl_fp8.upstream.patches import substituted
 
 
 def classes_derived(recipe: FP8Recipe) -> AbstractContextManager[None]:
     """Engines that are made inside the block leave the policy's class as it is."""
-    if recipe.model_type not in TRANSFORMERS_BACKED:
+    if not family_of(recipe.model_type).by_transformers:
         return nullcontext()
     from vllm.model_executor.models.transformers import base  # no other model needs it
 

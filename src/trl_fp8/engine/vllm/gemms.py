@@ -40,7 +40,7 @@ from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fuse
 from trl_fp8.quantization.facts.scaling import ScaleFormat
 from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.from_model import outline_of
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .auditable import why_linear_unverifiable

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from transformers import PretrainedConfig
 
-from trl_fp8.recipe.engine_fields import engine_fields
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .compiled import traced
@@ -52,7 +52,8 @@ class Platform(ABC):
         # Of what vLLM would normalize images with, dummy weights are made; the trainer's processor normalizes, too
         arguments["mm_device_do_normalize"] = False
         # also where nothing is FP8: the folder's config may say how its own weights are quantized
-        fields = engine_fields(config.get_text_config().to_dict())
+        text = config.get_text_config()
+        fields = family_of(text.model_type).engine_fields(text.to_dict())
         arguments["hf_overrides"] = fields | {"quantization_config": recipe.quantization_config}
         if recipe.quantization_config is not None:
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 
 from .observation import QKVObservation, bounded, observe_sequences
 

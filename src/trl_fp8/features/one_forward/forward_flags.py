@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from trl_fp8.recipe.families import family_of, types_with
+from trl_fp8.recipe.outline import Outline
 from trl_fp8.run.flag import FlagGroup, flag
 
 
@@ -104,3 +106,24 @@ class ForwardFlags(FlagGroup):
                 f"fp8_gemm_backend={self.fp8_gemm_backend!r} with fp8_backward={self.fp8_backward!r}: it computes the "
                 "GEMMs of an FP8 backward. Set fp8_backward='fp8', or remove fp8_gemm_backend."
             )
+
+
+def require_followed(outline: Outline) -> None:
+    """Raise `ValueError` for a model of a type whose layers a trainer cannot compute as an engine does."""
+    policy = f"fp8_forward='full' with a policy of type {outline.config_type!r}"
+    if any(cache.is_latent for cache in outline.caches):
+        raise ValueError(
+            f"{policy}: its attention is latent (MLA), and an engine expands the latents of prompts by kv_b_proj, but "
+            "multiplies by parts of that weight while it decodes: no forward of a trainer has the bits of both. Set "
+            "fp8_forward='off'."
+        )
+    if not family_of(outline.model_type).followed:
+        raise ValueError(
+            f"{policy}: which operations of its layers an engine computes is known of "
+            f"{', '.join(types_with('followed'))}. Set fp8_forward='off'."
+        )
+    if outline.config_type != outline.model_type:
+        raise ValueError(
+            f"fp8_forward='full' with a {outline.class_name}: text models are known, and not what images do to masks "
+            "and positions. Set fp8_forward='off'."
+        )

@@ -39,12 +39,13 @@ from trl_fp8.features.shared_base.shared_modules import SharedLinear
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.policy.swapped import restore, swap
-from trl_fp8.recipe.from_model import linear_layers, of_adapter
-from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, listed, without_copies
+from trl_fp8.recipe.from_model import linear_layers, of_adapter, outline_of
+from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.upstream.patches import FAMILIES, PATCHES, patch
+from trl_fp8.upstream.patches import patch
 
 from .backward import FP8Flow
+from .forward_flags import require_followed
 
 
 MLPS = {
@@ -195,23 +196,8 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, flow: FP8Flow) -> No
     """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
     require_sums(model, recipe.tensor_parallel_size)
     require_followable_experts(recipe, flow.backward)
+    require_followed(outline_of(model))
     base = transformers_model(model)
-    if any(hasattr(module, "expand_kv") for module in base.modules()):
-        raise ValueError(
-            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: its attention is latent (MLA), and "
-            "an engine expands the latents of prompts by kv_b_proj, but multiplies by parts of that weight while it "
-            "decodes: no forward of a trainer has the bits of both. Set fp8_forward='off'."
-        )
-    if f"{type(base).__module__}.{TURN}" not in PATCHES:
-        raise ValueError(
-            f"fp8_forward='full' with a policy of type {base.config.model_type!r}: which operations of its layers an "
-            f"engine computes is known of {listed(FAMILIES, 99)}. Set fp8_forward='off'."
-        )
-    if base.config.get_text_config() is not base.config:
-        raise ValueError(
-            f"fp8_forward='full' with a {type(base).__name__}: text models are known, and not what images do to "
-            "masks and positions. Set fp8_forward='off'."
-        )
     if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
         raise ValueError(
             f"fp8_forward='full' with attention_dropout={dropout} in the model's config: the engine's attention drops "

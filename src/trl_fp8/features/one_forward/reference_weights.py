@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 from trl_fp8.sync.delivery import InPlaceDelivery, Part
 
 

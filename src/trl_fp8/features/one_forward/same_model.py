@@ -20,7 +20,7 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.messages import listed
 from trl_fp8.run.feature import Feature
 from trl_fp8.sync.audit import all_reduce_max
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.policy.model import transformers_model
+from trl_fp8.recipe.families import types_with
 from trl_fp8.recipe.names import NOWHERE, expert_modules, full_shape, is_router, router_name
 
 
@@ -177,7 +178,7 @@ def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
         if not is_router(router):
             raise ValueError(
                 f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k "
-                "(GPT-OSS, Mixtral, OLMoE, Qwen2-MoE, Qwen3-MoE). Set router_replay='off'."
+                f"({', '.join(types_with('replayed'))}). Set router_replay='off'."
             )
         yield int(re.search(r"layers\.(\d+)\.", name)[1]), router
 

@@ -10,7 +10,8 @@ from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.recipe.names import MLA, checkpoint_name, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import MLA, checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe, adapter_targets
 
 

@@ -27,7 +27,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.facts.blocks import BLOCK, BLOCKS
-from trl_fp8.recipe.names import WRAPPED, WRAPPED_OTHERWISE, listed, published_names
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import WRAPPED, WRAPPED_OTHERWISE, published_names
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 

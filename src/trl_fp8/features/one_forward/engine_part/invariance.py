@@ -21,7 +21,8 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
 from trl_fp8.engine.vllm.environment import environment_kept
 from trl_fp8.engine.vllm.separate_kernels import SeparateKernels
-from trl_fp8.recipe.names import listed
+from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
@@ -105,17 +106,13 @@ def invariant_on_cuda(recipe: FP8Recipe) -> Iterator[None]:
 
 def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], flash_attention: int | None) -> None:
     """Raise `ValueError` for a model, or a GPU, of which a trainer cannot share the kernels. `config`: of the text."""
+    compiled = family_of(config.model_type).compiled_on_cuda
     if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        compiled = "rotary embedding (longrope) with what is around it"
+    if compiled:
         raise ValueError(
-            f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its rotary "
-            "embedding (longrope) with what is around it, so that the trainer cannot have the engine's bits. Set "
-            "fp8_forward='off'."
-        )
-    if config.model_type == "cohere":  # `layer_norm_func` in vLLM's `commandr`: no operation that has providers
-        raise ValueError(
-            f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its norms for "
-            "one row apart from those for many, so that the trainer cannot have the engine's bits. Set "
-            "fp8_forward='off'."
+            f"fp8_forward='full' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+            f"{compiled}, so that the trainer cannot have the engine's bits. Set fp8_forward='off'."
         )
     if flash_attention != 3:
         major, minor = capability

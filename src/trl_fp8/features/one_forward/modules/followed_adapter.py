@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import Adapter
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
-from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router
 
 from .own_gradient import with_value
 

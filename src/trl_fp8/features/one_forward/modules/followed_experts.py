@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.features.shared_base.shared_modules import SharedExperts
-from trl_fp8.recipe.names import TRANSFORMERS, listed
+from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.names import TRANSFORMERS
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 

@@ -1,0 +1,231 @@
+"""What is known of model types: one row each, and the only place that names them.
+
+A row stands under the `model_type` of transformers' config. A vision-language model has two, that of the whole config
+and that of its language model. The type of the whole says what was tested and exported, the other one the rest.
+Versions that were read: transformers 5.17, vLLM 0.31 and TRL 1.16. `tests/engine/test_servable.py` holds the rows to
+vLLM's classes, `tests/recipe/test_families.py` to transformers'.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+Config = Mapping[str, Any]  # of a language model, as `to_dict()` gives it
+Fields = dict[str, Any]
+Parts = tuple[tuple[str, str], ...]  # parts of names before and after, which are replaced in this order
+
+
+def _none(config: Config) -> Fields:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a model type has of its own. The defaults are those of most types."""
+
+    tested: bool = True  # tiny policies of this type went through a whole run (testing/matrix)
+    refused: str = ""  # why no engine can serve it, where names do not say so; empty: nothing is known against it
+    by_transformers: bool = False  # vLLM has no class of its own and serves it by transformers' modeling code
+    activations: tuple[str, ...] = ()  # that vLLM's class computes: it refuses others, or computes SiLU; empty: any
+    one_window: bool = False  # vLLM's class gives all layers one sliding window, or none
+    sees_images_whole: bool = False  # tokens of an image attend to all of it, which FlashAttention 3 cannot mask
+    sinks: bool = False  # its attention may have sinks
+    stored: Parts = ()  # what transformers renames while it loads a checkpoint, from its names to those of the file
+    held: Parts = ()  # what vLLM's class renames, from names of the file to those of its modules
+    fp32: tuple[str, ...] = ()  # ends of the names of weights that vLLM's class, and so a checkpoint, has in FP32
+    experts_together: bool = False  # published checkpoints have the experts of a layer in one tensor
+    experts_counted: bool = True  # False: TRL's load-balancing loss finds no num_experts in its config
+    fuses_unsaid: bool = False  # vLLM's class does not say what it fuses (no packed_modules_mapping)
+    scales_renamed: bool = False  # vLLM renames `weight_scale_inv` to the scales of whole tensors while it loads
+    replayed: bool = False  # router_replay was tested with its routers, which choose by one top-k
+    followed: bool = False  # one forward: the operations of its decoder layers are known to be the engine's, too
+    compiled_on_cuda: str = ""  # what of a layer vLLM's class compiles there by itself, so that nothing can follow it
+    engine_fields: Callable[[Config], Fields] = _none  # fields that an engine has to find in its config, see below
+
+
+# `engine_fields`: vLLM's classes look up what transformers' classes do whatever a config says. Checkpoints of the Hub
+# have these fields. A config that was made in memory may lack them, or say otherwise: what is trained is what
+# transformers computes. vLLM would round the logits of routers to BF16, where transformers computes them in FP32.
+
+
+def _deepseek_v2(config: Config) -> Fields:
+    one_group = {"n_group": 1, "topk_group": 1} if config.get("topk_method") == "greedy" else {}
+    return one_group | {"scoring_func": "softmax", "norm_topk_prob": False, "moe_router_dtype": "float32"}
+
+
+def _deepseek_v3(config: Config) -> Fields:
+    _require_interleaved(config)
+    return {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_router_dtype": "float32"}
+
+
+def _glm4_moe_lite(config: Config) -> Fields:
+    _require_interleaved(config)
+    return {"first_k_dense_replace": [*config["mlp_layer_types"], "sparse"].index("sparse")}
+
+
+def _minimax_m2(config: Config) -> Fields:
+    rotated = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0) * config["head_dim"]
+    return {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": int(rotated)}
+
+
+def _require_interleaved(config: Config) -> None:
+    if not config.get("rope_interleave", True):
+        raise ValueError(
+            f"models of type {config['model_type']!r} with rope_interleave=False: vLLM's class turns neighbouring "
+            "channels, whatever the config says. Choose a checkpoint with rope_interleave=True."
+        )
+
+
+def _refused(reason: str) -> Family:
+    return Family(tested=False, refused=reason)
+
+
+_SILU, _GELU = ("silu",), ("gelu", "gelu_pytorch_tanh")
+_SPARSE = "its attention is sparse (an indexer chooses keys), and what vLLM's class keeps for it was never read back"
+_ROUTER = (".mlp.gate.weight",)
+_GRANITE = {"experts_together": True, "experts_counted": False}
+_GRANITE_ROUTER = ((".router.", ".gate."),)
+_MIXTRAL = (
+    (".mlp.", ".block_sparse_moe."),
+    (".experts.gate_up_proj", ".experts.w13"),
+    (".experts.down_proj", ".experts.w2"),
+)
+_DECAY = (".linear_attn.A_log",)  # an exponent
+FAMILIES = {
+    "afmoe": Family(
+        activations=_SILU,
+        fp32=(".mlp.router.gate.weight", ".mlp.expert_bias"),
+        held=((".router.gate.", ".gate."),),
+    ),
+    "apertus": Family(activations=("xielu",)),
+    "arcee": Family(activations=("relu2",)),
+    "axk1": _refused("vLLM holds its norms behind experts under another name"),
+    # On CUDA: `layer_norm_func` in vLLM's `commandr`, no operation that has providers
+    "cohere": Family(followed=True, compiled_on_cuda="norms for one row apart from those for many"),
+    "cohere2": Family(),
+    "cohere2_moe": Family(),
+    "cwm": Family(activations=_SILU),
+    "deepseek_v2": Family(activations=_SILU, engine_fields=_deepseek_v2),
+    "deepseek_v3": Family(activations=_SILU, engine_fields=_deepseek_v3),
+    "deepseek_v32": _refused(_SPARSE),
+    "deepseek_v4": _refused(
+        "its attention is compressed and sparse, and vLLM's class has other names for most tensors"
+    ),
+    "ernie4_5": Family(activations=_SILU),
+    "ernie4_5_moe": Family(
+        activations=_SILU,
+        fp32=(".mlp.gate.weight", ".e_score_correction_bias"),
+        stored=((".gate.moe_statics.", ".moe_statics."),),
+        held=((".moe_statics.", ".gate."),),
+    ),
+    "exaone4": Family(activations=_SILU),
+    "flex_olmo": Family(by_transformers=True),
+    "gemma": Family(activations=_GELU, followed=True),
+    "gemma2": Family(activations=("gelu_pytorch_tanh",), followed=True),
+    "gemma3": Family(),
+    "gemma3_text": Family(
+        activations=("silu", *_GELU),
+        stored=((".vision_tower.", ".vision_tower.vision_model."),),
+        sees_images_whole=True,
+        followed=True,
+    ),
+    "gemma3n_text": _refused(
+        "vLLM's class of the text model computes without its per-layer embeddings: it is another model"
+    ),
+    "glm": Family(activations=_SILU, followed=True),
+    "glm4": Family(activations=_SILU, followed=True),
+    "glm4_moe": Family(activations=_SILU, fp32=_ROUTER),
+    "glm4_moe_lite": Family(activations=_SILU, fp32=_ROUTER, engine_fields=_glm4_moe_lite),
+    "glm_moe_dsa": _refused(_SPARSE),
+    "gpt_bigcode": Family(tested=False, by_transformers=True),
+    "gpt_oss": Family(
+        sinks=True,
+        held=((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
+        experts_together=True,
+        replayed=True,
+        followed=True,
+    ),
+    "granite": Family(activations=_SILU, followed=True),
+    "granite_swa": Family(activations=_SILU, sinks=True),
+    "granitemoe": Family(held=_GRANITE_ROUTER, **_GRANITE),
+    "granitemoe_swa": Family(sinks=True, held=_GRANITE_ROUTER, **_GRANITE),
+    "granitemoehybrid": Family(
+        stored=(
+            (".router.", ".router.layer."),
+            (".experts.gate_up_proj", ".input_linear.weight"),
+            (".experts.down_proj", ".output_linear.weight"),
+        ),
+        held=(
+            (".router.layer.", ".gate."),
+            (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
+            (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
+        ),
+        **_GRANITE,
+    ),
+    "granitemoeshared": Family(held=_GRANITE_ROUTER, **_GRANITE),
+    "hrm_text": _refused("vLLM's class does not say which projections it fuses (no packed_modules_mapping)"),
+    "hunyuan_v1_dense": Family(by_transformers=True),
+    "hunyuan_v1_moe": Family(by_transformers=True),
+    "hy_v3": Family(
+        activations=_SILU,
+        fp32=_ROUTER,
+        stored=(
+            (".mlp.gate.weight", ".mlp.router.gate.weight"),
+            (".e_score_correction_bias", ".expert_bias"),
+            (".shared_experts.", ".shared_mlp."),
+        ),
+        held=((".router.gate.", ".gate."),),
+    ),
+    "hy_v4": _refused(_SPARSE),
+    "hyperclovax": Family(activations=_SILU),
+    "jais2": Family(),
+    "laguna": _refused("vLLM loads no correction bias of its routers"),
+    "lfm2": _refused("vLLM's class reads block_dim, which transformers' config does not have"),
+    "llama": Family(activations=_SILU, followed=True),
+    "llama4_text": _refused("vLLM permutes the rows of its q_proj and k_proj, so that they cannot be read back"),
+    "mellum": Family(),
+    "minicpm3": _refused("vLLM's class quantizes q_a_proj, which it gives no name, whatever is asked of it"),
+    "minimax_m2": Family(fp32=_ROUTER, stored=_MIXTRAL, engine_fields=_minimax_m2),
+    "ministral3": Family(activations=_SILU),
+    "mistral": Family(activations=_SILU, followed=True),
+    "mistral3": Family(scales_renamed=True),
+    "mixtral": Family(activations=_SILU, stored=_MIXTRAL, replayed=True, followed=True),
+    "nemotron": Family(),
+    "olmo": Family(by_transformers=True),
+    "olmo2": Family(by_transformers=True),
+    "olmo3": Family(by_transformers=True),
+    "olmo_hybrid": _refused("what vLLM's class makes of its layers of linear attention was never read back"),
+    "olmoe": Family(activations=_SILU, replayed=True, followed=True),
+    "opt": Family(),
+    "phi": Family(),
+    "phi3": Family(activations=_SILU, followed=True),
+    "qwen2": Family(activations=_SILU, one_window=True, followed=True),
+    "qwen2_5_vl": Family(),
+    "qwen2_moe": Family(activations=_SILU, replayed=True, followed=True),
+    "qwen2_vl": Family(),
+    "qwen3": Family(activations=_SILU, one_window=True, followed=True),
+    "qwen3_5": Family(),
+    "qwen3_5_moe": Family(),
+    "qwen3_5_moe_text": Family(fp32=_DECAY),
+    "qwen3_5_text": Family(fp32=_DECAY),
+    "qwen3_moe": Family(activations=_SILU, replayed=True, followed=True),
+    "qwen3_next": Family(activations=_SILU, fp32=_DECAY),
+    "qwen3_vl": Family(),
+    "seed_oss": Family(activations=_SILU),
+    "smollm3": Family(by_transformers=True),
+    "stablelm": Family(fuses_unsaid=True),
+    "starcoder2": Family(by_transformers=True),
+    "vaultgemma": Family(by_transformers=True),
+}
+_UNKNOWN = Family(tested=False)
+
+
+def family_of(model_type: str) -> Family:
+    """The row of a model type; of one that has none, what goes for most types, not tested."""
+    return FAMILIES.get(model_type, _UNKNOWN)
+
+
+def types_with(field: str) -> tuple[str, ...]:
+    """The model types in whose rows a field is set, in alphabetical order."""
+    return tuple(kind for kind, family in FAMILIES.items() if getattr(family, field))
