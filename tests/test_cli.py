@@ -202,6 +202,11 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
         (["--lora", "0"], "--lora 0: give"),
         (["--context", "50000"], "--context 50000: the model's config promises 40,960 tokens"),
         (["--config", "missing.yaml"], "--config missing.yaml: there is no such file"),
+        (["--gpus", "two"], "--gpus: invalid int value: 'two'"),
+        (["--gpu-memory", "much"], "--gpu-memory: invalid float value: 'much'"),
+        (["--gpu-memry", "80"], "Unknown flag --gpu_memry: did you mean gpu_memory?"),
+        (["--beta", "0.1"], "--beta is no flag of a plan. Put it into a run config, and give that with --config."),
+        (["another/model"], "'another/model' belongs to no flag"),
     ],
 )
 def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_path, capsys):
@@ -221,10 +226,12 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
 
 
 def test_the_usage_is_that_of_the_command(capsys):
-    for words in (["plan", "m", "--nonsense"], ["plan", "m", "--gpus", "two"]):
+    for words in (["verify", "m", "--nonsense"], ["verify"]):
         with pytest.raises(SystemExit):
             main(words)
-        assert capsys.readouterr().err.startswith("usage: trl-fp8 plan")
+        assert capsys.readouterr().err.startswith("usage: trl-fp8 verify")
+    assert main(["plan", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: trl-fp8 plan")
     assert main([]) == 0
     assert "COMMAND" in capsys.readouterr().out
     with pytest.raises(SystemExit) as ended:

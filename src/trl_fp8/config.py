@@ -75,10 +75,15 @@ class FP8Config:
 
     def recipe_for(self, model: nn.Module, **resolved) -> FP8Recipe:
         """Which tensors of `model` are FP8 under these flags, on this machine; `resolved` win over the flags."""
-        decided = {"expert_kernels": self.device.type != "cpu", "kv_cache_dtype": "auto"}
+        on_gpu = self.device.type != "cpu"
+        return recipe_for_model(model, **{"expert_kernels": on_gpu} | self.recipe_options() | resolved)
+
+    def recipe_options(self) -> dict[str, Any]:
+        """Arguments of `recipe_for_model` that flags decide."""
+        decided = {"kv_cache_dtype": "auto"}
         for group in self.groups():
             decided |= group.recipe_fields(self)
-        return recipe_for_model(model, **decided | resolved)
+        return decided
 
 
 def default_of(item: Field) -> Any:

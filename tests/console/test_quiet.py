@@ -38,8 +38,8 @@ def state():
     return list(warnings.filters), changed, logging.root.level, dict(os.environ), sys.stdout, sys.stderr
 
 before = state()
-import trl_fp8.cli, trl_fp8.commands.train
-from trl_fp8.cli import main
+import trl_fp8.commands.cli, trl_fp8.commands.train
+from trl_fp8.commands.cli import main
 from trl_fp8.upstream.quiet import quiet
 assert state() == before
 quiet()
@@ -107,7 +107,7 @@ def test_commands_print_what_they_have_to_say_and_nothing_else(checkpoint, tmp_p
         ("plan", r".*: .* parameters, .*\n(.|\n)*"),
         ("verify", r".*: \d+ files are what was exported\n"),
     ):
-        command = [sys.executable, "-m", "trl_fp8.cli", word, str(exported)]
+        command = [sys.executable, "-m", "trl_fp8.commands.cli", word, str(exported)]
         done = subprocess.run(command, capture_output=True, text=True, env=alone())
         assert (done.returncode, done.stderr) == (0, "")
         assert re.fullmatch(said, done.stdout), done.stdout

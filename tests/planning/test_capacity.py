@@ -1,9 +1,10 @@
-"""What a plan says to do fits, computed again from the flags that it prints; what it says of a recipe is what runs."""
+"""What a plan says to do fits, computed again from its flags; what it says of a run config is what runs."""
 
 import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 
 from testing import published
 from trl_fp8.commands.cli import main
-from trl_fp8.commands.plan_command import FLAGS
+from trl_fp8.commands.plan_command import FLAGS, OF_TRAIN
 
 
 ROOT = Path(__file__).parents[2]
@@ -34,11 +35,11 @@ SETUPS = (
 def plan(tmp_path, capsys):
     """Figures of `trl-fp8 plan` for a published model."""
 
-    def run(name, *words, recipe=None):
+    def run(name, *words, given=None):
         (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS[name]))
-        if recipe is not None:
-            (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-            words += ("--config", str(tmp_path / "recipe.yaml"))
+        if given is not None:
+            (tmp_path / "run.yaml").write_text(yaml.safe_dump(given))
+            words += ("--config", str(tmp_path / "run.yaml"))
         assert main(["plan", str(tmp_path), "--json", *words]) == 0
         return json.loads(capsys.readouterr().out)
 
@@ -53,7 +54,7 @@ def test_flags_that_are_printed_fit_when_computed_again(name, plan):
         offered = [found] if found["fits"] else found["fits_instead"]
         assert found["fits"] or not found["flags"], "flags of a plan that does not fit"
         for way in offered:
-            again = plan(name, *memory, recipe=way["flags"])
+            again = plan(name, *memory, given=way["flags"])
             for key in ("fits", "gpus", "lora_rank", "fp8_base", "tensor_parallel_size", "gib_per_gpu", "kv_tokens"):
                 assert again[key] == way[key], (words, key)
             assert again["fits"] and way["gib_per_gpu"]["total"] <= way["gib_per_gpu"]["limit"]
@@ -77,15 +78,15 @@ def test_adapters_on_an_fp8_base_are_offered_where_others_do_not_fit(plan):
     }
     assert kinds == {"24": [(1, 32, True), (16, None, False)], "80": [(1, 32, False), (4, None, False)]}
     assert plan("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")["lora_rank"] == 32
-    ways = plan("Qwen/Qwen3-14B", "--lora", recipe={"fp8_weights": False})["fits_instead"]
+    ways = plan("Qwen/Qwen3-14B", "--lora", given={"fp8_weights": False})["fits_instead"]
     assert ways[0]["flags"]["dtype"] == "bfloat16" and not any(way["fp8_base"] for way in ways)
     for against in ({"use_dora": True}, {"kv_cache_skip_layers": "auto"}):
-        ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", recipe={"use_peft": True} | against)["fits_instead"]
+        ways = plan("Qwen/Qwen3-8B", "--gpu-memory", "24", given={"use_peft": True} | against)["fits_instead"]
         assert ways and not any(way["fp8_base"] for way in ways)
     biased = plan("Qwen/Qwen2.5-7B", "--fp8-base")
     assert "kv_cache_skip_layers" not in biased["flags"] and "finds with 'auto'" in biased["risks"][0]
-    recipe = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
-    assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", recipe=recipe)["gib_per_gpu"]["trainer"]["weights"] > 30
+    given = {"use_peft": True, "fp8_base": True, "vllm_gpu_memory_utilization": 0.3}
+    assert plan("Qwen/Qwen3-8B", "--fp8-base", "false", given=given)["gib_per_gpu"]["trainer"]["weights"] > 30
 
 
 def test_a_large_model_is_told_its_ranks(plan):
@@ -128,9 +129,9 @@ def test_no_base_is_shared_with_a_checkpoint_in_mxfp4(plan):
     assert not any(way["fp8_base"] for way in found["fits_instead"])
 
 
-def test_a_plan_that_leaves_fp8_out_skips_no_layers_of_its_cache(plan):
+def test_weights_that_no_format_holds_are_left_out_and_why_is_said(plan):
     found = plan("openai/gpt-oss-20b", "--gpus", "8")
-    assert found["flags"]["fp8_weights"] is False and "kv_cache_skip_layers" not in found["flags"]
+    assert found["flags"]["fp8_weights"] is False and found["flags"]["kv_cache_skip_layers"] == "auto"
     (why,) = [risk for risk in found["risks"] if risk.startswith("no weights can be FP8")]
     assert "experts of another layout" in why and "2880" in why and "fp8_weight_format tensor" in why
 
@@ -149,11 +150,11 @@ def test_routes_are_not_asked_of_several_ranks(plan):
         ("Qwen/Qwen2.5-7B", {"kv_cache_skip_layers": []}, False),
     ],
 )
-def test_a_risk_leaves_the_flags_that_a_recipe_has(name, chosen, is_answered, plan):
+def test_a_risk_leaves_the_flags_that_a_run_config_has(name, chosen, is_answered, plan):
     (key,) = chosen
     words = ("--gpus", "8", "--gpu-memory", "141")
-    recipe = {"vllm_gpu_memory_utilization": 0.38}
-    alone, beside = plan(name, *words, recipe=recipe | {key: None}), plan(name, *words, recipe=recipe | chosen)
+    given = {"vllm_gpu_memory_utilization": 0.38}
+    alone, beside = plan(name, *words, given=given), plan(name, *words, given=given | chosen)
     assert alone["fits"] and beside["fits"]
     assert key in alone["flags"] and key not in beside["flags"]
     assert any(key in risk for risk in alone["risks"])
@@ -161,9 +162,9 @@ def test_a_risk_leaves_the_flags_that_a_recipe_has(name, chosen, is_answered, pl
 
 
 def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
-    recipe = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8, "per_device_train_batch_size": 4}
+    given = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8, "per_device_train_batch_size": 4}
     awake, asleep = (
-        plan("Qwen/Qwen3-8B", "--context", "20000", recipe=recipe | {"vllm_enable_sleep_mode": sleeps})["gib_per_gpu"]
+        plan("Qwen/Qwen3-8B", "--context", "20000", given=given | {"vllm_enable_sleep_mode": sleeps})["gib_per_gpu"]
         for sleeps in (False, True)
     )
     passing = sum(awake["trainer"][name] for name in ("copies", "inputs", "head"))
@@ -175,9 +176,9 @@ def test_sleep_frees_the_engines_memory_while_the_trainer_works(plan):
     [({}, 16), ({"fp8_base": True}, 16 - 3 - 8.79 - 0.24), ({"fp8_forward": "full"}, 16 - 3 - 8.79)],
 )
 def test_weights_that_the_trainer_reads_do_not_sleep(flags, freed, plan):
-    recipe = {"vllm_gpu_memory_utilization": 0.2, "use_peft": True, "lora_r": 32, "per_device_train_batch_size": 8}
+    given = {"vllm_gpu_memory_utilization": 0.2, "use_peft": True, "lora_r": 32, "per_device_train_batch_size": 8}
     awake, asleep = (
-        plan("Qwen/Qwen3-8B", "--context", "8192", recipe=recipe | flags | {"vllm_enable_sleep_mode": sleeps})
+        plan("Qwen/Qwen3-8B", "--context", "8192", given=given | flags | {"vllm_enable_sleep_mode": sleeps})
         for sleeps in (False, True)
     )
     assert awake["gib_per_gpu"]["trainer"]["inputs"] > freed
@@ -192,24 +193,24 @@ def test_groups_are_whole(gpus, plan):
     assert completions >= 100 and completions % 8 == 0  # num_generations
 
 
-def test_a_command_line_wins_over_a_recipe(plan):
-    recipe = yaml.safe_load((CONFIGS / "qwen3_8b_base_8xh100.yaml").read_text())
-    found = plan("Qwen/Qwen3-8B", "--gpus", "8", recipe=recipe)
+def test_a_command_line_wins_over_a_run_config(plan):
+    given = yaml.safe_load((CONFIGS / "qwen3_8b_base_8xh100.yaml").read_text())
+    found = plan("Qwen/Qwen3-8B", "--gpus", "8", given=given)
     assert found["gib_per_gpu"]["engine"] == 40 and found["flags"]["vllm_max_model_length"] == 21504
-    again = plan("Qwen/Qwen3-8B", "--gpus", "8", "--gpu-memory-utilization", "0.4", "--lora", "16", recipe=recipe)
+    again = plan("Qwen/Qwen3-8B", "--gpus", "8", "--gpu-memory-utilization", "0.4", "--lora", "16", given=given)
     assert again["gib_per_gpu"]["engine"] == 32 and again["lora_rank"] == 16
     other = {"kv_cache_dtype": "auto", "fp8_weight_format": "tensor", "dtype": "bfloat16"}
     won = {"kv_cache_dtype": "fp8", "fp8_weight_format": "blocks", "dtype": "float32"}
     words = [word for key, value in won.items() for word in (f"--{key}", value)]
-    assert won.items() <= plan("Qwen/Qwen3-8B", "--gpus", "8", *words, recipe=recipe | other)["flags"].items()
-    assert won.keys().isdisjoint(plan("Qwen/Qwen3-8B", "--gpus", "8", *words, recipe=recipe)["flags"])
+    assert won.items() <= plan("Qwen/Qwen3-8B", "--gpus", "8", *words, given=given | other)["flags"].items()
+    assert won.keys().isdisjoint(plan("Qwen/Qwen3-8B", "--gpus", "8", *words, given=given)["flags"])
 
 
 @pytest.mark.parametrize(
     "flags, said",
     [
         ({"router_replay": "rollout"}, "it has no routers, so there is nothing to replay"),
-        ({"fp8_base": True}, "fp8_base=True without adapters: an FP8 base is frozen, so nothing would be trained"),
+        ({"fp8_base": True}, "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained"),
         ({"fp8_base": True, "fp8_weights": False}, "fp8_base=True with fp8_weights=False: the base that trainer and"),
         ({"fp8_base": True, "use_peft": True, "use_dora": True}, "fp8_base=True with use_dora=True: the engine"),
         (
@@ -221,14 +222,17 @@ def test_a_command_line_wins_over_a_recipe(plan):
         ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),
         ({"kv_cache_skip_layers": [99]}, "kv_cache_skip_layers names layers [99]"),
         ({"num_processes": 3, "vllm_tensor_parallel_size": 2}, "each engine runs on that many training processes"),
-        ({"per_device_train_batch_size": 1, "num_generations": 16}, "TRL wants whole groups"),
-        ({"vllm_gpu_memory_utilization": "much"}, "vllm_gpu_memory_utilization='much': give a share of a GPU"),
+        ({"per_device_train_batch_size": 1, "num_generations": 16}, "must be divisible by num_generations (16)"),
+        ({"vllm_gpu_memory_utilization": "much"}, "vllm_gpu_memory_utilization='much' in the run config: it"),
+        ({"vllm_gpu_memory_utilization": 30}, "vllm_gpu_memory_utilization=30: give a share of a GPU, e.g. 0.5."),
+        ({"num_processes": "two"}, "num_processes='two' in the run config: it has to be an integer"),
+        ({"dtype": "float16"}, "dtype='float16': a plan counts float32, bfloat16. Give one of them."),
     ],
 )
-def test_what_the_trainer_refuses_of_a_recipe_is_refused(flags, said, tmp_path, capsys):
+def test_what_the_trainer_refuses_of_a_run_config_is_refused(flags, said, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(published.CONFIGS["Qwen/Qwen3-8B"]))
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"reward_funcs": ["of.no_plan"]} | flags))
-    assert main(["plan", str(tmp_path), "--config", str(tmp_path / "recipe.yaml")]) == 2
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({"reward_funcs": ["of.no_plan"]} | flags))
+    assert main(["plan", str(tmp_path), "--config", str(tmp_path / "run.yaml")]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("trl-fp8: ") and said in err
 
@@ -245,17 +249,19 @@ def said(tmp_path, capsys):
     return run
 
 
-def test_where_fp8_does_not_help_it_says_so(said):
-    nothing = said("google/gemma-3-1b-it", "--gpus", "8")
-    assert "\nFP8 is not worth it here: " in nothing and "launches" in nothing and "not measured here" in nothing
-    small = said("Qwen/Qwen3-0.6B")
-    assert "\nFP8 is not worth it here: --fp8_weights False --kv_cache_dtype auto leave it out. Rollouts 0" in small
-    assert small.count("--fp8_weights") == 1 and "1.43x" in small and "below about 1 B" in small
-    off = said("Qwen/Qwen3-0.6B", "--kv-cache-dtype", "auto", "--gpus", "8")
-    assert "FP8 is not worth it here" in off
-    linears = said("Qwen/Qwen3-1.7B", "--lora", "--gpu-memory", "141")
-    assert "FP8 linears gain nothing here: add --fp8_weights False to the flags, which leaves the FP8 KV" in linears
-    assert "not worth it" not in linears and "not worth it" not in said("Qwen/Qwen3-8B", "--gpus", "8")
+def test_the_bytes_of_a_decoding_step_are_told(said):
+    """By hand: all of 8.19 B parameters but the embedding, of which 6.95 B in FP8 with scales of 128 x 128 blocks; 36
+    layers with 8 heads of 128 for 4,096 tokens.
+    """
+    embedding, linears = 151936 * 4096, 36 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
+    read = 2 * (embedding + linears + 36 * (2 * 4096 + 2 * 128) + 4096)
+    saved = linears - linears // 128**2 * 4
+    weights = f"{read / 2**30:.1f} GiB -> {(read - saved) / 2**30:.1f} GiB"
+    cache = "576.0 MiB -> 288.0 MiB of KV cache for each sequence of 4,096 tokens"
+    assert f"\nA decoding step reads {weights} of weights, and {cache}.\n" in said("Qwen/Qwen3-8B", "--gpus", "8")
+    split = said("Qwen/Qwen3-8B", "--gpus", "8", "--tensor-parallel-size", "2", "--kv-cache-dtype", "auto")
+    assert f" reads {read / 2**31:.1f} GiB -> {(read - saved) / 2**31:.1f} GiB of weights, and 288.0 MiB of" in split
+    assert " reads at most 56.3 GiB -> " in said("Qwen/Qwen3-30B-A3B", "--gpus", "8", "--gpu-memory", "141")
 
 
 def test_a_shared_base_is_said_to_be_one_and_does_not_wear(said):
@@ -269,9 +275,6 @@ def test_a_shared_base_is_said_to_be_one_and_does_not_wear(said):
     stored = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert "dequantized" not in said("Qwen/Qwen3-8B", "--fp8-base", **stored)
     assert "dequantized" in said("Qwen/Qwen3-8B", "--lora", **stored)
-    small = said("Qwen/Qwen3-0.6B", "--fp8-base")
-    assert "FP8 is not worth it here: --fp8_base False --fp8_weights False --kv_cache_dtype auto leave" in small
-    assert "--fp8_weights False" not in said("Qwen/Qwen3-1.7B", "--fp8-base", "--gpu-memory", "141")
 
 
 def test_what_is_smaller_than_its_unit_is_not_nothing(said):
@@ -281,15 +284,15 @@ def test_what_is_smaller_than_its_unit_is_not_nothing(said):
     assert not re.search(r" $", out, re.MULTILINE) and not re.search(r"\b0\.0\b", out)
 
 
-def test_a_recipe_that_does_not_fit_what_was_assumed_asks_for_the_machine(said):
-    recipe = ("--config", str(CONFIGS / "qwen3_4b_1xh200.yaml"))
+def test_a_run_config_that_does_not_fit_what_was_assumed_asks_for_the_machine(said):
+    given = ("--config", str(CONFIGS / "qwen3_4b_1xh200.yaml"))
     asked = "give --gpus and --gpu-memory of your machine (assumed: 1 x 80 GiB)"
-    assert f"DOES NOT FIT (99 GiB are more than 68); {asked}\n" in said("Qwen/Qwen3-4B", *recipe)
-    half = said("Qwen/Qwen3-4B", *recipe, "--gpus", "1")
+    assert f"DOES NOT FIT (99 GiB are more than 68); {asked}\n" in said("Qwen/Qwen3-4B", *given)
+    half = said("Qwen/Qwen3-4B", *given, "--gpus", "1")
     assert "); give --gpu-memory of your machine (assumed: 1 x 80 GiB)\n" in half
-    assert "of your machine" not in said("Qwen/Qwen3-4B", *recipe, "--gpus", "1", "--gpu-memory", "80")
-    fits = said("Qwen/Qwen3-4B", *recipe, "--gpus", "1", "--gpu-memory", "141")
-    assert fits.endswith("\nflags: none, the recipe has them\n") and ": fits\n" in fits
+    assert "of your machine" not in said("Qwen/Qwen3-4B", *given, "--gpus", "1", "--gpu-memory", "80")
+    fits = said("Qwen/Qwen3-4B", *given, "--gpus", "1", "--gpu-memory", "141")
+    assert fits.endswith("\nflags: none, the run config has them\n") and ": fits\n" in fits
 
 
 def test_flags_have_trls_names_too_with_dashes_or_underscores(said):
@@ -298,13 +301,14 @@ def test_flags_have_trls_names_too_with_dashes_or_underscores(said):
     values |= {"num_processes": "2", "gpu_memory": "99", "vllm_gpu_memory_utilization": "0.45"}
     values |= {"vllm_tensor_parallel_size": "2", "vllm_max_model_length": "1234", "generation_batch_size": "24"}
     values |= {"fp8_base": "True"}
-    assert values.keys() == FLAGS.keys()
+    own = {name: flag[2:] for flag, (name, *_) in FLAGS.items()} | {name: name for name in OF_TRAIN}
+    assert values.keys() == own.keys()
     silent = said("Qwen/Qwen3-8B", "--gpus", "2")
     for key, value in values.items():
         heard = {
             said("Qwen/Qwen3-8B", "--gpus", "2", f"--{name}", value)
-            for own in (key, FLAGS[key][2:])
-            for name in (own, own.replace("_", "-"), own.replace("-", "_"))
+            for one in (key, own[key])
+            for name in (one, one.replace("_", "-"), one.replace("-", "_"))
         }
         assert len(heard) == 1 and (heard != {silent} or key == "num_processes"), key
     assert said("Qwen/Qwen3-8B", "--num_processes", "2") == silent != said("Qwen/Qwen3-8B")
@@ -318,19 +322,19 @@ def test_the_page_of_models_is_what_a_plan_computes():
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
+def test_run_configs_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
     gpus, kind = re.search(r"_(\d)x(24gb|h100|h200)$", path.stem).groups()
-    recipe = yaml.safe_load(path.read_text())
+    given = yaml.safe_load(path.read_text())
     (name,) = [
-        name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", recipe["model_name_or_path"])
+        name for name in published.CONFIGS if re.fullmatch(f"{name}(-Base|-Instruct)?", given["model_name_or_path"])
     ]
-    found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], recipe=recipe)
-    planned = plan(name, "--gpus", gpus, "--gpu-memory", GIB[kind], recipe=recipe)
+    found = plan(name, "--gpus", gpus, "--gpu-memory", GIB_OFFERED[kind], given=given)
+    planned = plan(name, "--gpus", gpus, "--gpu-memory", GIB[kind], given=given)
     assert found["fits"] and planned["fits"]
     # a quarter of the batch runs at full length at once
-    steps = recipe.get("steps_per_generation", recipe["gradient_accumulation_steps"])
-    sequences = recipe["per_device_train_batch_size"] * steps
-    assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * recipe["vllm_max_model_length"]
+    steps = given.get("steps_per_generation", given["gradient_accumulation_steps"])
+    sequences = given["per_device_train_batch_size"] * steps
+    assert list(found["kv_tokens"].values())[-1] > 0.25 * sequences * given["vllm_max_model_length"]
     trainer = planned["gib_per_gpu"]["trainer"]
     states = trainer["weights"] + trainer["gradients"] + trainer["optimizer"]
     means = {
@@ -348,14 +352,28 @@ def test_recipes_fit_the_gpus_in_their_names_as_their_comments_say(path, plan):
         assert round(list(planned["kv_tokens"].values())[-1], -4) == int(tokens) * 1000
 
 
+@pytest.mark.parametrize("name", published.CONFIGS)
+def test_every_published_model_is_planned_in_five_seconds(name, tmp_path):
+    """CPU time beyond imports."""
+    published.write(name, tmp_path / "model")
+    began = time.process_time()
+    assert main(["plan", str(tmp_path / "model")]) in (0, 2)
+    assert time.process_time() - began < 5
+
+
 @pytest.mark.parametrize(
     "change, said",
     [
-        ({"num_generatoins": 9}, "unknown key 'num_generatoins': did you mean num_generations?"),
-        ({"vllm_mode": "server"}, "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer."),
+        ({"num_generatoins": 9}, "Unknown key 'num_generatoins' in "),
+        ({"gpu_memory": 80}, "Unknown key 'gpu_memory' in "),
+        ({"vllm_mode": "server"}, "vllm_mode='server' with fp8_weights=True, kv_cache_dtype='fp8': the trainer reads"),
+        (
+            {"vllm_mode": "server", "fp8_weights": False, "kv_cache_dtype": "auto"},
+            "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer.",
+        ),
     ],
 )
-def test_a_recipe_that_is_of_another_run_gets_no_plan(change, said, tmp_path, capsys):
+def test_a_run_config_that_is_of_another_run_gets_no_plan(change, said, tmp_path, capsys):
     published.write("Qwen/Qwen3-8B", tmp_path / "model")
     (tmp_path / "r.yaml").write_text(yaml.safe_dump({"model_name_or_path": str(tmp_path / "model")} | change))
     assert main(["plan", "--config", str(tmp_path / "r.yaml")]) == 2
@@ -373,10 +391,10 @@ def test_what_changes_the_memory_and_is_not_counted_is_named(tmp_path, capsys):
 
 def test_engines_are_not_split_where_their_routes_are_read(tmp_path, capsys):
     published.write("Qwen/Qwen3-30B-A3B", tmp_path / "model")
-    recipe = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "lora_r": 16}
+    given = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "lora_r": 16}
     sizes = {}
     for replay in ("off", "rollout"):
-        (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe | {"router_replay": replay}))
+        (tmp_path / "r.yaml").write_text(yaml.safe_dump(given | {"router_replay": replay}))
         assert main(["plan", "--config", str(tmp_path / "r.yaml"), "--gpus", "8", "--gpu-memory", "48", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         sizes[replay] = {one["tensor_parallel_size"] for one in (found, *found["fits_instead"])}

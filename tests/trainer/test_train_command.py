@@ -1,4 +1,4 @@
-"""`trl-fp8 train`: a run from a recipe, as a user starts it, and every mistake that one can make on the way to it."""
+"""`trl-fp8 train`: a run config as a user starts it, and every mistake that one can make on the way to it."""
 
 import dataclasses
 import json
@@ -15,7 +15,6 @@ import accelerate.commands.launch
 import datasets
 import pytest
 import yaml
-from accelerate.commands.launch import launch_command_parser
 from datasets.exceptions import DatasetNotFoundError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -29,13 +28,12 @@ from trl_fp8.commands import rewards, train
 from trl_fp8.commands.arguments import COMMON, make_parser
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.problems import as_problem
-from trl_fp8.commands.words import known_names
 from trl_fp8.features.run_log.log_file import read_run
 from trl_fp8.recipe.families import FAMILIES, Family
 
 
-RECIPES = Path(__file__).parents[2] / "examples" / "configs"
-GSM8K = RECIPES / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
+RUN_CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+GSM8K = RUN_CONFIGS / "qwen3_1_7b_gsm8k_lora_1xh100.yaml"
 SLURM = Path(__file__).parents[2] / "docs" / "slurm.md"
 REWARD = """
 import os, signal
@@ -66,7 +64,7 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.engine
-def test_a_job_that_is_submitted_twice_trains_a_recipe_on_what_is_given_instead_of_its_model(
+def test_a_job_that_is_submitted_twice_trains_a_run_config_on_what_is_given_instead_of_its_model(
     checkpoint, here, monkeypatch, capfd
 ):
     """The command of docs/slurm.md on the CPU, through accelerate: Ctrl-C in its second step, then the same again.
@@ -179,7 +177,7 @@ def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models
     mixture = [{"path": "json", "data_files": "data/train.jsonl"}] * 2
     path = settings(dataset_name=None, datasets=mixture, reward_funcs="my_rewards.digits")
     assert launched(monkeypatch, "--config", path).training_script_args == ["--config", path]
-    run = train.prepare(train.read(["--config", path]))
+    run = train.prepare(make_parser().read(["--config", path]))
     assert run.script.reward_funcs == ["my_rewards.digits"] and len(run.trained["train_dataset"]) == 16
 
 
@@ -189,14 +187,27 @@ def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models
 def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_models, monkeypatch):
     mixture = [{"path": "json", "data_files": "data/train.jsonl"}]
     path = settings(dataset_name=None, datasets=mixture, use_peft=True, **flags)
-    run = train.prepare(train.read(["--config", path]))
+    run = train.prepare(make_parser().read(["--config", path]))
     assert run.args.model_init_kwargs.get("dtype") == dtype
+
+
+def test_what_is_set_is_told_from_defaults(here, monkeypatch):
+    monkeypatch.setenv("OF_A_RUN_CONFIG", "before")
+    path = settings(lora_r=16, num_machines=1, env={"OF_A_RUN_CONFIG": 7})
+    asked = make_parser().read([f"--config={path}", "--no-fp8-weights", "--num-processes", "2", "--beta=0.1"])
+    named = [name for name in ("lora_r", "fp8_weights", "beta", "lora_alpha", "kv_cache_dtype") if asked.sets(name)]
+    assert named == ["lora_r", "fp8_weights", "beta"]
+    assert (asked.values.fp8_weights, asked.values.beta, asked.values.lora_alpha) == (False, 0.1, 32)
+    assert asked.launch_words == (["--num_machines", "1"], ["--num-processes", "2"])
+    assert os.environ["OF_A_RUN_CONFIG"] == "7"
 
 
 MISTAKES = {  # what is said -> what changes the file, and the words after it
     "Unknown key 'fp8_wieghts' in x.yaml: did you mean fp8_weights?": ({"fp8_wieghts": True}, ""),
+    "Unknown key 'num_proceses' in x.yaml: did you mean num_processes?": ({"num_proceses": 8}, ""),
+    "env='x' in x.yaml: it has to be a dictionary": ({"env": "x"}, ""),
     "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
-    "'x.yaml' belongs to no flag. A YAML file follows --config": ({}, None),
+    "'x.yaml' belongs to no flag. A run config follows --config": ({}, None),
     "--config takes one YAML file": ({}, "--config x.yaml"),
     "model_name_or_path is not set. Give a model": ({"model_name_or_path": None}, ""),
     "dataset_name is not set. Give one of them": ({"dataset_name": None}, ""),
@@ -210,14 +221,14 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
         "--accelerate_config fsdp3",
     ),
     "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
-    "max_steps='many' in the YAML file: it has to be an integer, by default -1": ({"max_steps": "many"}, ""),
-    "max_steps=[1, 2] in the YAML file: it has to be an integer": ({"max_steps": [1, 2]}, ""),
-    "max_steps='' in the YAML file: it has to be an integer": ({"max_steps": ""}, ""),
-    "fp8_weights='maybe' in the YAML file: it has to be true or false, by default True": (
+    "max_steps='many' in the run config: it has to be an integer, by default -1": ({"max_steps": "many"}, ""),
+    "max_steps=[1, 2] in the run config: it has to be an integer": ({"max_steps": [1, 2]}, ""),
+    "max_steps='' in the run config: it has to be an integer": ({"max_steps": ""}, ""),
+    "fp8_weights='maybe' in the run config: it has to be true or false, by default True": (
         {"fp8_weights": "maybe"},
         "",
     ),
-    "save_strategy=False in the YAML file: it has to be one of ['no', ": ({"save_strategy": False}, ""),
+    "save_strategy=False in the run config: it has to be one of ['no', ": ({"save_strategy": False}, ""),
     "--max_steps: invalid int value: 'many'": ({}, "--max_steps many"),
     "'{enable_thinking:' begins like JSON and is none": ({}, "--chat_template_kwargs {enable_thinking: false}"),
     "--max_steps: expected one argument": ({}, "--max_steps"),
@@ -226,7 +237,7 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
         "--num_processes two",
     ),
     "'True' belongs to no flag of accelerate": ({"multi_gpu": True}, ""),
-    "datasets=[{'pth': 'data'}] in the YAML file: each of them has to have path, and may have name": (
+    "datasets=[{'pth': 'data'}] in the run config: each of them has to have path, and may have name": (
         {"dataset_name": None, "datasets": [{"pth": "data"}]},
         "",
     ),
@@ -334,9 +345,9 @@ def test_a_dataset_that_the_hub_does_not_have_is_named(here, monkeypatch, capsys
 
 def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
-    rewards.check_rewards(["think_format_reward"], [])
+    rewards.check_rewards(["think_format_reward"], None)
     with pytest.raises(ValueError, match=r"accuracy_reward compares .*pip install 'trl-fp8\[recipes\]'"):
-        rewards.check_rewards(["accuracy_reward"], [])
+        rewards.check_rewards(["accuracy_reward"], None)
 
 
 def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monkeypatch, capsys):
@@ -397,13 +408,13 @@ def test_names_that_a_rewards_source_binds_are_found(here):
         "if 1:\n    import a.b as one\n    two, three = 1, 2\nclass four:\n    x = 1\nasync def five():\n    y = 1"
     )
     Path("bound_rewards.py").write_text(source)
-    rewards.check_rewards([f"bound_rewards.{name}" for name in ("one", "two", "three", "four", "five")], [])
+    rewards.check_rewards([f"bound_rewards.{name}" for name in ("one", "two", "three", "four", "five")], None)
     for name in ("x", "y", "a", "six"):
         with pytest.raises(ValueError, match=f"bound_rewards has no '{name}'"):
-            rewards.check_rewards([f"bound_rewards.{name}"], [])
+            rewards.check_rewards([f"bound_rewards.{name}"], None)
     for source in ("from a import *", "def __getattr__(name): ...", "def (", "\xff"):
         Path("bound_rewards.py").write_text(source, encoding="latin-1")
-        rewards.check_rewards(["bound_rewards.six"], [])
+        rewards.check_rewards(["bound_rewards.six"], None)
 
 
 def test_what_a_rewards_module_raises_is_seen(here):
@@ -452,17 +463,6 @@ def test_answers_of_gsm8k_are_verified():
 
 
 # Help
-
-
-def test_names_are_read_from_the_sources_that_declare_them():
-    fields = {field.name for kind in make_parser().dataclass_types for field in dataclasses.fields(kind) if field.init}
-    options = vars(launch_command_parser().parse_args(["script.py"])).keys()
-    known = known_names()
-    assert fields - known == set()
-    assert options - known == {"nondefault", "tpu_use_cluster"}
-    assert (
-        len([name for name in known - fields - options if not name.startswith("no_")]) < 20
-    )  # of a mixture's datasets
 
 
 def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys):

@@ -1,14 +1,17 @@
-"""The arguments of `trl-fp8 train`: those of `trl grpo`, the FP8 flags, and what becomes of a dataset's columns."""
+"""The arguments of `trl-fp8 train` and `plan`: those of `trl grpo`, the FP8 flags, and what becomes of a dataset."""
 
+import os
 import re
 import textwrap
-from argparse import Action, ArgumentTypeError
+from argparse import Action, ArgumentTypeError, Namespace
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
+from json import JSONDecodeError
 from shutil import get_terminal_size
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
+from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.utils import CustomArgumentParser
 from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.scripts.grpo import GRPOScriptArguments
@@ -17,13 +20,15 @@ from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.run.flag import flag
 
 from .rewards import NAMES
+from .run_config import did_you_mean, read_run_config
 
 
 HEAD = """\
 usage: trl-fp8 train --config FILE [--accelerate_config FILE] [--FLAG VALUE ...]
        trl-fp8 train --help FLAG [FLAG ...]      all that is said of these
 
-GRPO with FP8 rollouts. FILE is YAML with a line for each flag, as those in examples/configs; flags after it win.
+GRPO with FP8 rollouts. FILE is a run config: YAML with a line for each flag, as those in examples/configs; flags after
+it win.
 """
 TAIL = (
     "\nEverything else that TRL and transformers know: trl-fp8 train --help-all; every FP8 flag: docs/configuration.md"
@@ -68,23 +73,108 @@ class TaskArguments(GRPOScriptArguments):
     )
 
 
+class Asked(NamedTuple):
+    """What a run config and the words after it ask for, before the dataclasses check it."""
+
+    values: Namespace  # by name, of the types of the flags
+    given: dict[str, Any] | None  # lines of the run config; None: there is none
+    spelled: dict[str, str]  # name -> the word that sets it
+    launch_words: tuple[list[str], list[str]]  # what is accelerate's, of the run config and of the words
+
+    def sets(self, name: str) -> bool:
+        """Whether the run config or a word has a value for it. What has none has TRL's default in `values`."""
+        return name in self.spelled or (self.given or {}).get(name) is not None
+
+    def made(
+        self, processes: int | None = None
+    ) -> tuple[TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig]:
+        """The dataclasses, which check their values.
+
+        Args:
+            processes: On all machines together, if they do not run yet: the config is checked for as many, and touches
+                no device. None in one of them.
+
+        Raises:
+            ValueError: A value is unknown, or does not go with another.
+        """
+        config = FP8GRPOConfig
+        if processes is not None:
+            config = type("FP8GRPOConfig", (config,), {"world_size": processes, "device": torch.device("cpu")})
+        kinds = TaskArguments, config, ModelConfig, DatasetMixtureConfig
+        named = vars(self.values)
+        try:
+            script, args, model, mixture = (
+                kind(**{field.name: named[field.name] for field in fields(kind) if field.init}) for kind in kinds
+            )
+        except JSONDecodeError as error:
+            raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
+        if args.fp8_base and not model.use_peft:
+            raise ValueError(
+                "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft "
+                "for adapters, or set fp8_base=False."
+            )
+        return script, args, model, mixture
+
+
 class Parser(TrlParser):
-    """TRL's parser whose complaints are a `ValueError`, and which looks at the types in a YAML file, too."""
+    """TRL's parser whose complaints are a `ValueError`, and which looks at the types in a run config, too."""
 
     def __init__(self, *types: Any, **options: Any):
-        self.by_name: dict[str, Action] = {}
+        self.by_word: dict[str, Action] = {}
         super().__init__(*types, **options)
+        # --help has no type, nor has --no_... of what is on by default
+        self.by_name = {action.dest: action for action in self.by_word.values() if action.type is not None}
 
     def add_argument(self, *names: str, **options: Any) -> Action:
         action = super().add_argument(*names, **options)
-        if action.type is not None:  # --help has none, nor --no_... of what is on by default
-            self.by_name[action.dest] = action
+        self.by_word |= dict.fromkeys(action.option_strings, action)
         return action
 
-    def set_defaults_with_config(self, **settings: Any) -> list[str]:
-        for name in settings.keys() & self.by_name.keys():
-            settings[name] = _fitting(settings[name], self.by_name[name])
-        return super().set_defaults_with_config(**settings)
+    def read(self, words: list[str], launches: bool = True) -> Asked:
+        """What words and the run config that they name ask for; the words win. As `parse_args_and_config`, in two
+        steps: how many processes the config is checked for is known after the first.
+
+        Args:
+            words: Of a command line.
+            launches: Whether words may be accelerate's. A run config's lines may be.
+
+        Raises:
+            ValueError: The run config cannot be read, or a name is unknown, or a value is not of its flag's type.
+        """
+        if launches and words and not words[0].startswith("-"):
+            raise ValueError(
+                f"{words[0]!r} belongs to no flag. A run config follows --config, as in --config {words[0]}"
+            )
+        path, given, words = read_run_config(words)
+        spelled = {}
+        for word in words:
+            flag_word = word.partition("=")[0]
+            if flag_word.startswith("--") and " " not in flag_word:  # what has spaces is a value
+                action = self.by_word.get(flag_word)
+                spelled[action.dest if action else _name(flag_word)] = flag_word
+        for_launch = launch_names()
+        flags = {_name(word) for word in self.by_word} | {action.dest for action in self.by_word.values()}
+        flags |= for_launch if launches else set()
+        keys = {*self.by_name, *for_launch, "env"}
+        unknown = [(key, keys, f"key {key!r} in {path}") for key in given or () if key not in keys]
+        unknown += [(name, flags, f"flag --{name}") for name in spelled if name not in flags]
+        if unknown:
+            asked = " ".join(f"Unknown {text}{did_you_mean(name, known)}" for name, known, text in unknown)
+            raise ValueError(f"{asked} All names: trl-fp8 train --help-all")
+        lines = dict(given or {})
+        if not isinstance(environment := lines.pop("env", {}), dict):
+            raise ValueError(f"env={environment!r} in {path}: it has to be a dictionary of environment variables.")
+        os.environ.update({str(name): str(value) for name, value in environment.items()})
+        of_file = self.set_defaults_with_config(**lines)
+        values, of_words = self.parse_known_args(words)
+        if of_words and not launches:
+            raise ValueError(f"{of_words[0]!r} belongs to no flag.")
+        return Asked(values, given, spelled, (of_file, of_words))
+
+    def set_defaults_with_config(self, **lines: Any) -> list[str]:
+        for name in lines.keys() & self.by_name.keys():
+            lines[name] = _fitting(lines[name], self.by_name[name])
+        return super().set_defaults_with_config(**lines)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(_without_spellings(message))
@@ -97,12 +187,20 @@ class LaunchParser(CustomArgumentParser):
         raise ValueError(f"accelerate launch: {_without_spellings(message)}")
 
 
-def make_parser(processes: int | None = None) -> Parser:
-    """The parser; where `processes` are still to come, its config is checked for as many, and touches no device."""
-    config = FP8GRPOConfig
-    if processes is not None:
-        config = type("FP8GRPOConfig", (config,), {"world_size": processes, "device": torch.device("cpu")})
-    types = TaskArguments, config, ModelConfig, DatasetMixtureConfig
+def launch_names() -> set[str]:
+    """Names of all flags of `accelerate launch`."""
+    return set(vars(launch_command_parser().parse_args(["script.py"])))
+
+
+def parse_launch(words: list[str]) -> Namespace:
+    """What `accelerate launch` makes of its words. `ValueError` for those that it refuses."""
+    parser = LaunchParser(prog="accelerate")
+    launch_command_parser(parser.add_subparsers())
+    return parser.parse_args(["launch", "--quiet", *words])
+
+
+def make_parser() -> Parser:
+    types = TaskArguments, FP8GRPOConfig, ModelConfig, DatasetMixtureConfig
     parser = Parser(types, prog="trl-fp8 train", allow_abbrev=False)
     if not torch.cuda.is_available():
         parser.set_defaults(use_cpu=True, bf16=False)  # many CPUs emulate BF16
@@ -122,7 +220,7 @@ def help_of(words: list[str]) -> str:
     no such flag.
     """
     known = make_parser().by_name
-    names = [word.removeprefix("--").replace("-", "_") for word in words]
+    names = [_name(word) for word in words]
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=3)
@@ -147,8 +245,8 @@ def _entry(action: Action, first_sentence: bool = False) -> str:
 
 
 def _fitting(value: Any, action: Action) -> Any:
-    """A value of a YAML file as its flag takes it: one value of a list is a list. `ValueError` for another type."""
-    given, kind = f"{action.dest}={value!r} in the YAML file", getattr(action.type, "__name__", "")
+    """A value of a run config as its flag takes it: one value of a list is a list. `ValueError` for another type."""
+    said, kind = f"{action.dest}={value!r} in the run config", getattr(action.type, "__name__", "")
     if value is None and action.type not in (int, float):
         return value
     if action.nargs == "+" and not isinstance(value, list):
@@ -160,9 +258,9 @@ def _fitting(value: Any, action: Action) -> Any:
             elif is_dataclass(action.type):
                 action.type(**item)
         except (TypeError, ValueError, ArgumentTypeError) as error:
-            raise ValueError(f"{given}: {_wanted(action)}") from error
+            raise ValueError(f"{said}: {_wanted(action)}") from error
         if action.choices and item not in action.choices:
-            raise ValueError(f"{given}: it has to be one of {[*action.choices]}.")
+            raise ValueError(f"{said}: it has to be one of {[*action.choices]}.")
     return value
 
 
@@ -175,4 +273,8 @@ def _wanted(action: Action) -> str:
 
 def _without_spellings(message: str) -> str:
     """What argparse says of --a_flag/--a-flag, of --a_flag."""
-    return re.sub(r"argument (--\w+)\S*:", r"\1:", message)
+    return re.sub(r"argument (--[\w-]+)\S*:", r"\1:", message)
+
+
+def _name(word: str) -> str:
+    return word.removeprefix("--").replace("-", "_")

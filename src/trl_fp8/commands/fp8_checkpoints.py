@@ -17,9 +17,9 @@ def add_export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
 
 
-def export(given: Namespace) -> str:
-    folder = free_folder(given.folder)
-    model_config(given.model)  # refused before torch is imported, which takes seconds
+def export(options: Namespace) -> str:
+    folder = free_folder(options.folder)
+    model_config(options.model)  # refused before torch is imported, which takes seconds
 
     import torch
     from transformers import AutoProcessor
@@ -30,13 +30,13 @@ def export(given: Namespace) -> str:
     from trl_fp8.policy.model import dequantizing_config
     from trl_fp8.recipe.recipe import recipe_for_model
 
-    stored = dequantizing_config(given.model)
+    stored = dequantizing_config(options.model)
     # By the class that the config names: AutoModelForCausalLM would leave a vision tower out
     loading = {"dtype": torch.bfloat16, "quantization_config": stored, "device_map": None}
-    model = create_model_from_path(given.model, **loading)
-    formats = {"weight_format": given.weight_format, "scale_format": given.scale_format}
+    model = create_model_from_path(options.model, **loading)
+    formats = {"weight_format": options.weight_format, "scale_format": options.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
-    folder = export_fp8(model, AutoProcessor.from_pretrained(given.model), folder, recipe=recipe)
+    folder = export_fp8(model, AutoProcessor.from_pretrained(options.model), folder, recipe=recipe)
     return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
 
 
@@ -44,8 +44,8 @@ def add_verify_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder")
 
 
-def verify(given: Namespace) -> str:
-    return f"{given.folder}: {verify_export(given.folder)} files are what was exported"
+def verify(options: Namespace) -> str:
+    return f"{options.folder}: {verify_export(options.folder)} files are what was exported"
 
 
 def add_push_arguments(parser: ArgumentParser) -> None:
@@ -55,7 +55,9 @@ def add_push_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch to commit to (default: the repository's main branch)")
 
 
-def push(given: Namespace) -> str:
+def push(options: Namespace) -> str:
     from trl_fp8.export.push import push_export
 
-    return f"pushed: {push_export(given.folder, given.repo_id, private=given.private, revision=given.revision)}"
+    return (
+        f"pushed: {push_export(options.folder, options.repo_id, private=options.private, revision=options.revision)}"
+    )

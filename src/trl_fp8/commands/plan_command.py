@@ -1,215 +1,276 @@
-"""`trl-fp8 plan`: what of a model would be FP8, what fits on which GPUs and what it may gain, from its config."""
+"""`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config.
+
+A plan reads a run config as `trl-fp8 train` does, with the same parser and checks. Its own flags set TRL's names.
+Without a run config a plan assumes other values than TRL's defaults, and chooses the engine's share and the tensor
+parallel size.
+"""
 
 import json
+import math
 import reprlib
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
 from contextlib import redirect_stdout
-from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any
 
-from trl_fp8.features.kv_cache.kv_cache_flags import KV_CACHE_DTYPES, KVCacheFlags
-from trl_fp8.features.one_forward.forward_flags import ForwardFlags, require_followed
-from trl_fp8.features.router_replay.router_flags import RouterFlags
-from trl_fp8.planning.capacity import LORA_RANK, SIZES, Planner
-from trl_fp8.planning.plan import Plan, format_bytes, plan_for
-from trl_fp8.planning.settings import COMPLETIONS, CONTEXT, Settings
-from trl_fp8.planning.summary import as_json, as_text
+from trl import ModelConfig
+
+from trl_fp8.commands.plan_text import as_json, as_text
+from trl_fp8.config import FP8GRPOConfig
+from trl_fp8.planning.capacity import COMPLETIONS, CONTEXT, LORA_RANK, MOST_PROMPT, SIZES, Planner, Setup
+from trl_fp8.planning.plan import GIB, Plan, format_bytes, plan_for
+from trl_fp8.planning.trainer_memory import BYTES, Training
 from trl_fp8.quantization.facts import FORMATS
 from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import formats_for, recipe_for
 from trl_fp8.recipe.servable import Resolve, require_same_positions, require_servable
 
+from .arguments import Asked, make_parser
 from .model_config import model_config
-from .words import did_you_mean, known_names, read
 
 
-FlagGroup = TypeVar("FlagGroup", KVCacheFlags, ForwardFlags, RouterFlags)
-# Key of a recipe that changes the trainer's memory -> the values that are counted, the first by default
+# Line of a run config that changes the trainer's memory -> the values that are counted
 COUNTED = {
     "gradient_checkpointing": (True,),
     "optim": ("adamw_torch_fused", "adamw_torch"),
     "load_in_4bit": (False,),
     "load_in_8bit": (False,),
 }
-# Key of a recipe that adapters on an FP8 base do not go with -> why
-NOT_ON_FP8_BASE = {
-    "use_dora": "the engine computes Q(W) x + B A x and nothing else",
-    "lora_target_parameters": "the engine has adapters beside linear layers alone",
-    "load_in_4bit": "the base is quantized to FP8",
-    "load_in_8bit": "the base is quantized to FP8",
-}
-# TRL's name -> the flag here
+MOST = 2**20
+# Flag of a plan -> (the name that is set, what its value is called, its type, its help)
 FLAGS = {
-    "num_processes": "--gpus",
-    "gpu_memory": "--gpu-memory",
-    "vllm_gpu_memory_utilization": "--gpu-memory-utilization",
-    "vllm_tensor_parallel_size": "--tensor-parallel-size",
-    "lora_r": "--lora",
-    "fp8_base": "--fp8-base",
-    "dtype": "--dtype",
-    "vllm_max_model_length": "--context",
-    "generation_batch_size": "--completions",
-    "fp8_weight_format": "--weight-format",
-    "kv_cache_dtype": "--kv-cache-dtype",
+    "--gpus": ("num_processes", "N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
+    "--gpu-memory": ("gpu_memory", "GIB", float, "of one GPU (80)"),
+    "--gpu-memory-utilization": ("vllm_gpu_memory_utilization", "SHARE", float, "the engine's, of a GPU (what fits)"),
+    "--tensor-parallel-size": ("vllm_tensor_parallel_size", "N", int, "GPUs of an engine (the smallest that fits)"),
+    "--context": ("vllm_max_model_length", "TOKENS", int, f"of a prompt and its completion ({CONTEXT})"),
+    "--completions": ("generation_batch_size", "N", int, f"of a generation, on all GPUs ({COMPLETIONS})"),
+    "--lora": ("lora_r", "RANK", int, f"train adapters of a rank ({LORA_RANK})"),
+    "--weight-format": ("fp8_weight_format", "|".join(FORMATS), str, "of FP8 weights (blocks)"),
+}
+# Flag of `trl-fp8 train` that a plan takes, too -> its help
+OF_TRAIN = {
+    "fp8_base": "train adapters on FP8 weights that are the engine's, too",
+    "dtype": "of the policy's weights, float32 or bfloat16 (float32, as TRL)",
+    "kv_cache_dtype": "of the KV cache, fp8 or auto (fp8)",
+}
+LIMITS = {  # name -> least, most, what to give
+    "num_processes": (1, MOST, "a number of GPUs, 1 or more"),
+    "gpu_memory": (1, 4096, "the GiB of one GPU, e.g. 24, 80 or 141"),
+    "vllm_gpu_memory_utilization": (0.01, 0.99, "a share of a GPU, e.g. 0.5"),
+    "vllm_tensor_parallel_size": (1, MOST, "a number of GPUs that share an engine, 1 or more"),
+    "vllm_max_model_length": (2, 2**26, "the tokens of a prompt and its completion together, 2 or more"),
+    "max_completion_length": (1, MOST, "a number of tokens, 1 or more"),
+    "per_device_train_batch_size": (1, MOST, "a number of sequences, 1 or more"),
+    "gradient_accumulation_steps": (1, MOST, "a number of steps, 1 or more"),
+    "steps_per_generation": (1, MOST, "a number of steps, 1 or more"),
+    "generation_batch_size": (1, 2**40, "a number of completions, 1 or more"),
+    "num_generations": (1, MOST, "a number of completions of a prompt, 1 or more"),
+    "lora_r": (1, 4096, "the columns of an adapter, its rank, 1 or more"),
+    "beta": (0, math.inf, "the weight of the KL penalty, 0 or more"),
 }
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="model id or folder; only its config is read")
-    parser.add_argument(
-        "--config", metavar="RECIPE", help="a file of `trl-fp8 train`, read for memory and FP8; flags here win"
+def help_text() -> str:
+    """What `trl-fp8 plan --help` says."""
+    parser = ArgumentParser(
+        prog="trl-fp8 plan",
+        description="Say what of a model would be FP8, and what fits on which GPUs, with which flags.",
     )
-    numbers = {
-        "num_processes": ("N", int, "GPUs that the policy is sharded over, with FSDP2 (1)"),
-        "gpu_memory": ("GIB", float, "of one GPU (80)"),
-        "vllm_gpu_memory_utilization": ("SHARE", float, "of a GPU that the engine gets (what fits best)"),
-        "vllm_tensor_parallel_size": ("N", int, "GPUs that share an engine (the smallest that fits)"),
-        "vllm_max_model_length": ("TOKENS", int, f"of a prompt and its completion ({CONTEXT})"),
-        "generation_batch_size": ("N", int, f"completions of a generation, on all GPUs ({COMPLETIONS})"),
-    }
-    for key, (metavar, kind, text) in numbers.items():
-        _add_flag(parser, key, type=kind, metavar=metavar, help=text)
-    lora = {"nargs": "?", "const": LORA_RANK, "metavar": "RANK", "help": f"train adapters of a rank ({LORA_RANK})"}
-    _add_flag(parser, "lora_r", type=int, **lora)
-    base = {"nargs": "?", "const": "true", "type": str.lower, "choices": ("true", "false"), "metavar": "true"}
-    _add_flag(parser, "fp8_base", **base, help="train adapters on FP8 weights that are the engine's, too")
-    _add_flag(parser, "dtype", choices=("float32", "bfloat16"), help="of the policy's weights (float32, as TRL)")
-    _add_flag(parser, "fp8_weight_format", choices=FORMATS, help="of FP8 weights (blocks)")
-    choices = (*KV_CACHE_DTYPES, "fp8_e4m3")
-    _add_flag(parser, "kv_cache_dtype", choices=choices, help="of the KV cache (fp8)")
+    _add_arguments(parser)
+    for name, text in OF_TRAIN.items():
+        parser.add_argument("--" + name.replace("_", "-"), metavar="VALUE", help=text)
+    parser.add_argument("--config", metavar="FILE", help="a run config of `trl-fp8 train`; flags here win")
+    return parser.format_help()
+
+
+def _add_arguments(parser: ArgumentParser) -> None:
+    """A plan's own flags, with dashes or underscores. Beside TRL's they set the same names."""
+    model = {"metavar": "MODEL", "help": "id or folder; only its config is read", "default": SUPPRESS}
+    parser.add_argument("model_name_or_path", nargs="?", **model)
+    for flag, (name, metavar, kind, text) in FLAGS.items():
+        options = {"dest": name, "type": kind, "metavar": metavar, "default": SUPPRESS}
+        options |= {"nargs": "?", "const": LORA_RANK} if flag == "--lora" else {}
+        parser.add_argument(flag, help=text, **options)
+        if "-" in flag[2:]:
+            parser.add_argument("--" + flag[2:].replace("-", "_"), help=SUPPRESS, **options)
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--modules", action="store_true", help="which modules are FP8, and why others are not")
     parser.add_argument("--json", action="store_true", help="figures for scripts")
 
 
-def _add_flag(parser: ArgumentParser, key: str, **options: Any) -> None:
-    """A flag under its name here and, unlisted, under TRL's; with dashes or underscores."""
-    name = FLAGS[key]
-    parser.add_argument(name, dest=key, **options)
-    underscored = {f"--{key}", "--" + name[2:].replace("-", "_")}
-    others = underscored | {"--" + one[2:].replace("_", "-") for one in underscored}
-    if others := sorted(others - {name}):
-        parser.add_argument(*others, dest=key, **options | {"help": SUPPRESS, "default": SUPPRESS})
+def run(words: list[str]) -> str:
+    """What a plan prints for the words of its command line.
 
-
-def run(given: Namespace) -> str:
-    recipe = None if given.config is None else _recipe(given.config)
-    words = {key: value for key in FLAGS if (value := getattr(given, key)) is not None}
-    settings = Settings(words, FLAGS, recipe)
-    if not (model := given.model or settings.value("model_name_or_path")):
+    Raises:
+        ValueError: A value is of no use, or does not go with another or with the model. The message names flag, value,
+            reason and remedy.
+        OSError: The model is out of reach.
+    """
+    parser = make_parser()
+    _add_arguments(parser)
+    # accelerate's name, and in a run config a key whose type is checked
+    parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
+    asked = parser.read(words, launches=False)
+    values = asked.values
+    known = {name for name, *_ in FLAGS.values()}.union(OF_TRAIN, ("engine", "modules", "json"))
+    if others := [word for name, word in asked.spelled.items() if name not in known]:
+        raise ValueError(f"{others[0]} is no flag of a plan. Put it into a run config, and give that with --config.")
+    if not values.model_name_or_path:
         raise ValueError("no model: give its id or folder, or a --config that has model_name_or_path.")
-    options, forward, router = _checked_flags(settings)
-    outline = _outline(str(model), settings.truth("fp8_base"))
-    asked = any(settings.value(key) is not None for key in ("fp8_weights", "fp8_weight_format"))
-    asked = asked or settings.truth("fp8_base")
-    if not asked and options["weight_format"] not in formats_for(outline):
-        options["fp8_weights"] = False  # which its flags then say
-    setup = settings.setup(outline.context)
+    gpus = _complete(asked)
+    completions = values.generation_batch_size
+    if "generation_batch_size" in asked.spelled:
+        vars(values)["generation_batch_size"] = None  # a plan finds the steps that come to it
+    _, args, model, _ = asked.made(gpus)
+    _check_flags(asked, args, model)
+    outline = _outline(str(values.model_name_or_path), _on_base(args))
+    setup = _setup(asked, args, model, gpus, completions, outline.context)
     require_same_positions(outline, setup.training.tokens)
-    _check_model(forward, router, outline, setup.tensor_parallel_size)
+    for group in args.groups():
+        group.check_model(args, outline)
+    options = args.recipe_options() | {"expert_kernels": values.engine == "cuda"}
+    is_chosen = asked.sets("fp8_weights") or asked.sets("fp8_weight_format") or _on_base(args)
+    if not is_chosen and args.fp8_weight_format not in formats_for(outline):
+        options["fp8_weights"] = False  # which its flags then say
 
     @cache
     def plan_at(ranks: int) -> Plan:
-        kernels = given.engine == "cuda"
-        return plan_for(outline, recipe_for(outline, **options, tensor_parallel_size=ranks, expert_kernels=kernels))
+        return plan_for(outline, recipe_for(outline, **options | {"tensor_parallel_size": ranks}))
 
-    in_one_piece = router.routes_returned or (forward.fp8_flow_on and (outline.experts or setup.training.lora_rank))
-    may_share = outline.stored_as != "mxfp4" and _against_base(settings) is None
+    in_one_piece = any(group.in_one_piece(args, outline, model.use_peft) for group in args.groups())
+    may_share = hasattr(args, "fp8_base") and outline.stored_as != "mxfp4" and _against_base(args, model) is None
     planner = Planner(outline, plan_at, SIZES[:1] if in_one_piece else SIZES, may_share)
     if setup.tensor_parallel_size and not planner.splits(setup.tensor_parallel_size):
         raise ValueError(
-            f"{settings.shown('vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of {model} by it. "
-            "Give --tensor-parallel-size 1, or a divisor of their number."
+            f"{_shown(asked, 'vllm_tensor_parallel_size')}: vLLM cannot divide the attention heads of {outline.name} "
+            "by it. Give --tensor-parallel-size 1, or a divisor of their number."
         )
     capacity = planner.capacity(setup)
     ways = [] if capacity.why_not is None else planner.ways(setup)
-    if given.json:
-        return json.dumps(as_json(capacity, ways, outline, recipe), indent=2)
-    table = f"{capacity.plan.table()}\n\n" if given.modules else ""
-    text = as_text(capacity, ways, outline, recipe, settings.assumed)
-    given_otherwise = {key: settings.value(key, counted[0]) for key, counted in COUNTED.items()}
-    uncounted = [f"{key}={value!r}" for key, value in given_otherwise.items() if value not in COUNTED[key]]
-    return f"{table}{text}" + (f"\nwatch: not counted: {', '.join(uncounted)}." if uncounted else "")
+    if values.json:
+        return json.dumps(as_json(capacity, ways, outline, asked.given), indent=2)
+    table = f"{capacity.plan.table()}\n\n" if values.modules else ""
+    machine = {"num_processes": "--gpus", "gpu_memory": "--gpu-memory"}
+    assumed = [flag for name, flag in machine.items() if not asked.sets(name)]
+    text = as_text(capacity, ways, outline, asked.given, assumed)
+    uncounted = [
+        name for name, counted in COUNTED.items() if asked.sets(name) and getattr(values, name) not in counted
+    ]
+    watch = f"\nwatch: not counted: {', '.join(_shown(asked, name) for name in uncounted)}." if uncounted else ""
+    return f"{table}{text}{watch}"
 
 
-def _recipe(path: str) -> dict[str, Any]:
-    """The keys of a recipe, all of which `trl-fp8 train` knows, whether they are a plan's business or not."""
-    found = read(["--config", path]).in_file
-    if find_spec("trl") and (unknown := [key for key in found if key not in (known := known_names())]):
-        raise ValueError(f"--config {path}: unknown key {unknown[0]!r}{did_you_mean(unknown[0], known)}")
-    return found
+def _complete(asked: Asked) -> int:
+    """Fill in what plans assume otherwise than TRL, and return the number of GPUs."""
+    values = asked.values
+    for name, (least, most, wanted) in LIMITS.items():
+        if (value := getattr(values, name, None)) is not None and not least <= value <= most:
+            raise ValueError(f"{_shown(asked, name)}: give {wanted}.")
+    if "lora_r" in asked.spelled or ("fp8_base" in asked.spelled and values.fp8_base):
+        vars(values)["use_peft"] = True
+    if asked.given is None:
+        whole = values.num_generations  # steps with which groups are whole on any number of GPUs
+        alone = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": whole}
+        if "lora_r" not in asked.spelled:
+            alone["lora_r"] = LORA_RANK
+        if tokens := values.vllm_max_model_length:
+            alone["max_completion_length"] = tokens - min(MOST_PROMPT, tokens // 2)
+        vars(values).update(alone)
+    ranks = _stated(asked, "vllm_tensor_parallel_size") or 1
+    gpus = values.num_processes or ranks
+    if gpus % ranks:
+        raise ValueError(
+            f"{_shown(asked, 'vllm_tensor_parallel_size')} on {gpus} GPUs: each engine runs on that many training "
+            f"processes. Give --gpus {ranks}, or a multiple of it."
+        )
+    return gpus
 
 
-def _checked_flags(settings: Settings) -> tuple[dict[str, Any], ForwardFlags, RouterFlags]:
-    """What `recipe_for` takes, and two groups of flags, after the trainer's checks that need neither torch nor TRL."""
-    blind = None
-    if settings.truth("mask_truncated_completions"):
-        blind = "mask_truncated_completions=True"
-    if not settings.truth("vllm_importance_sampling_correction", True):
-        blind = "vllm_importance_sampling_correction=False"
-    fp8_weights = settings.truth("fp8_weights", True)
-    if settings.truth("fp8_base") and (against := _against_base(settings)):
-        raise ValueError(f"{settings.shown('fp8_base')} with {against} Change it, or leave the FP8 base out.")
-    cache, forward, router = (_made(kind, settings) for kind in (KVCacheFlags, ForwardFlags, RouterFlags))
-    others = {name: settings.truth(name) for name in ("use_liger_kernel", "cast_lm_head_to_fp32")}
-    forward.check_forward(fp8_weights, settings.truth("fp16"), cache.simulate_kv_cache, others)
-    cache.resolve_kv_cache(blind, alone=forward.fp8_flow_on or not fp8_weights)
-    if settings.value("vllm_mode", "colocate") != "colocate" or not settings.truth("use_vllm", True):
-        named = "vllm_mode" if settings.truth("use_vllm", True) else "use_vllm"
-        raise ValueError(f"{settings.shown(named)}: a plan is of an engine that shares its GPUs with the trainer.")
-    router.check_router(settings.truth("use_vllm", True), settings.value("vllm_mode", "colocate"), blind)
-    options = {
-        "fp8_weights": fp8_weights,
-        "kv_cache_dtype": cache.kv_cache_dtype,
-        "kv_cache_skip_layers": cache.skip_layers or (),
-        "weight_format": settings.choice("fp8_weight_format", "blocks", tuple(FORMATS)),
-        "ignored_modules": tuple(settings.names("fp8_ignored_modules") or ()),
-    }
-    return options, forward, router
+def _setup(
+    asked: Asked, args: FP8GRPOConfig, model: ModelConfig, gpus: int, completions: int | None, model_context: int
+) -> Setup:
+    """What to plan for. `completions` of a generation that a word asks for; `model_context`: most tokens of a
+    sequence, 0 if not known.
+    """
+    completion = _stated(asked, "max_completion_length")
+    default = min(CONTEXT, model_context or CONTEXT) if completion is None else completion + MOST_PROMPT
+    tokens = args.vllm_max_model_length or default
+    if model_context and tokens > model_context:
+        name = "vllm_max_model_length" if args.vllm_max_model_length else "max_completion_length"
+        raise ValueError(
+            f"{_shown(asked, name)}: the model's config promises {model_context:,} tokens, and vLLM refuses more. "
+            f"Give {model_context} or less."
+        )
+    if completions is None:
+        completions = COMPLETIONS if asked.given is None else args.generation_batch_size
+    elif asked.given is not None and completions % args.num_generations:
+        raise ValueError(
+            f"--completions {completions} with num_generations={args.num_generations}: TRL wants whole groups. Give a "
+            "multiple of it."
+        )
+    training = Training(
+        gpus=gpus,
+        lora_rank=model.lora_r if model.use_peft else None,
+        dtype=_dtype(asked, args, model),
+        sequences=args.per_device_train_batch_size,
+        tokens=tokens,
+        has_reference=args.beta > 0,
+        fp8_base=_on_base(args),
+    )
+    return Setup(
+        training=training,
+        gpu_bytes=getattr(asked.values, "gpu_memory", 80.0) * GIB,
+        prompt=tokens - completion if completion and completion < tokens else min(MOST_PROMPT, tokens // 2),
+        completions=completions,
+        group=args.num_generations,
+        tensor_parallel_size=_stated(asked, "vllm_tensor_parallel_size"),
+        utilization=_stated(asked, "vllm_gpu_memory_utilization"),
+        sleeps=args.vllm_enable_sleep_mode,
+        shares_kernels=args.policy_calls_engine,
+    )
 
 
-def _against_base(settings: Settings) -> str | None:
+def _stated(asked: Asked, name: str) -> Any:
+    """What a word or a run config says, which has TRL's defaults; None where a plan is free to choose."""
+    return getattr(asked.values, name) if asked.given is not None or name in asked.spelled else None
+
+
+def _shown(asked: Asked, name: str) -> str:
+    """Flag and value, for messages."""
+    value = getattr(asked.values, name)
+    return f"{asked.spelled[name]} {value}" if name in asked.spelled else f"{name}={value!r}"
+
+
+def _dtype(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> str:
+    """Of the policy's weights: what is beside an FP8 base is BF16 if nothing is said."""
+    return model.dtype if asked.sets("dtype") or not _on_base(args) else "bfloat16"
+
+
+def _check_flags(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> None:
+    """Raise `ValueError` for what the config allows, and a plan cannot count or the trainer refuses."""
+    if args.vllm_mode != "colocate" or (asked.sets("use_vllm") and not args.use_vllm):
+        name = "vllm_mode" if args.vllm_mode != "colocate" else "use_vllm"
+        raise ValueError(f"{_shown(asked, name)}: a plan is of an engine that shares its GPUs with the trainer.")
+    if (dtype := _dtype(asked, args, model)) not in BYTES:
+        raise ValueError(f"dtype={dtype!r}: a plan counts {listed(BYTES)}. Give one of them.")
+    if _on_base(args) and (against := _against_base(args, model)):
+        raise ValueError(f"fp8_base=True with {against} Change it, or leave the FP8 base out.")
+
+
+def _on_base(args: FP8GRPOConfig) -> bool:
+    """Whether adapters are trained on FP8 weights that are the engine's, too."""
+    return getattr(args, "fp8_base", False)
+
+
+def _against_base(args: FP8GRPOConfig, model: ModelConfig) -> str | None:
     """What adapters on an FP8 base do not go with, and why."""
-    if not settings.truth("fp8_weights", True):
-        return "fp8_weights=False: the base that trainer and engine share is the engine's FP8 weights."
-    if settings.value("kv_cache_skip_layers") == "auto":
-        return "kv_cache_skip_layers='auto': the policy's k is looked at before there is an engine with the base."
-    found = (key for key in NOT_ON_FP8_BASE if settings.value(key))
-    return next((f"{settings.shown(key)}: {NOT_ON_FP8_BASE[key]}." for key in found), None)
-
-
-def _made(kind: type[FlagGroup], settings: Settings) -> FlagGroup:
-    """A group of flags with the values that were given for it, of the types that it declares."""
-    read = {int: settings.any_number, float: settings.any_number, bool: settings.truth, str: settings.text}
-    found = {}
-    for field in fields(kind):
-        if settings.value(field.name) is not None:
-            # A parser of TRL's in this process has made `list[str]` of `list[str] | None`
-            kinds = () if get_origin(field.type) is list else (field.type, *get_args(field.type))
-            declared = next((one for one in read if one in kinds), None)
-            found[field.name] = read.get(declared, settings.names)(field.name)
-    return kind(**found)
-
-
-def _check_model(forward: ForwardFlags, router: RouterFlags, outline: Outline, ranks: int | None) -> None:
-    """What else the trainer refuses of a model, as far as it shows here."""
-    if forward.fp8_flow_on:
-        require_followed(outline)
-    if router.routes_returned and not outline.experts:
-        raise ValueError(
-            f"router_replay={router.router_replay!r} with a model of type {outline.model_type!r}: it has no routers, "
-            "so there is nothing to replay. Set router_replay='off'."
-        )
-    if router.routes_returned and (ranks or 1) > 1:
-        raise ValueError(
-            f"router_replay={router.router_replay!r} with vllm_tensor_parallel_size={ranks}: only the first rank of "
-            "an engine returns the experts that it chose. Set vllm_tensor_parallel_size=1, or router_replay='off'."
-        )
+    return next((why for group in args.groups() if (why := group.against_base(args, model))), None)
 
 
 def _outline(model: str, fp8_base: bool) -> Outline:

@@ -2,21 +2,19 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import datasets
+from datasets.exceptions import DatasetBuildError, DatasetsError
+from trl import DatasetMixtureConfig, get_dataset
+
+from .arguments import TaskArguments
 from .rewards import OF_MESSAGES, VERIFIED
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset, DatasetDict, IterableDataset
-    from trl import DatasetMixtureConfig
-
-    from .arguments import TaskArguments
-
-    Split = Dataset | IterableDataset
+Split = datasets.Dataset | datasets.IterableDataset
 
 
-def load_problems(script: "TaskArguments", mixture: "DatasetMixtureConfig", evaluated: bool) -> "list[Split | None]":
+def load_problems(script: TaskArguments, mixture: DatasetMixtureConfig, evaluated: bool) -> list[Split | None]:
     """The splits to train and to evaluate on, with the columns that rewards read; None if nothing is `evaluated`.
 
     Raises:
@@ -33,7 +31,7 @@ def load_problems(script: "TaskArguments", mixture: "DatasetMixtureConfig", eval
     return [_as_problems(splits[split], script) for split in asked.values()] + ([] if evaluated else [None])
 
 
-def as_problem(row: dict, script: "TaskArguments") -> dict:
+def as_problem(row: dict, script: TaskArguments) -> dict:
     """What TRL's rewards expect of a row: messages, and the solution; an answer behind a marker is boxed."""
     made = {}
     if script.prompt_column or script.system_prompt or _reads_messages(script):
@@ -48,15 +46,13 @@ def as_problem(row: dict, script: "TaskArguments") -> dict:
     return made
 
 
-def _loaded(script: "TaskArguments", mixture: "DatasetMixtureConfig") -> "DatasetDict":
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetBuildError, DatasetsError
-    from trl import get_dataset
-
+def _loaded(script: TaskArguments, mixture: DatasetMixtureConfig) -> datasets.DatasetDict:
     try:
         if mixture.datasets:
             return get_dataset(mixture)
-        return load_dataset(script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming)
+        return datasets.load_dataset(
+            script.dataset_name, name=script.dataset_config, streaming=script.dataset_streaming
+        )
     except (ValueError, OSError, DatasetsError) as error:  # no such configuration, not there, not readable
         kind = OSError if isinstance(error, ConnectionError) else ValueError
         reason = error.__cause__ if isinstance(error, DatasetBuildError) else error
@@ -70,7 +66,7 @@ def _loaded(script: "TaskArguments", mixture: "DatasetMixtureConfig") -> "Datase
         raise kind(f"{_name(script)}: {str(reason).rstrip('.')}. {remedy}") from error
 
 
-def _as_problems(split: "Split", script: "TaskArguments") -> "Split":
+def _as_problems(split: Split, script: TaskArguments) -> Split:
     columns = split.column_names or list(next(iter(split), {}))
     needed = {"prompt_column": script.prompt_column or "prompt"}
     if script.solution_column or script.solution_marker or set(VERIFIED) & set(script.reward_funcs or ()):
@@ -83,11 +79,11 @@ def _as_problems(split: "Split", script: "TaskArguments") -> "Split":
     return split.map(as_problem, fn_kwargs={"script": script}) if is_changed else split
 
 
-def _reads_messages(script: "TaskArguments") -> bool:
+def _reads_messages(script: TaskArguments) -> bool:
     return not set(OF_MESSAGES).isdisjoint(script.reward_funcs or ())
 
 
-def _name(script: "TaskArguments") -> str:
+def _name(script: TaskArguments) -> str:
     return f"dataset_name={script.dataset_name!r}" if script.dataset_name else "the mixture of datasets"
 
 

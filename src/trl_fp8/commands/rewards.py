@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from .words import did_you_mean
+from .run_config import did_you_mean
 
 
 VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # they compare answers with math-verify
@@ -16,11 +16,11 @@ OVERLONG = "soft_overlong_punishment"
 NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
 
 
-def check_rewards(asked: list[str], reward_models: list[str]) -> None:
+def check_rewards(asked: list[str], reward_model: str | None) -> None:
     """Raise `ValueError` for rewards that cannot be found or computed here; no module of a reward is imported, but
     its source is looked at.
     """
-    if not asked and not reward_models:
+    if not asked and not reward_model:
         raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
     for name in map(str, asked):
         module = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""`trl-fp8 train`: GRPO with FP8 rollouts from a YAML file and flags, those of `trl grpo` and the FP8 ones.
+"""`trl-fp8 train`: GRPO with FP8 rollouts from a run config and flags, those of `trl grpo` and the FP8 ones.
 
 The command checks what it can, once, and starts `accelerate launch`, which runs this module in each process. Clusters
 that start accelerate themselves do the same with `accelerate launch ... -m trl_fp8.commands.train --config FILE`.
@@ -8,7 +8,6 @@ import os
 import sys
 from argparse import Namespace
 from importlib.resources import files
-from json import JSONDecodeError
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,13 +21,14 @@ from trl_fp8.upstream.quiet import quiet
 from .interrupt import ended_by_ctrl_c
 from .model_config import missing_model, require_model
 from .rewards import check_rewards, reward_functions
-from .words import Settings, check, read
 
 
 if TYPE_CHECKING:
     from trl import ModelConfig
 
     from trl_fp8.trainer import FP8GRPOTrainer
+
+    from .arguments import Asked
 
 
 # What `accelerate launch` takes, and warns that it does, where nothing says how to launch
@@ -41,7 +41,6 @@ class Run(NamedTuple):
     script: Any
     args: Any
     trained: dict[str, Any]
-    launch_words: tuple[list[str], list[str]]  # accelerate's, of the file and of the words
 
 
 def launch(words: list[str]) -> int:
@@ -64,7 +63,7 @@ def launch(words: list[str]) -> int:
 
     try:
         with slow_step("Checking the arguments, the model's config and the dataset."):
-            launched = _launched(_checked(words))
+            launched = _launched(words)
     except (ValueError, OSError) as error:
         return _refuse(error)
     from accelerate.commands import launch as accelerate_launch
@@ -103,8 +102,10 @@ def main() -> None:
 
 def _train(started: "list[FP8GRPOTrainer]") -> None:
     """A run from its arguments to its model; the trainer goes into `started` once there is one."""
+    from .arguments import make_parser  # imports torch, which `ended_by_ctrl_c` has to come before
+
     try:
-        run = prepare(_checked(sys.argv[1:]))
+        run = prepare(make_parser().read(sys.argv[1:]))
         script, args = run.script, run.args
         rewards = reward_functions(script.reward_funcs or [], args.max_completion_length, script.overlong_buffer)
     except (ValueError, OSError) as error:
@@ -150,11 +151,11 @@ def _refused(error: Exception) -> int:
     return 2 if same_on_all and os.environ.get("LOCAL_RANK", "0") != "0" else _refuse(error)
 
 
-def prepare(given: Settings, processes: int | None = None) -> Run:
+def prepare(asked: "Asked", processes: int | None = None) -> Run:
     """All of a run but its rewards and engine.
 
     Args:
-        given: What the user says.
+        asked: What the user asks for.
         processes: On all machines together, if they do not run yet; None in one of them.
 
     Raises:
@@ -168,20 +169,10 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
     from trl_fp8.run.checkpoints import checkpoint_to_resume, require_ranks
     from trl_fp8.run.output import require_output
 
-    from .arguments import make_parser
     from .problems import load_problems
 
-    try:
-        script, args, model, mixture, *launch_words = make_parser(processes).parse_args_and_config(
-            given.words, return_remaining_strings=True, separate_remaining_strings=True
-        )
-    except JSONDecodeError as error:
-        raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
-    if args.fp8_base and not model.use_peft:
-        raise ValueError(
-            "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft for "
-            "adapters, or set fp8_base=False."
-        )
+    _require_task(asked.values)
+    script, args, model, mixture = asked.made(processes)
     if checkpoint := checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint):
         require_ranks(checkpoint, args.world_size)
     name, outline = model.model_name_or_path, None
@@ -197,7 +188,7 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
     require_output(args, weights, weights)
     training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
-    if args.fp8_base and not given.values("dtype"):
+    if args.fp8_base and not asked.sets("dtype"):
         del loading["dtype"]  # of the command line, FP32: what is beside an FP8 base is BF16 if nothing is said
     loading["trust_remote_code"] = args.trust_remote_code
     args.model_init_kwargs = loading | (args.model_init_kwargs or {})
@@ -208,7 +199,7 @@ def prepare(given: Settings, processes: int | None = None) -> Run:
         "quantization_config": get_quantization_config(model),
         "peft_config": get_peft_config(model),
     }
-    return Run(script, args, trained, tuple(launch_words))
+    return Run(script, args, trained)
 
 
 def _weight_bytes(outline: Outline, model: "ModelConfig") -> int:
@@ -218,44 +209,49 @@ def _weight_bytes(outline: Outline, model: "ModelConfig") -> int:
     return BYTES.get(model.dtype, min(BYTES.values())) * sum(map(prod, outline.parameters.values()))
 
 
-def _checked(words: list[str]) -> Settings:
-    given = read(words)
-    check(given)
-    check_rewards(given.values("reward_funcs"), given.values("reward_model_name_or_path"))
-    return given
+def _require_task(values: Namespace) -> None:
+    """Raise `ValueError` for what a run cannot do without: a model, a dataset, and rewards that are there."""
+    if not values.model_name_or_path:
+        raise ValueError(
+            "model_name_or_path is not set. Give a model, as in --model_name_or_path Qwen/Qwen3-4B, or a run config, "
+            "as in --config examples/configs/qwen3_4b_1xh200.yaml."
+        )
+    named = values.dataset_name
+    if bool(named) == bool(values.datasets):
+        which = f"dataset_name={named!r} and datasets are both set" if named else "dataset_name is not set"
+        raise ValueError(f"{which}. Give one of them, as in --dataset_name trl-lib/DeepMath-103K.")
+    check_rewards(values.reward_funcs or [], values.reward_model_name_or_path)
 
 
-def _launched(given: Settings) -> Namespace:
+def _launched(words: list[str]) -> Namespace:
     """The words split as `trl grpo` does: what the dataclasses know goes to the script, the rest to accelerate."""
-    launcher = _launcher(given)
-    processes = _processes(given, launcher)
-    run = prepare(given, processes)
-    from accelerate.commands.launch import launch_command_parser
+    from .arguments import make_parser, parse_launch
 
-    from .arguments import LaunchParser
-
-    from_file, from_words = run.launch_words
-    words = ["--config_file", launcher] if launcher else f"--num_processes {processes} {DEFAULTS}".split()
-    words += [*from_file, *from_words]
-    script = ["--module", __name__, *_without(given.words, from_words)]
-    parser = LaunchParser(prog="accelerate")
-    launch_command_parser(parser.add_subparsers())
-    launched = parser.parse_args(["launch", "--quiet", *words, *script])
+    asked = make_parser().read(words)
+    of_file, of_words = asked.launch_words
+    script = [*of_file, *of_words, "--module", __name__, *_without(words, of_words)]
+    stated = parse_launch(script)
+    launcher = _launcher(asked.values.accelerate_config or stated.config_file)
+    processes = _processes(stated.num_processes, launcher)
+    prepare(asked, processes)
+    first = ["--config_file", launcher] if launcher else f"--num_processes {processes} {DEFAULTS}".split()
+    launched = parse_launch([*first, *script])
     if launched.training_script != __name__:
         raise ValueError(
-            f"{launched.training_script!r} belongs to no flag of accelerate: given were {' '.join(words)}. Put what "
-            "accelerate shall do into a file, and give it with --accelerate_config."
+            f"{launched.training_script!r} belongs to no flag of accelerate: it would get "
+            f"{' '.join([*first, *of_file, *of_words])}. Put what accelerate shall do into a file, and give it with "
+            "--accelerate_config."
         )
     return launched
 
 
-def _launcher(given: Settings) -> str | None:
+def _launcher(asked: str | None) -> str | None:
     """The file of accelerate's configuration that is meant, or the user's own if there is one."""
     from accelerate.commands.config.config_args import default_config_file
 
-    own = default_config_file if Path(default_config_file).is_file() else None
-    asked = next(iter(given.values("accelerate_config") or given.values("config_file")), own)
-    if asked is None or Path(asked).is_file():
+    if asked is None:
+        return default_config_file if Path(default_config_file).is_file() else None
+    if Path(asked).is_file():
         return asked
     of_trl = {Path(file.name).stem: str(file) for file in files("trl.accelerate_configs").iterdir() if file.is_file()}
     if asked not in of_trl:
@@ -265,14 +261,14 @@ def _launcher(given: Settings) -> str | None:
     return of_trl[asked]
 
 
-def _processes(given: Settings, launcher: str | None) -> int:
+def _processes(asked: int | None, launcher: str | None) -> int:
     """How many `accelerate launch` will start, on all machines together."""
     import torch
     from accelerate.commands.config.config_args import load_config_from_file
     from yaml import YAMLError
 
-    if (number := given.values("num_processes")) and str(number[0]).isdigit():  # accelerate complains of others
-        return int(number[0])
+    if asked is not None:
+        return asked
     if launcher is None:
         return max(torch.cuda.device_count(), 1)
     try:

@@ -7,12 +7,10 @@ rules as the plan itself, and only offered if it fits.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from trl_fp8.recipe.outline import Outline
 
-from .plan import Plan
-from .roofline import GIB, Rollout, gpu_of, rollout_seconds
+from .plan import GIB, Plan
 from .trainer_memory import TrainerMemory, Training, engine_adapters, trainer_memory
 
 
@@ -24,6 +22,7 @@ MOST_GPUS = 64
 SHARES = tuple(share / 20 for share in range(18, 0, -1))  # of a GPU that an engine may get, largest first
 SIZES = (1, 2, 4, 8)  # tensor parallel
 LORA_RANK = 32
+CONTEXT, COMPLETIONS, MOST_PROMPT = 4096, 256, 512  # tokens, samples, tokens: planned for where nothing is said
 PRECISIONS = {"bf16": (False, False), "fp8_linears": (True, False), "fp8_linears_kv": (True, True)}
 
 
@@ -126,25 +125,6 @@ class Capacity:
         if self.held_tokens < least * self.setup.training.tokens:
             return f"no KV cache for {least} sequences of {self.setup.training.tokens:,} tokens"
         return None
-
-    @cached_property
-    def rollouts(self) -> dict[str, dict[str, float]]:
-        """Estimated seconds of a rollout at each precision, by what they go to; of engines that hold a sequence."""
-        rollout = Rollout(self.sequences, self.setup.prompt, self.setup.training.tokens - self.setup.prompt)
-        gpu, took = gpu_of(self.setup.gpu_bytes), {}
-        for name, (fp8_weights, fp8_kv) in self.precisions.items():
-            room = self.kv_bytes(fp8_weights)
-            if room > self.plan.cache.sequence_bytes(self.setup.training.tokens, fp8_kv):
-                adapters = self.adapter_bytes * fp8_weights  # a BF16 engine has them merged
-                shared = self.setup.shares_kernels and (fp8_weights or fp8_kv)
-                took[name] = rollout_seconds(self.plan, gpu, rollout, fp8_weights, fp8_kv, room, adapters, shared)
-        return took
-
-    @property
-    def speedups(self) -> dict[str, float]:
-        """Estimated speed of rollouts over those of a BF16 engine with the same share; empty where that holds none."""
-        took = {name: sum(parts.values()) for name, parts in self.rollouts.items()}
-        return {name: took["bf16"] / seconds for name, seconds in took.items() if name != "bf16" and "bf16" in took}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from .cache import KVCache
 if TYPE_CHECKING:
     from torch import nn
 
+GIB = 2**30
+
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -31,12 +33,7 @@ class PlanRow:
     reason: str  # why it is not FP8; empty where it is or never could be
     parameters: int
     bytes_after: int
-    is_looked_up: bool = False  # an embedding of which a step of decoding reads some rows
-
-    @property
-    def is_of_experts(self) -> bool:
-        """Weights of all experts of a layer, of which a token uses a few."""
-        return ".experts." in self.pattern
+    is_looked_up: bool = False  # an embedding of which a decoding step reads some rows
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,6 @@ class Plan:
     recipe: FP8Recipe
     rows: tuple[PlanRow, ...]
     cache: KVCache
-    experts_per_token: int = 0  # of a mixture of experts
 
     @property
     def kv_bytes_per_token_before(self) -> int:
@@ -64,6 +60,11 @@ class Plan:
     @property
     def bytes_after(self) -> int:
         return sum(row.bytes_after for row in self.rows)
+
+    def read_bytes(self, fp8: bool) -> int:
+        """Bytes of weights that a decoding step reads on all ranks together: all but embeddings that are looked up."""
+        read = (row for row in self.rows if not row.is_looked_up)
+        return sum(row.bytes_after if fp8 else 2 * row.parameters for row in read)
 
     @property
     def fp8_parameters(self) -> int:
@@ -129,7 +130,7 @@ class Plan:
 
 def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:
     """`plan_for` a transformers or PEFT causal LM, also one on the meta device."""
-    from trl_fp8.recipe.from_model import outline_of  # torch takes seconds, which `trl-fp8 --help` does without
+    from trl_fp8.recipe.from_model import outline_of  # imports torch, and `trl-fp8 report` has `format_bytes` without
 
     return plan_for(outline_of(model), recipe)
 
@@ -150,10 +151,10 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
         rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after, is_looked_up))
     fp8_layers = frozenset(outline.kv_layers if recipe.fp8_kv_cache else ()).difference(recipe.kv_cache_skip_layers)
     cache = KVCache(outline.caches, outline.kv_heads, recipe.tensor_parallel_size, fp8_layers)
-    return Plan(outline.name, recipe, tuple(rows), cache, outline.experts_per_token)
+    return Plan(outline.name, recipe, tuple(rows), cache)
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: float) -> str:
     """`1536` -> `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:

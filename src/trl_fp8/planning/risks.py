@@ -23,12 +23,12 @@ class Risk(NamedTuple):
 
 
 def risks(
-    plan: Plan, outline: Outline, recipe: Mapping[str, object] | None = None, fp8_base: bool = False
+    plan: Plan, outline: Outline, given: Mapping[str, object] | None = None, fp8_base: bool = False
 ) -> list[Risk]:
-    """Risks of running a model under a plan, but those that the flags of a recipe answer already; a flag that it has,
-    be it off, is its own, and none of a risk's. A shared `fp8_base` takes an FP8 checkpoint as it is.
+    """Risks of running a model under a plan, but those that the run config `given` answers already; a flag that it
+    has, be it off, is its own, and none of a risk's. A shared `fp8_base` takes an FP8 checkpoint as it is.
     """
-    chosen = {name: value for name, value in (recipe or {}).items() if value is not None}
+    chosen = {name: value for name, value in (given or {}).items() if value is not None}
     answered = {name for name, value in chosen.items() if value and value != "off"}
     return [
         Risk(risk.text, {name: value for name, value in risk.flags.items() if name not in chosen})

@@ -1,7 +1,13 @@
 """Flags of a config: how one is declared, and what a group of them has to say."""
 
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
+
+    from trl_fp8.recipe.outline import Outline
 
 
 def flag(default: Any, text: str) -> Any:
@@ -40,6 +46,17 @@ class FlagGroup:
     def recipe_fields(self) -> dict[str, Any]:
         """Arguments of `recipe.recipe.recipe_for_model` that these flags decide."""
         return {}
+
+    def check_model(self, outline: "Outline") -> None:
+        """`ValueError` for a model that cannot be trained with these flags, as far as its outline shows it."""
+
+    def in_one_piece(self, outline: "Outline", has_adapters: bool) -> bool:
+        """Whether no ranks can share an engine of this model under these flags."""
+        return False
+
+    def against_base(self, model: "ModelConfig") -> str | None:
+        """What of the flags adapters on an FP8 base do not go with, and why: a sentence with a point at its end."""
+        return None
 
     def trls_default(self, name: str) -> Any:
         """What TRL's own config has where nothing is said."""

@@ -1,9 +1,13 @@
 """Flags of the engine's FP8 KV cache."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trl_fp8.run.flag import FlagGroup, flag
+
+
+if TYPE_CHECKING:
+    from trl import ModelConfig
 
 
 KV_CACHE_DTYPES = ("fp8", "auto")
@@ -61,6 +65,11 @@ class KVCacheFlags(FlagGroup):
         if self.kv_cache_skip_layers == ["auto"]:
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
+
+    def against_base(self, model: "ModelConfig") -> str | None:
+        if self.skip_layers is not None:
+            return None
+        return "kv_cache_skip_layers='auto': the policy's k is looked at before there is an engine with the base."
 
     def recipe_fields(self) -> dict[str, Any]:
         return {

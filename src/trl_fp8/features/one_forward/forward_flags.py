@@ -55,6 +55,13 @@ class ForwardFlags(FlagGroup):
     def calls_engine(self) -> bool:
         return self.fp8_flow_on
 
+    def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
+        return self.fp8_flow_on and bool(outline.experts or has_adapters)
+
+    def check_model(self, outline: Outline) -> None:
+        if self.fp8_flow_on:
+            require_followed(outline)
+
     def resolve(self) -> None:
         """Before TRL's own checks: `ValueError` for what cannot be."""
         # These replace parts of the policy's forward. transformers takes either of the last two as torch_compile=True.

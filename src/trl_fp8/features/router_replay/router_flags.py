@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from trl_fp8.recipe.outline import Outline
 from trl_fp8.run.flag import FlagGroup, flag
 
 
@@ -26,6 +27,21 @@ class RouterFlags(FlagGroup):
 
     def wants_engine(self) -> bool:
         return self.routes_returned
+
+    def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
+        return self.routes_returned
+
+    def check_model(self, outline: Outline) -> None:
+        if self.routes_returned and not outline.experts:
+            raise ValueError(
+                f"router_replay={self.router_replay!r} with a model of type {outline.model_type!r}: it has no "
+                "routers, so there is nothing to replay. Set router_replay='off'."
+            )
+        if self.routes_returned and (ranks := self.vllm_tensor_parallel_size) > 1:
+            raise ValueError(
+                f"router_replay={self.router_replay!r} with vllm_tensor_parallel_size={ranks}: only the first rank of "
+                "an engine returns the experts that it chose. Set vllm_tensor_parallel_size=1, or router_replay='off'."
+            )
 
     def check(self) -> None:
         """Raise `ValueError` if the flag's value is unknown, or nothing could return or record what it asks for."""

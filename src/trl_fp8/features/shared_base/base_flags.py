@@ -2,7 +2,18 @@
 
 from dataclasses import dataclass
 
+from trl import ModelConfig
+
 from trl_fp8.run.flag import FlagGroup, flag
+
+
+# Flag that adapters on an FP8 base do not go with -> why
+NOT_BESIDE = {
+    "use_dora": "the engine computes Q(W) x + B A x and nothing else",
+    "lora_target_parameters": "the engine has adapters beside linear layers alone",
+    "load_in_4bit": "the base is quantized to FP8",
+    "load_in_8bit": "the base is quantized to FP8",
+}
 
 
 @dataclass
@@ -14,6 +25,10 @@ class BaseFlags(FlagGroup):
         "Whether LoRA adapters are trained on an FP8 base that trainer and engine share: its FP8 weights live once, "
         "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
     )
+
+    def against_base(self, model: ModelConfig) -> str | None:
+        found = (f"{name}={value!r}: {why}." for name, why in NOT_BESIDE.items() if (value := getattr(model, name)))
+        return next(found, None)
 
     def resolve(self) -> None:
         if self.fp8_base and not self.fp8_weights:

@@ -1,32 +1,24 @@
-"""A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, what fits, what it gains."""
+"""A plan in the ten lines that somebody reads who has a model and GPUs: what it takes, and what fits."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from math import gcd
 
+from trl import ModelConfig
+
+from trl_fp8.config import FP8GRPOConfig
+from trl_fp8.planning.capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
+from trl_fp8.planning.plan import GIB, format_bytes
+from trl_fp8.planning.risks import Risk, risks
 from trl_fp8.recipe.names import MLA
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import adapter_targets
 
-from .capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
-from .plan import format_bytes
-from .risks import SMALL, Risk, risks
-from .roofline import GIB, gpu_of
 
-
-NOTHING_GAINED = 1.05  # below it FP8 is not worth its mismatch
-LINEARS_GAIN = 1.02  # below it, nor are FP8 linears beside an FP8 KV cache
 LEAST_SHOWN = GIB / 20  # what is smaller would be 0.0 GiB
-MOST_GAINED = 2.0  # beyond it, a factor says that a BF16 engine has hardly any room, and not how fast FP8 is
-USUAL = {
-    "fp8_base": False,
-    "dtype": "float32",
-    "vllm_tensor_parallel_size": 1,
-    "fp8_weights": True,
-    "kv_cache_dtype": "fp8",
-    "fp8_weight_format": "blocks",
-}
+DEFAULTS = {item.name: item.default for kind in (FP8GRPOConfig, ModelConfig) for item in fields(kind)}
 Flags = dict[str, str | int | float | bool]
-Given = Mapping[str, object] | None  # keys of a recipe, if there is one
+Given = Mapping[str, object] | None  # lines of a run config, by name; None: there is none
 
 
 def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None) -> Flags:
@@ -58,14 +50,14 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
         "kv_cache_dtype": "fp8" if recipe.fp8_kv_cache else recipe.kv_cache_dtype,
         "fp8_weight_format": recipe.format.name,
     }
-    usual = USUAL | ({"dtype": "bfloat16"} if training.fp8_base else {})
+    usual = DEFAULTS | ({"dtype": "bfloat16"} if training.fp8_base else {})
     for name, value in chosen.items():
-        if value != usual[name] or (given or {}).get(name) not in (None, value):  # what a recipe has otherwise
+        if name in usual and (
+            value != usual[name] or (given or {}).get(name) not in (None, value)
+        ):  # what a run config has otherwise
             flags[name] = value
     for risk in _risks(capacity, outline, given):
-        flags |= risk.flags
-    if is_not_worth_it(capacity):  # says to leave the FP8 KV cache out, which has no layers to skip then
-        flags.pop("kv_cache_skip_layers", None)
+        flags |= {name: value for name, value in risk.flags.items() if name in DEFAULTS}
     return flags
 
 
@@ -107,7 +99,6 @@ def _figures(capacity: Capacity, outline: Outline, given: Given) -> dict:
         },
         "fits": capacity.why_not is None,
         "kv_tokens": capacity.kv_tokens,
-        "estimated_rollout_speed_over_bf16": capacity.speedups,
         "flags": recommended_flags(capacity, outline, given),
     }
 
@@ -116,16 +107,16 @@ def as_text(
     capacity: Capacity, ways: list[Capacity], outline: Outline, given: Given, assumed: Sequence[str] = ()
 ) -> str:
     """The summary. `ways`: what fits instead; `given`: flags that need not be repeated, with their values; `assumed`:
-    flags of the machine, of which nothing was said beside a recipe.
+    flags of the machine, of which nothing was said beside a run config.
     """
     lines = [_model(capacity), "", *_memory(capacity, assumed if given is not None else ()), ""]
     if capacity.why_not is None:
-        words = _words(capacity, outline, given) or "none, the recipe has them"
-        lines += [_speed(capacity), *_watch(capacity, outline, given), f"flags: {words}"]
+        words = _words(capacity, outline, given) or "none, the run config has them"
+        lines += [_read(capacity), *_watch(capacity, outline, given), f"flags: {words}"]
     elif ways:
         lines += ["What fits instead:"]
         lines += [f"  {_way(way)}\n    flags: {_words(way, outline, given)}" for way in ways]
-        lines += [_speed(ways[0]), *_watch(ways[0], outline, given)]
+        lines += [_read(ways[0]), *_watch(ways[0], outline, given)]
     else:
         tried = f"LoRA, an FP8 base, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
         lines += [f"Nothing fits ({tried}). Take GPUs with more memory, a shorter context, or a smaller model."]
@@ -212,57 +203,18 @@ def _way(capacity: Capacity) -> str:
     return f"{_how(capacity)}: {total}, {capacity.held_tokens:,} tokens of KV cache"
 
 
-def _speed(capacity: Capacity) -> str:
-    gpu, recipe = gpu_of(capacity.setup.gpu_bytes), capacity.plan.recipe
-    if not recipe.fp8_weights and not recipe.fp8_kv_cache:
-        return "Rollouts in BF16: nothing is FP8, so nothing gets faster."
-    if not capacity.speedups:
-        return "Rollouts: a BF16 engine of this share would not hold the model; FP8 is what makes it fit."
-    named = {"fp8_linears": "FP8 linears", "fp8_linears_kv": "FP8 KV cache too", "fp8_kv": "FP8 KV cache"}
-    shown = ", ".join(f"{factor(gain)} with {named[name]}" for name, gain in capacity.speedups.items())
-    article = "an" if gpu.name[0] in "HLR" else "a"
-    source = (
-        f"(estimated: data sheet of {article} {gpu.name}, efficiencies fitted to what others measured; "
-        "not measured here)"
-    )
-    most, is_useless = max(capacity.speedups.values()), is_not_worth_it(capacity)
-    shares_base = capacity.setup.training.fp8_base
-    leave = f"{'--fp8_base False ' if shares_base else ''}--fp8_weights False --kv_cache_dtype auto leave it out"
-    lead = f"FP8 is not worth it here: {leave}. " if is_useless else ""
-    if most < NOTHING_GAINED:
-        return f"{lead}Rollouts {shown} {source}: {_why_slow(capacity)}."
-    no_linears = capacity.speedups.get("fp8_linears", 2) < LINEARS_GAIN and len(capacity.speedups) > 1
-    cache_alone = (
-        " FP8 linears gain nothing here: add --fp8_weights False to the flags, which leaves the FP8 KV cache."
-        if no_linears and not is_useless and not shares_base
-        else ""
-    )
-    of_room = f" Over {MOST_GAINED:g}x is room: a BF16 KV cache would hold too little." if most > MOST_GAINED else ""
-    return f"{lead}Rollouts {shown} {source}; a whole step gains less.{of_room}{cache_alone}"
-
-
-def is_not_worth_it(capacity: Capacity) -> bool:
-    """True if FP8 hardly gains, be it speed or a shared base, or the model is so small that others lost more."""
-    most = max(capacity.speedups.values(), default=MOST_GAINED)
-    return (most < NOTHING_GAINED and not capacity.setup.training.fp8_base) or capacity.plan.parameters < SMALL
-
-
-def factor(gain: float) -> str:
-    """`1.31x`, or no figure where it would be one of memory."""
-    return f"{gain:.2f}x" if gain <= MOST_GAINED else f"over {MOST_GAINED:g}x"
-
-
-def _why_slow(capacity: Capacity) -> str:
-    if capacity.plan.fp8_share < 0.5 and capacity.plan.recipe.fp8_weights:
-        return f"only {capacity.plan.fp8_share:.0%} of the parameters are FP8"
-    reasons = {
-        "fixed": "the model is so small that launches, not its bytes, take most of a step",
-        "kv": "most of the time goes to the KV cache, which stays in BF16",
-        "compute": "most of the time goes to multiplications",
-        "weights": "most of the time goes to weights that stay in BF16",
-    }
-    took = list(capacity.rollouts.values())[-1]
-    return reasons[max(took, key=took.__getitem__)]
+def _read(capacity: Capacity) -> str:
+    """What a decoding step reads on each GPU, in a BF16 engine and in the plan's."""
+    plan, recipe, tokens = capacity.plan, capacity.plan.recipe, capacity.setup.training.tokens
+    weights = format_bytes(plan.read_bytes(fp8=False) / capacity.ranks)
+    if recipe.fp8_weights:
+        weights += f" -> {format_bytes(plan.read_bytes(fp8=True) / capacity.ranks + capacity.adapter_bytes)}"
+    cache = format_bytes(plan.cache.sequence_bytes(tokens, fp8=False))
+    if recipe.fp8_kv_cache:
+        cache += f" -> {format_bytes(plan.cache.sequence_bytes(tokens, fp8=True))}"
+    most = "at most " if recipe.has_experts else ""
+    of_cache = f"{cache} of KV cache for each sequence of {tokens:,} tokens"
+    return f"A decoding step reads {most}{weights} of weights, and {of_cache}."
 
 
 def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
@@ -281,7 +233,7 @@ def _watch(capacity: Capacity, outline: Outline, given: Given) -> list[str]:
 
 
 def _words(capacity: Capacity, outline: Outline, given: Given) -> str:
-    """Flags as words, without those that a recipe has already."""
+    """Flags as words, without those that a run config has already."""
     flags = recommended_flags(capacity, outline, given)
     if given is not None:
         named = "steps_per_generation" if "steps_per_generation" in given else "gradient_accumulation_steps"
