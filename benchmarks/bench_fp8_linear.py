@@ -61,6 +61,7 @@ def main() -> None:
 def started(options: argparse.Namespace) -> Iterator:
     """A synced engine and a BF16 policy of one layer."""
     from testing import engines
+    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 
     config = shapes.config(options.size)
     config.num_hidden_layers, config.layer_types, config.vocab_size = 1, config.layer_types[:1], 512
@@ -68,8 +69,8 @@ def started(options: argparse.Namespace) -> Iterator:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
         tokenizer(max_length=64).save_pretrained(folder)
-        flags = {"kv_cache_dtype": "auto", "share_kernels": True}
-        generation = engines.start(folder, engine_kwargs=options.engine_kwargs, **flags)
+        options_of = {"engine_kwargs": options.engine_kwargs, "kv_cache_dtype": "auto"}
+        generation = engines.start(folder, parts=[SharedKernelsPart()], **options_of)
         generation.model.to(torch.bfloat16)
         generation.sync_weights()
         yield generation

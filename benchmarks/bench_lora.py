@@ -25,7 +25,7 @@ versions and host goes on where the first one ended.
 import argparse
 import gc
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,10 @@ from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing import engines, record, tiny_models
-from trl_fp8.features.kv_cache.engine_scales import attention_layers
+from trl_fp8.engine.vllm.attention_layers import attention_layers
+from trl_fp8.engine.vllm.part import EnginePart
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import SharedBase
 from trl_fp8.features.shared_base.stored_base import load_without_base
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -113,11 +116,11 @@ def summary(found: dict[str, dict]) -> dict:
     return told
 
 
-def engine_of(folder: str, seed: int, dtype: torch.dtype | None = None, share_kernels: bool = False, **flags):
+def engine_of(folder: str, seed: int, dtype: torch.dtype | None = None, parts: Sequence[EnginePart] = (), **flags):
     """An engine that holds no policy yet, and one with adapters that do not depend on its dtype. Without a `dtype` the
     base is the engine's, and the policy's is what fp8_base=True gives it.
     """
-    load, recipe_for, base = AutoModelForCausalLM.from_pretrained, partial(recipe_for_model, **flags), None
+    load, recipe_for = AutoModelForCausalLM.from_pretrained, partial(recipe_for_model, **flags)
     if dtype is None:
         policy, stored = load_without_base(load, folder, recipe_for)
         recipe = stored.recipe
@@ -128,8 +131,8 @@ def engine_of(folder: str, seed: int, dtype: torch.dtype | None = None, share_ke
     policy = get_peft_model(policy.to(shapes.DEVICE), config)
     draw_adapters(policy, seed)
     if dtype is None:
-        base = SharedBase(policy, stored, policy.device)
-    return engines.start(folder, model=policy, recipe=recipe, base=base, share_kernels=share_kernels)
+        parts = [*parts, BasePart(SharedBase(policy, stored, policy.device))]
+    return engines.start(folder, model=policy, recipe=recipe, parts=parts)
 
 
 @torch.no_grad()
@@ -244,7 +247,7 @@ def full(options: argparse.Namespace, weights: str) -> dict:
     for seed in range(options.seeds):
         with tempfile.TemporaryDirectory() as folder:
             checkpoint = seeded(source, Path(folder), options.layers, seed)
-            generation = engine_of(checkpoint, seed, share_kernels=True, **SHARED)
+            generation = engine_of(checkpoint, seed, parts=[SharedKernelsPart()], **SHARED)
         found.append(of_seed(generation, source, seed, True, scored))
         engines.shutdown(generation.llm)
     distances = torch.cat([of["mismatch"] for of in found])

@@ -79,7 +79,9 @@ def start(options: argparse.Namespace, folder: str):
     from vllm import LLM
 
     from trl_fp8.engine.vllm.gemms import pinned_gemm
+    from trl_fp8.engine.vllm.part import EnginePart
     from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
     from trl_fp8.features.shared_base.engine_adapters import adapters_installed
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.recipe.from_model import outline_of
@@ -94,12 +96,13 @@ def start(options: argparse.Namespace, folder: str):
     )
     user |= options.engine_kwargs
     shared, with_adapters = (variant in (only, VARIANTS[0]) for only in (FOLLOWED, ADAPTERS))
-    arguments = platform.arguments(recipe, model.config, **sizes, share_kernels=shared, user=user)
+    part = SharedKernelsPart() if shared else EnginePart()
+    arguments = platform.arguments(recipe, model.config, **sizes, parts=[part], user=user)
     PartialState()
     shapes.as_a_single_rank()
     ranks = dict.fromkeys((name for name in outline_of(model).linears if name != "lm_head"), RANK)
     room = adapters_installed(recipe, ranks) if with_adapters else nullcontext()
-    with platform.ready(recipe), platform.invariant(recipe) if shared else nullcontext(), room:
+    with platform.ready(recipe), part.starting(platform, recipe), room:
         device, backends = torch.device(platform.name), platform.linear_backends(recipe)
         arguments |= pinned_gemm(backends, recipe, model, device, user, list, shared)
         llm = LLM(
@@ -118,7 +121,7 @@ def start(options: argparse.Namespace, folder: str):
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
     """Fill an engine's parameters in place: weights of deviation 0.02, whatever they are stored in; norms stay 1."""
-    from trl_fp8.features.kv_cache.engine_scales import attention_layers
+    from trl_fp8.engine.vllm.attention_layers import attention_layers
 
     for name, parameter in model.named_parameters():
         if name.endswith("_scale_inv"):

@@ -48,6 +48,7 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
     from testing import engines
     from testing.reference_experts import reference_fp8_experts
     from testing.rollouts import calibrated, follow
+    from trl_fp8.features.router_replay.engine_routes import RouteLog
 
     checkpoint = str(cached_checkpoint(PretrainRecipe.of("qwen3_moe", seed=seed)))
     prompts = [
@@ -57,7 +58,8 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
     for name, flags in ENGINES.items():
         with reference_fp8_experts(fused_activation=True) if flags.get("expert_kernels") else nullcontext():
             kwargs = {"max_num_seqs": 128, "kv_cache_memory_bytes": 2**28}
-            generation = engines.start(checkpoint, return_routes=True, engine_kwargs=kwargs, **flags)
+            log = RouteLog()
+            generation = engines.start(checkpoint, parts=[log], engine_kwargs=kwargs, **flags)
         ids = [generation.processing_class(prompt)["input_ids"] for prompt in prompts]
         scales = hook = None
         if generation.recipe.fp8_kv_cache:
@@ -71,7 +73,7 @@ def same_rollouts(seed: int, prompt_count: int) -> dict:
         rollouts = Rollouts(outputs, generation.accelerator.device)
         sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
         replay = RouterReplay(generation.model)
-        routes, prompts = generation.llm.routes.of(sequences), [0] * len(sequences)
+        routes, prompts = log.of(sequences), [0] * len(sequences)
         field = padded_routes(replay, routes, prompts, prompt_columns=0, columns=rollouts.ids.shape[1])
         for flow in (False, True) if hook is not None else (False,):
             if flow:

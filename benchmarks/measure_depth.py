@@ -48,7 +48,7 @@ IMAGES = Path(__file__).parents[1] / "docs" / "images"
 POLICIES = {
     "bf16": {"fp8_weights": False, "kv_cache_dtype": "auto"},
     "fp8": {},
-    "full": {"share_kernels": True},
+    "full": {},
 }
 PROMPTS = 16  # that scales of the KV cache are calibrated on
 Scorer = Callable[[torch.nn.Module, Rollouts], torch.Tensor]
@@ -125,6 +125,7 @@ def in_a_process(cell: str) -> dict | None:
 def measured(options: argparse.Namespace) -> dict:
     """The row of the cell that is asked for."""
     from testing import engines
+    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 
     weights, layers, policy = options.cell.split()
     known = {"random": RandomPolicy, "trained": TrainedPolicy}
@@ -132,7 +133,8 @@ def measured(options: argparse.Namespace) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = source.checkpoint(Path(folder), int(layers))
         flags = POLICIES[policy] | {"weight_format": options.weight_format, "engine_kwargs": options.engine_kwargs}
-        generation = engines.start(checkpoint, **flags)
+        parts = [SharedKernelsPart()] if policy == "full" else []
+        generation = engines.start(checkpoint, parts=parts, **flags)
         seeds = []
         for seed in range(options.seeds):
             source.seed(generation.model, seed)

@@ -164,10 +164,10 @@ def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[
     import torch
 
     from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.features.one_forward.engine_part.invariance import invariant_on_cuda
 
-    platform = platform_of(torch.device("cuda"))
-    shared = choice == FOLLOWED and platform.flash_attention == 3
-    return platform.invariant(recipe_of(policy)) if shared else nullcontext()
+    shared = choice == FOLLOWED and platform_of(torch.device("cuda")).flash_attention == 3
+    return invariant_on_cuda(recipe_of(policy)) if shared else nullcontext()
 
 
 def _candidates(policy: "PreTrainedModel") -> list[str]:
@@ -239,8 +239,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.engine.vllm.platforms import Cuda
-    from trl_fp8.features.one_forward.engine_part.invariance import require_invariant_routers
+    from trl_fp8.features.one_forward.engine_part.invariance import CUDA, require_invariant_routers
     from trl_fp8.upstream.vllm import forget_choices
 
     recipe = recipe_of(policy)
@@ -251,7 +250,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
         return
     try:
         if found.choice == FOLLOWED:
-            Cuda.invariance.require(config)
+            CUDA.require(config)
         config.kernel_config.ir_op_priority.set_default()
         forget_choices()
         with (
@@ -279,13 +278,14 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
     from vllm.engine.arg_utils import EngineArgs
 
     from trl_fp8.engine.vllm.platforms import platform_of
+    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 
     ours = platform_of(torch.device("cuda")).arguments(
         recipe,
         policy.config,
         max_num_seqs=SEQUENCES,
         max_model_len=LENGTH,
-        share_kernels=found.choice == FOLLOWED,
+        parts=[SharedKernelsPart()] if found.choice == FOLLOWED else [],
         user=OWN_CHOICE if found.choice == OWN else {"linear_backend": found.backend},
     )
     trls = dict(
@@ -305,9 +305,10 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", policy: "PreTrainedModel") -> None:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+    from trl_fp8.engine.vllm.attention_layers import attention_layers, quantizes_query
     from trl_fp8.engine.vllm.auditable import require_auditable
     from trl_fp8.engine.vllm.numerics import activation_scaling, fp8_experts, fp8_kernels
-    from trl_fp8.features.kv_cache.engine_scales import attention_layers, fp8_attention_layers, quantizes_query
+    from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
     from trl_fp8.recipe.caches import kv_layers
     from trl_fp8.recipe.from_model import caches_of
 

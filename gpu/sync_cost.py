@@ -179,7 +179,7 @@ class PretendedScales:
     name, value = "KV cache scales", SimpleNamespace(scale=lambda layer, which: 1.0)
 
     def __init__(self, model: nn.Module):
-        from trl_fp8.features.kv_cache.engine_scales import attention_layers
+        from trl_fp8.engine.vllm.attention_layers import attention_layers
 
         self._layers = attention_layers(model)
 
@@ -206,7 +206,7 @@ def vllm_model(folder: str, recipe: "FP8Recipe", config) -> nn.Module:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.engine.vllm.platforms import Cpu
+    from trl_fp8.engine.vllm.cpu_platform import Cpu
 
     sizes = {"max_num_seqs": 8, "max_model_len": 1024}
     platform = Cpu()

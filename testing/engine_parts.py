@@ -15,6 +15,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.features.one_forward.engine_part.invariance import CUDA
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -30,11 +32,12 @@ def configured(folder: str) -> Iterator[VllmConfig]:
     platform = platform_of(torch.device("cuda"))
     sizes = {"max_num_seqs": 64, "max_model_len": LONGEST}
     user = {"enforce_eager": True, "block_size": BLOCK, "hf_overrides": {"max_position_embeddings": LONGEST}}
-    with platform.invariant(recipe):
+    part = SharedKernelsPart()
+    with part.starting(platform, recipe):
         model = AutoConfig.from_pretrained(folder)
-        ours = platform.arguments(recipe, model, **sizes, share_kernels=True, user=user)
+        ours = platform.arguments(recipe, model, **sizes, parts=[part], user=user)
         config = EngineArgs(model=folder, skip_tokenizer_init=True, **(sizes | ours)).create_engine_config()
-        platform.invariance.require(config)
+        CUDA.require(config)
         config.kernel_config.ir_op_priority.set_default()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), torch.device("cuda"):
             yield config

@@ -4,10 +4,11 @@ import gc
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -20,10 +21,14 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms.cpu import CpuPlatform
 
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration, own_configs
+from trl_fp8.engine.vllm.attention_layers import attention_layers
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.export.export import published
-from trl_fp8.features.kv_cache.engine_scales import EngineScales, attention_layers, write_kv_scales
+from trl_fp8.features.kv_cache.engine_scales import EngineScales, write_kv_scales
+from trl_fp8.features.one_forward.engine_part.kernels_part import KernelsPart
+from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.recipe.families import family_of
@@ -39,6 +44,7 @@ from .vision import picture
 
 # Each engine would look through all modules again for kernels to put in the place of Triton's, half of its start
 CpuPlatform.register_triton_kernel_overrides = staticmethod(cache(CpuPlatform.register_triton_kernel_overrides))
+AnyPart = TypeVar("AnyPart", bound=EnginePart)
 PROMPTS = [[4 + (7 * row + 13 * column) % 50 for column in range(length)] for row, length in enumerate((3, 9, 17, 33))]
 
 
@@ -48,26 +54,26 @@ def start(
     generation=FP8VLLMGeneration,
     engine_kwargs: dict | None = None,
     sleep: bool = False,
-    return_routes: bool = False,
-    share_kernels: bool = False,
+    parts: Sequence[EnginePart] = (),
     model: torch.nn.Module | None = None,
     recipe: FP8Recipe | None = None,
-    base: object | None = None,
     **recipe_flags,
 ):
-    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master)."""
+    """A colocated engine for the model in `checkpoint`, not synced yet; `.model` is the policy (fp32 master).
+
+    `parts`: beside those of an FP8 KV cache and of kernels that are only compared.
+    """
     model = model or AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     if torch.cuda.is_available():
         model = model.cuda()
         engine_kwargs = {"enforce_eager": True, "gpu_memory_utilization": 0.2} | (engine_kwargs or {})
     recipe = recipe or recipe_for_model(model, **({"expert_kernels": torch.cuda.is_available()} | recipe_flags))
+    of_cache = [EngineScales(lambda: kv_scales)] if recipe.fp8_kv_cache else []
+    kernels = [] if any(isinstance(part, KernelsPart) for part in parts) else [KernelsPart()]
     return generation(
         recipe=recipe,
-        parts=[EngineScales(lambda: kv_scales)] if recipe.fp8_kv_cache else [],
+        parts=[*of_cache, *kernels, *parts],
         engine_kwargs=engine_kwargs,
-        return_routes=return_routes,
-        share_kernels=share_kernels,
-        base=base,
         model=model,
         accelerator=Accelerator(cpu=not torch.cuda.is_available()),
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
@@ -84,14 +90,24 @@ def scales_of(generation: FP8VLLMGeneration) -> EngineScales:
     return scales
 
 
-def start_on_base(checkpoint: str, lora: LoraConfig, expert_kernels: bool = False, **options):
+def part_of(generation: FP8VLLMGeneration, kind: type[AnyPart]) -> AnyPart:
+    """The one part of this kind."""
+    [part] = [part for part in generation.parts if isinstance(part, kind)]
+    return part
+
+
+def start_on_base(
+    checkpoint: str, lora: LoraConfig, expert_kernels: bool = False, parts: Sequence[EnginePart] = (), **options
+):
     """As `start`; the policy has adapters on a base that it shares with the engine."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     recipe = recipe_for_model(model, expert_kernels=expert_kernels)
     held = HeldBase(model, recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = get_peft_model(model, lora).to(device)
-    return start(checkpoint, model=model, recipe=recipe, base=SharedBase(model, held, device), **options)
+    return start(
+        checkpoint, model=model, recipe=recipe, parts=[*parts, BasePart(SharedBase(model, held, device))], **options
+    )
 
 
 def fresh_log_probs(folder: Path, generation: FP8VLLMGeneration, kv_scales: KVScales | None) -> list[tuple]:
@@ -139,7 +155,7 @@ def load(folder: Path, recipe: FP8Recipe, engine_kwargs: dict | None = None) -> 
     arguments |= {"load_format": "auto", "kv_cache_dtype": recipe.kv_cache_dtype}
     arguments = {"max_num_batched_tokens": 4096} | arguments  # as TRL: the compiler fuses by it
     arguments.pop("hf_overrides", None)  # the checkpoint's own config says it
-    with platform.ready(recipe), own_configs():
+    with platform.ready(recipe):
         llm = LLM(
             model=str(folder),
             distributed_executor_backend="external_launcher",

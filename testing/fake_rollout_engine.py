@@ -80,7 +80,7 @@ class CopyingDelivery:
 class FakeRolloutEngine:
     """Samples one token after another, from a generator of its own. `calls` notes the calls of the contract."""
 
-    pinned, replicas, base = {}, None, None
+    pinned, replicas = {}, None
 
     def __init__(
         self, recipe: FP8Recipe, after_sync: Callable[[], None], *, model, temperature, max_completion_length, **_
@@ -136,9 +136,6 @@ class FakeRolloutEngine:
 
     def policy_tensors(self):
         return nullcontext(self.model.named_parameters())
-
-    def reference_weights(self, model: nn.Module):
-        raise NotImplementedError("no trainer computes with the kernels of this engine")
 
 
 class FakeEngineTrainer(FP8GRPOTrainer):

@@ -102,7 +102,7 @@ def follow(generation, hook=None, model=None, **fields):
     if hook is None:
         hook = hook_of(model)
         hook.skip(generation.recipe.kv_cache_skip_layers)
-    return OneForward(model, generation.recipe, generation.engine.kernels, backward_of(generation, **fields), hook)
+    return OneForward(model, generation.recipe, generation.kernels, backward_of(generation, **fields), hook)
 
 
 def scored(forward, model, sequences, head=None):

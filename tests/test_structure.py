@@ -89,7 +89,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/hook.py", "module.expand_kv"): "what MLA caches passes there, and nowhere else without a cache",
     (
         "features/shared_base/held_base.py",
-        "transformers_model(self._model).save_pretrained",
+        "transformers_model(self.model).save_pretrained",
     ): "it would leave weights out, silently",
     ("policy/base/*", "module.codes"): "modules are shared in place, so that names, hooks and adapters keep them",
     (

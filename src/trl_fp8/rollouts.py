@@ -222,7 +222,7 @@ class FP8Rollouts(Saving):
         from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
         options = {"after_sync": self._after_sync, "engine_kwargs": self.args.vllm_engine_kwargs}
-        return FP8VLLMGeneration(recipe=recipe, parts=parts, **options, **interim(self), **kwargs)
+        return FP8VLLMGeneration(recipe=recipe, parts=parts, **options, **kwargs)
 
     def _after_sync(self) -> None:
         for feature in self.features:
@@ -286,15 +286,3 @@ class FP8Rollouts(Saving):
     def _end_loss(self) -> None:
         for feature in self.features:
             feature.end_loss()
-
-
-def interim(trainer):
-    from .features.shared_base.base_in_engine import BaseInEngine
-
-    args, base = trainer.args, trainer.feature(BaseInEngine)
-    return {
-        "return_routes": args.routes_returned,
-        "return_survivors": args.survivors_returned,
-        "share_kernels": args.one_forward,
-        "base": base and base.base,
-    }

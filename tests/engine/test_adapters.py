@@ -8,8 +8,8 @@ from peft.tuners.lora.layer import LoraLayer
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from trl_fp8.engine.vllm.cpu.reference_linear import linear
-from trl_fp8.engine.vllm.layout import ADAPTERS
-from trl_fp8.features.shared_base.engine_adapters import _install
+from trl_fp8.engine.vllm.layout import held_codes
+from trl_fp8.features.shared_base.engine_adapters import ADAPTERS, _install
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.upstream.vllm import engine_model
 
@@ -41,6 +41,10 @@ def started(checkpoint):
         engines.shutdown(generation.llm)
 
 
+def codes_of(generation, weight):
+    return held_codes(generation.engine.layout, generation.recipe.engine_name(weight), generation.recipe.format)
+
+
 def adapters(model):
     return {checkpoint_name(n): layer for n, layer in model.named_modules() if isinstance(layer, LoraLayer)}
 
@@ -52,12 +56,12 @@ def test_an_engine_adds_the_adapters_to_its_base_bit_for_bit(patterns, started):
     layers = adapters(generation.model)
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         name = f"model.layers.1.self_attn.{name}"
-        call = generation.engine.kernels.linear(name)
+        call = generation.kernels.linear(name)
         x, start = torch.randn(5, call._module.input_size, generator=torch.Generator().manual_seed(1)).bfloat16(), 0
         base = call._module.quant_method
         plain = type(base).__mro__[2].apply(base, call._module, x, None)
         for peer in call.layers:
-            rows = slice(start, start := start + len(generation.engine.kernels.codes(f"{peer}.weight")))
+            rows = slice(start, start := start + len(codes_of(generation, f"{peer}.weight")))
             expected = plain[:, rows]
             if peer in layers:
                 lora = layers[peer]
@@ -115,7 +119,7 @@ def test_the_policy_computes_on_the_engines_own_storage(started):
 def test_a_base_that_was_changed_is_not_sampled_from_and_cannot_come_back(started):
     generation = started()
     generation.sync_weights()
-    codes = generation.engine.kernels.codes("model.layers.0.mlp.down_proj.weight").qdata.view(torch.uint8)
+    codes = codes_of(generation, "model.layers.0.mlp.down_proj.weight").qdata.view(torch.uint8)
     codes[3, 5] ^= 1
     with pytest.raises(RuntimeError, match="changed since the last sync: model.layers.0.mlp.down_proj.weight"):
         generation.delivery.verify()

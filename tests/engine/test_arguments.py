@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig
 from vllm.model_executor.layers.attention import MLAAttention
@@ -12,8 +13,12 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from testing import tiny_models
 from trl_fp8.engine.vllm import compiled
+from trl_fp8.engine.vllm.cpu_platform import Cpu
+from trl_fp8.engine.vllm.cuda_platform import Cuda
 from trl_fp8.engine.vllm.layout import engine_layout
-from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
+from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.quantization.facts.tensor import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -103,7 +108,7 @@ def test_linears_are_left_to_what_is_measured():
 
 def test_a_trainer_that_shares_kernels_pins_which():
     assert not {"compilation_config", "kernel_config"} & arguments().keys()
-    made = arguments(share_kernels=True)
+    made = arguments(parts=[SharedKernelsPart()])
     assert made["kernel_config"]["ir_op_priority"]["fused_add_rms_norm"] == ["trl_fp8"]
     assert made["compilation_config"]["custom_ops"] == ["all", "-rms_norm"]
     assert made["attention_backend"] == "FLASH_ATTN"
@@ -116,11 +121,11 @@ def test_a_gpu_without_one_attention_kernel_for_all_batches_is_refused(platform)
     with pytest.raises(
         ValueError, match=f"fp8_forward='one_forward' on a GPU of compute capability {capability}.*TRITON_ATTN"
     ):
-        arguments(platform=platform, share_kernels=True)
+        arguments(platform=platform, parts=[SharedKernelsPart()])
 
 
 def test_what_the_engine_compiles_for_one_row_and_for_many_is_refused():
-    sizes = {"max_num_seqs": 8, "max_model_len": 64, "share_kernels": True}
+    sizes = {"max_num_seqs": 8, "max_model_len": 64, "parts": [SharedKernelsPart()]}
     with pytest.raises(
         ValueError, match="fp8_forward='one_forward' with a policy of type 'cohere' on cuda: .* its norms"
     ):
@@ -134,23 +139,28 @@ def test_what_the_engine_compiles_for_one_row_and_for_many_is_refused():
 
 def test_the_users_settings_win_one_by_one():
     user = {"compilation_config": {"cudagraph_mode": "NONE", "pass_config": {"fuse_act_quant": True}}, "seed_like": 3}
-    made = arguments(share_kernels=True, user=user)
+    made = arguments(parts=[SharedKernelsPart()], user=user)
     compilation = made["compilation_config"]
     assert compilation["cudagraph_mode"] == "NONE" and compilation["custom_ops"][0] == "all" and made["seed_like"] == 3
     assert (
         compilation["pass_config"]["fuse_act_quant"] is True and compilation["pass_config"]["fuse_norm_quant"] is False
     )
-    assert arguments(share_kernels=True, user={"compilation_config": 0})["compilation_config"] == 0
+    assert arguments(parts=[SharedKernelsPart()], user={"compilation_config": 0})["compilation_config"] == 0
+
+
+def with_adapters(layer, rank):
+    config = LoraConfig(r=rank, target_modules=[layer])
+    return BasePart(SimpleNamespace(model=get_peft_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config)))
 
 
 def test_vllms_compile_cache_is_told_of_adapters_and_of_this_packages_source(monkeypatch, tmp_path):
     user = {"additional_config": {"gdn_prefill_backend": "triton"}}
-    made = [arguments(adapters=ranks, user=user)["additional_config"] for ranks in ({}, {"a": 4}, {"a": 8}, {"b": 4})]
+    bases = [], [with_adapters("0", 4)], [with_adapters("0", 8)], [with_adapters("1", 4)]
+    made = [arguments(parts=parts, user=user)["additional_config"] for parts in bases]
     assert all(each.pop("gdn_prefill_backend") == "triton" for each in made)
     assert len({json.dumps(each) for each in made}) == 4
-    (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "linear.py").write_text("another kernel")
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
+    (tmp_path / "linear.py").write_text("another kernel")
+    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "engine" / "vllm" / "compiled.py"))
     compiled._source.cache_clear()
     assert arguments()["additional_config"] != made[0]
     compiled._source.cache_clear()

@@ -10,8 +10,8 @@ from vllm import envs
 from vllm.compilation.counter import compilation_counter
 
 from testing import engines
-from trl_fp8.engine.vllm import platforms
 from trl_fp8.engine.vllm.compiled import traced
+from trl_fp8.features.shared_base import engine_base
 from trl_fp8.upstream.vllm import engine_model
 
 
@@ -74,7 +74,7 @@ def test_an_engine_runs_what_was_compiled_for_it(folder):
 
 
 def test_code_of_an_engine_without_adapters_is_found_out_before_the_first_rollout(folder, monkeypatch):
-    monkeypatch.setattr(platforms, "traced", lambda adapters: traced({}))  # as if adapters were not hashed
+    monkeypatch.setattr(engine_base, "traced", lambda adapters: traced())  # as if adapters were not hashed
     before = compilation_counter.num_aot_artifacts_loaded
     generation = started(folder, rank=4)
     assert compilation_counter.num_aot_artifacts_loaded == before + 1

@@ -8,6 +8,8 @@ import torch
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, follow, sampled, scored
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.router_replay.engine_routes import RouteLog
 from trl_fp8.features.router_replay.replay import RouterReplay, RouteTally
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.upstream.vllm import engine_model
@@ -152,7 +154,7 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     experts of each layer tie for every token.
     """
     eight = {"num_local_experts" if architecture == "mixtral" else "num_experts": 8}
-    generation = started(checkpoint(architecture, **eight), share_kernels=True, return_routes=True)
+    generation = started(checkpoint(architecture, **eight), parts=[RouteLog(), SharedKernelsPart()])
     engines.perturb(generation.model, seed=0)
     routers = [layer.mlp.gate for layer in generation.model.model.layers]
     with torch.no_grad():
@@ -161,7 +163,7 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     hook, scales = calibrated(generation, PROMPTS)
     hook.simulate(scales.values)
     sequences, theirs = sampled(generation)
-    rollout = generation.llm.routes.of(sequences)
+    rollout = engines.part_of(generation, RouteLog).of(sequences)
     replay = RouterReplay(generation.model)
     forward = follow(generation, hook)
     routes = _left_padded(rollout, sequences, replay)
@@ -184,7 +186,9 @@ def test_a_policy_that_follows_routes_as_the_engine_does(architecture, checkpoin
     others = torch.where(routes == NOWHERE, routes, (routes + 1) % 8)
     away, (known, used, chosen) = scored_with(others, replay=True)
     assert used == known > 2 * chosen and (away - own).abs().mean() > 1e-3
-    assert len(generation.llm.routes.of(sequences)[0]) == len(sequences[0]) - 1  # the engine took no note of all this
+    assert (
+        len(engines.part_of(generation, RouteLog).of(sequences)[0]) == len(sequences[0]) - 1
+    )  # the engine took no note of all this
 
 
 def _left_padded(rollout, sequences, replay):

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from testing import engines, tiny_models
 from testing.rollouts import agreement, sample
+from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.gemms import Gemm
-from trl_fp8.features.kv_cache.engine_scales import attention_layers
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.router_replay.engine_routes import RouteLog
 from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.upstream.vllm import engine_model
 
@@ -141,7 +143,7 @@ def test_adapters_reach_the_kernels_under_captured_graphs(checkpoint):
 @pytest.mark.parametrize("rank", [None, 4, 8])
 def test_a_compiled_engine_computes_what_an_eager_one_does_with_any_adapters(rank, checkpoint):
     """Bit for bit under one forward. vLLM's compile cache is one for all three, as on a user's machine."""
-    options, found = {"kv_scales": engines.some_scales(2, 1), "share_kernels": True}, []
+    options, found = {"kv_scales": engines.some_scales(2, 1), "parts": [SharedKernelsPart()]}, []
     for kwargs in (COMPILED, {"enforce_eager": True}):
         if rank is None:
             generation = engines.start(checkpoint("qwen3"), engine_kwargs=kwargs, **options)
@@ -187,12 +189,12 @@ def test_vllm_returns_the_experts_of_every_token(checkpoint):
     """Its own routes (`enable_return_routed_experts`), from prefix cache and graphs alike;
     without FP8 they are ours.
     """
-    options = {"fp8_weights": False, "kv_cache_dtype": "auto", "return_routes": True}
+    options = {"fp8_weights": False, "kv_cache_dtype": "auto", "parts": [RouteLog()]}
     folder = checkpoint("qwen3_moe", num_experts=8)
     generation = engines.start(folder, engine_kwargs=COMPILED, **options)
     generation.sync_weights()
     sequences = sample(generation)
-    found = generation.llm.routes.of(sequences)
+    found = engines.part_of(generation, RouteLog).of(sequences)
     assert [rows.shape for rows in found] == [(len(tokens) - 1, 2, 2) for tokens in sequences]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     assert agreement(model, sequences, found) > 0.9

@@ -13,6 +13,7 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from testing import engines, tiny_models
 from testing.processes import free_port
 from trl_fp8.engine.vllm.gemms import Gemm
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients, in_flash_attention, plain_gradients
 from trl_fp8.quantization.facts.blocks import BLOCKS
 from trl_fp8.upstream.vllm import engine_config, engine_model
@@ -164,7 +165,10 @@ def test_router_and_experts(architecture, fp8, checkpoint):
     from vllm.forward_context import set_forward_context
 
     generation = engines.start(
-        checkpoint(architecture, num_experts=8), engines.some_scales(2, 1), share_kernels=True, expert_kernels=fp8
+        checkpoint(architecture, num_experts=8),
+        engines.some_scales(2, 1),
+        parts=[SharedKernelsPart()],
+        expert_kernels=fp8,
     )
     generation.sync_weights()
     block, rows = engine_model(generation.llm).model.layers[1], (1, 7, 64, 300, 1024)

@@ -16,9 +16,18 @@ from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import engines
-from trl_fp8.engine.vllm import platforms
-from trl_fp8.engine.vllm.platforms import Cpu, Cuda, platform_of
-from trl_fp8.features.one_forward.engine_part.invariance import ROUTER_KERNELS, SWITCH, require_invariant_routers
+from trl_fp8.engine.vllm import cpu_platform
+from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.features.one_forward.engine_part import invariance
+from trl_fp8.features.one_forward.engine_part.invariance import (
+    CUDA,
+    ROUTER_KERNELS,
+    SWITCH,
+    Invariance,
+    invariant_on_cuda,
+    require_invariant_routers,
+)
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart, invariance_of
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import engine_config, forget_choices
 
@@ -43,7 +52,7 @@ def switched_on(monkeypatch):
 
 
 @pytest.mark.usefixtures("switched_on")
-@pytest.mark.parametrize("points", [Cpu.invariance, Cuda.invariance], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("points", [Invariance(cpu_platform.KERNELS), CUDA], ids=["cpu", "cuda"])
 def test_vllm_takes_what_is_pinned(points):
     points.require(config(points))
 
@@ -63,14 +72,14 @@ def test_vllm_takes_what_is_pinned(points):
 @pytest.mark.usefixtures("switched_on")
 def test_settings_that_run_other_kernels_are_named(changes, named):
     with pytest.raises(ValueError, match=f"fp8_forward='one_forward'.*vllm_engine_kwargs.*{named}.*fp8_forward='off'"):
-        Cuda.invariance.require(config(Cuda.invariance, **changes))
+        CUDA.require(config(CUDA, **changes))
 
 
 def test_another_attention_kernel_and_a_switch_that_is_off_are_named():
-    made = config(Cuda.invariance)
+    made = config(CUDA)
     made.attention_config.backend = AttentionBackendEnum.TRITON_ATTN
     with pytest.raises(ValueError, match="attention_backend='TRITON_ATTN'; VLLM_BATCH_INVARIANT=0"):
-        Cuda.invariance.require(made)
+        CUDA.require(made)
 
 
 def test_a_router_that_changes_kernels_with_the_batch_is_refused():
@@ -87,13 +96,13 @@ def test_a_router_that_changes_kernels_with_the_batch_is_refused():
 
 @pytest.mark.usefixtures("switched_on")
 def test_passes_of_a_compiler_that_does_not_run_do_not_matter():
-    Cuda.invariance.require(config(Cuda.invariance, mode=CompilationMode.NONE, fuse_norm_quant=True))
+    CUDA.require(config(CUDA, mode=CompilationMode.NONE, fuse_norm_quant=True))
 
 
 @pytest.mark.engine
 def test_an_engine_that_is_shared_runs_what_it_was_told(checkpoint):
-    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), share_kernels=True)
-    platform_of().invariance.require(engine_config(generation.llm))
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), parts=[SharedKernelsPart()])
+    invariance_of(platform_of()).require(engine_config(generation.llm))
     assert not engine_config(generation.llm).compilation_config.pass_config.fuse_norm_quant
     engines.shutdown(generation.llm)
 
@@ -108,7 +117,7 @@ def test_a_compiled_engine_computes_what_an_eager_one_does(checkpoint, tmp_path,
     for eager in (True, False):
         kwargs = {"enforce_eager": eager}
         generation = engines.start(
-            checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, share_kernels=True
+            checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, parts=[SharedKernelsPart()]
         )
         generation.sync_weights()
         assert bool(engine_config(generation.llm).compilation_config.mode) is not eager
@@ -125,7 +134,9 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
     started = []
     monkeypatch.setattr(upstream, "engine_config", lambda llm: started.append(llm) or engine_config(llm))
     with pytest.raises(ValueError, match="with rotary_embedding"):
-        engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, share_kernels=True)
+        engines.start(
+            checkpoint("qwen3"), engines.some_scales(2, 1), engine_kwargs=kwargs, parts=[SharedKernelsPart()]
+        )
     engines.shutdown(started.pop())
     monkeypatch.undo()
     # where nobody follows, it is the user's choice
@@ -137,9 +148,9 @@ def hopper(monkeypatch):
     """Of CUDA what a CPU build of vLLM has not is left out: FlashAttention, kernels in Triton."""
     attention = SimpleNamespace(invariant_attention=nullcontext)
     monkeypatch.setitem(sys.modules, "trl_fp8.features.one_forward.engine_part.flash_attention", attention)
-    monkeypatch.setattr(platforms, "pin_tiles", lambda: None)
-    monkeypatch.setattr(platforms, "register_cuda_norms", lambda: None)
-    yield Cuda((9, 0), 3).invariant(SimpleNamespace(tensor_parallel_size=1))
+    monkeypatch.setattr(invariance, "pin_tiles", lambda: None)
+    monkeypatch.setattr(invariance, "register_cuda_norms", lambda: None)
+    yield invariant_on_cuda(SimpleNamespace(tensor_parallel_size=1))
     forget_choices()
 
 
@@ -162,5 +173,5 @@ def test_settings_of_an_invariant_engine_are_vllms_and_not_the_environments(hopp
 def test_a_switch_that_the_user_turned_off_stays_off_and_is_named(hopper, monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
     with hopper, pytest.raises(ValueError, match="VLLM_BATCH_INVARIANT=0 in the environment"):
-        Cuda.invariance.require(config(Cuda.invariance))
+        CUDA.require(config(CUDA))
     assert os.environ[SWITCH] == "0"

@@ -14,6 +14,7 @@ from testing.quantization_counter import QuantizationCounter
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, calls_of, differences, follow, left_out, sampled, scored, witnessed
 from trl_fp8.engine.vllm.numerics import activation_scaling
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.one_forward.modules.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
@@ -73,7 +74,7 @@ def started(checkpoint):
 
     def start(architecture, options, prompts=PROMPTS, **flags):
         with reference_fp8_experts(fused_activation=True) if "expert_kernels" in flags else nullcontext():
-            generation = engines.start(checkpoint(architecture, **options), share_kernels=True, **flags)
+            generation = engines.start(checkpoint(architecture, **options), parts=[SharedKernelsPart()], **flags)
         running.append(generation)
         engines.perturb(generation.model, seed=0)
         if generation.recipe.fp8_kv_cache:

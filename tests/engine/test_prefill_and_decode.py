@@ -7,8 +7,9 @@ import torch
 from vllm import SamplingParams
 
 from testing import engines, other_models, tiny_models
+from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.cpu.reference_attention import attend_packed
-from trl_fp8.features.kv_cache.engine_scales import attention_layers
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.quantization.codec.e4m3 import cache_codes
 from trl_fp8.upstream.vllm import engine_model
 
@@ -39,7 +40,7 @@ def engine(checkpoint, tmp_path):
             tiny_models.tokenizer().save_pretrained(tmp_path)
             folder = str(tmp_path)
         scales = engines.some_scales(2, 6) if "kv_cache_dtype" not in flags else None
-        generation = engines.start(folder, scales, share_kernels=True, **flags)
+        generation = engines.start(folder, scales, parts=[SharedKernelsPart()], **flags)
         started.append(generation)
         engines.perturb(generation.model, seed=1)
         generation.sync_weights()

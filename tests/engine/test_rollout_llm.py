@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from testing import engines
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 
 
 class IdleScheduler(Scheduler):
@@ -62,7 +63,7 @@ class IdleCore(EngineCore):
 
 @pytest.fixture
 def made(monkeypatch):
-    """`made(routes_from=..., seed=...)`: a `RolloutLLM` whose engine is an `IdleCore` and draws as vLLM does."""
+    """`made(seed=...)`: a `RolloutLLM` whose engine is an `IdleCore` and draws as vLLM does."""
 
     def start(llm, seed=0, **kwargs):
         llm.core = IdleCore(routes=kwargs.get("enable_return_routed_experts", False))
@@ -84,7 +85,7 @@ def made(monkeypatch):
 
 @pytest.mark.parametrize("keep_weights, level", [(False, 2), (True, 1)])
 def test_an_engine_that_returns_routes_sleeps_and_wakes(keep_weights, level, made):
-    llm = made(routes_from="vllm", enable_return_routed_experts=True)
+    llm = made(enable_return_routed_experts=True)
     llm.keep_weights = keep_weights
     with pytest.raises(RuntimeError, match=r"after pause\(mode='keep'\)"):  # vLLM's default
         LLM.sleep(llm, level=2)
@@ -99,7 +100,7 @@ def test_an_engine_that_returns_routes_sleeps_and_wakes(keep_weights, level, mad
 
 
 def test_shared_weights_never_sleep_again(made):
-    llm = made(routes_from="vllm", enable_return_routed_experts=True)
+    llm = made(enable_return_routed_experts=True)
     llm.sleep(level=2)
     llm.share_weights()
     executor, scheduler = llm.core.model_executor, llm.core.scheduler
@@ -134,7 +135,7 @@ def test_an_engine_that_has_generated_frees_its_cache_alone(ahead, checkpoint, m
     monkeypatch.setattr(CpuPlatform, "check_and_update_config", staticmethod(scheduling))
     for name in ("discard", "wake_up"):  # CuMem's part: a CPU worker frees nothing
         monkeypatch.setattr(CPUWorker, name, lambda worker, tags, name=name: happened.append((name, *tags)))
-    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), share_kernels=True)
+    generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1), parts=[SharedKernelsPart()])
     generation.sync_weights()
     llm, first = generation.llm, engines.log_probs(generation.llm)
     core = llm.llm_engine.engine_core.engine_core
@@ -155,7 +156,7 @@ def test_others_abort_what_still_runs(made):
 
 
 def test_without_scheduling_ahead_no_batch_is_in_flight_between_steps():
-    """What `platforms.Cuda` asks of an engine that returns routes: a batch queue of one is none (`EngineCore`)."""
+    """What `RouteLog` asks on CUDA of an engine that returns routes: a batch queue of one is none (`EngineCore`)."""
     batches = [
         VllmConfig.max_concurrent_batches.fget(
             SimpleNamespace(

@@ -22,10 +22,10 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from testing import other_models
+from trl_fp8.engine.vllm.cpu_platform import Cpu
+from trl_fp8.engine.vllm.environment import configs_kept
 from trl_fp8.engine.vllm.fallback import classes_derived
-from trl_fp8.engine.vllm.generation import own_configs
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
-from trl_fp8.engine.vllm.platforms import Cpu
 from trl_fp8.export.export import published
 from trl_fp8.recipe import names, servable
 from trl_fp8.recipe.caches import layer_caches
@@ -85,7 +85,7 @@ def parallel_state():
     """What vLLM's modules ask for while they are built. Its registry would start a process for each class."""
     with (
         Cpu().ready(FP8Recipe((), kv_cache_dtype="auto")),
-        own_configs(),
+        configs_kept(),
         pytest.MonkeyPatch.context() as patch,
         set_current_vllm_config(VllmConfig()),
         socket.socket() as free,
@@ -111,7 +111,7 @@ def built(policy, folder):
     sizes = {"max_num_seqs": 8, "max_model_len": 64}
     arguments = Cpu().arguments(recipe, policy.config, **sizes)
     arguments = {"model": str(folder), "skip_tokenizer_init": True, "model_impl": "vllm"} | sizes | arguments
-    with own_configs():
+    with configs_kept():
         config = EngineArgs(**arguments).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16), classes_derived(recipe):
         return recipe, initialize_model(vllm_config=config, model_config=config.model_config), config

@@ -9,7 +9,8 @@ from vllm.config import VllmConfig
 from vllm.outputs import CompletionOutput, SamplingMask
 
 from testing import tiny_models
-from trl_fp8.engine.vllm.platforms import Cpu, Cuda
+from trl_fp8.engine.vllm.cpu_platform import Cpu
+from trl_fp8.engine.vllm.cuda_platform import Cuda
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.features.truncated_sampling.engine_survivors import SurvivorLog, returned_survivors
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -28,22 +29,22 @@ def found(log, *sequences):
 
 def test_what_vllm_returns_lies_behind_the_prompt():
     log = SurvivorLog(returned_survivors)
-    log.add([output([1, 2], [3, 4], [[3], [4, 7, 9]]), output([1], [5], [[5, 6]])])
+    log.generated([output([1, 2], [3, 4], [[3], [4, 7, 9]]), output([1], [5], [[5, 6]])])
     assert found(log, [1, 2, 3, 4], [1, 5]) == [([0, 0, 1, 3], [3, 4, 7, 9]), ([0, 2], [5, 6])]
     assert all(note.ids_E.dtype == note.counts_T.dtype == np.int32 for note in log.of([[1, 5]]))
-    log.clear()
+    log.begin()
     with pytest.raises(RuntimeError, match=r"1 of 1 rollouts were not generated .*\(top_p=1.0"):
         log.of([[1, 5]])
     with pytest.raises(RuntimeError, match="return_sampling_mask was set"):
-        log.add([output([1, 2], [3])])
+        log.generated([output([1, 2], [3])])
 
 
 def test_turns_of_a_conversation_are_joined():
     log = SurvivorLog(returned_survivors)
-    log.add(
+    log.generated(
         [output([1, 2], [3], [[3]]), output([1, 2], [3, 4], [[3, 8], [4, 5]])]
     )  # the first ended where this goes on
-    log.add([output([1, 2, 3, 4, 9, 9], [6, 7], [[6], [7, 0]])])
+    log.generated([output([1, 2, 3, 4, 9, 9], [6, 7], [[6], [7, 0]])])
     whole = [1, 2, 3, 4, 9, 9, 6, 7]
     assert found(log, whole) == [([0, 0, 2, 2, 0, 0, 1, 2], [3, 8, 4, 5, 6, 7, 0])]
     assert found(log, whole[:-1]) == [([0, 0, 2, 2, 0, 0, 1], [3, 8, 4, 5, 6])]  # cut at max_completion_length
@@ -51,7 +52,7 @@ def test_turns_of_a_conversation_are_joined():
 
 
 def test_an_engine_is_asked_for_survivors_where_vllm_can_return_them():
-    options = {"max_num_seqs": 8, "max_model_len": 64, "return_survivors": True}
+    options = {"max_num_seqs": 8, "max_model_len": 64, "parts": [SurvivorLog()]}
     told = [
         platform.arguments(FP8Recipe((), kv_cache_dtype="auto"), tiny_models.config("qwen3"), **options)
         for platform in (Cuda((9, 0)), Cpu())
@@ -69,4 +70,4 @@ def test_an_engine_that_cannot_return_survivors_says_which_flags_asked(monkeypat
 
     monkeypatch.setattr(LLM, "__init__", refuse)
     with pytest.raises(ValueError, match=r"top_p, top_k or min_p .*Model Runner V2\. Otherwise set top_p=1.0"):
-        RolloutLLM(survivors_from="vllm")
+        RolloutLLM(parts=[SurvivorLog()])

@@ -30,7 +30,8 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from trl_fp8.engine.vllm.cpu import reference_attention as cpu_attention
 from trl_fp8.engine.vllm.cpu import reference_linear as cpu_kernel
-from trl_fp8.engine.vllm.generation import FP8VLLMGeneration, own_configs
+from trl_fp8.engine.vllm.environment import configs_kept
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.run.engine_flags import RESERVED_ENGINE_KWARGS, VLLM_NAMES
 from trl_fp8.trainer import FP8GRPOTrainer
@@ -48,7 +49,7 @@ def test_versions_are_the_ones_that_were_read():
 
 def test_an_engine_leaves_the_configs_of_transformers_alone():
     config_class = CONFIG_MAPPING["qwen3_next"]
-    with own_configs():
+    with configs_kept():
         vllm_config._register_config_class("qwen3_next", vllm_config._CONFIG_REGISTRY["qwen3_next"])
         assert not hasattr(AutoConfig.for_model("qwen3_next"), "pad_token_id")  # transformers' model asks for it
     assert CONFIG_MAPPING["qwen3_next"] is config_class

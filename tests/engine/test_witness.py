@@ -5,6 +5,7 @@ import torch
 
 from testing import engines
 from testing.rollouts import calibrated, follow, witnessed
+from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.upstream.vllm import engine_model
 
@@ -16,7 +17,7 @@ LAYER = "model.layers.1"
 
 @pytest.fixture(scope="module", params=["gemma2", "qwen3_moe"])
 def synced(request, checkpoint):
-    generation = engines.start(checkpoint(request.param), share_kernels=True)
+    generation = engines.start(checkpoint(request.param), parts=[SharedKernelsPart()])
     engines.perturb(generation.model, seed=0)
     hook, scales = calibrated(generation, margin=4.0)
     forward = follow(generation, hook)

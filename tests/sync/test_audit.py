@@ -5,9 +5,10 @@ import torch
 from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 
 from testing import engines
+from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.auditable import require_auditable
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
-from trl_fp8.features.kv_cache.engine_scales import attention_layers, write_kv_scales
+from trl_fp8.features.kv_cache.engine_scales import write_kv_scales
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales
 from trl_fp8.sync import writer
 from trl_fp8.sync.policy_checks import require_same_tensors
@@ -186,7 +187,7 @@ def test_what_changes_in_the_engine_after_a_sync_is_named_before_anything_is_sam
 def test_an_edit_of_any_tensor_in_any_row_is_named(generation):
     generation.sync_weights()
     generator = torch.Generator().manual_seed(0)
-    for name, held in (generation.engine.layout.held | generation.engine.constants.held).items():
+    for name, held in (generation.engine.layout.held | generation.delivery.frozen[-1].layout.held).items():
         flat = held.reshape(-1).view(torch.uint8) if held.is_contiguous() else None
         assert flat is not None and flat.data_ptr() == held.data_ptr()  # a view of what the engine reads
         place = int(torch.randint(flat.numel(), (1,), generator=generator))

@@ -37,7 +37,7 @@ def policy(checkpoint, architecture="qwen3", dtype=torch.float32):
 def require_arrived(trainer):
     """The engine holds each adapter as the policy has it, scaled, in BF16."""
     trainer.vllm_generation.sync_weights()
-    held, slots = trainer.vllm_generation.engine.layout.held, trainer.vllm_generation.engine.slots
+    held, slots = trainer.vllm_generation.engine.layout.held, trainer.vllm_generation.weights.slots
     layers = {checkpoint_name(n): m for n, m in trainer.model.named_modules() if isinstance(m, LoraLayer)}
     assert layers and set(layers) <= set(slots)
     for name, layer in layers.items():

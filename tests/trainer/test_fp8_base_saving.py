@@ -130,11 +130,11 @@ def test_without_the_original_weights_adapters_are_merged_into_what_the_engine_h
     run, tmp_path, monkeypatch, caplog
 ):
     trainer, folder, _ = run
-    monkeypatch.delitem(vars(trainer.vllm_generation.base), "original", raising=False)
+    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original", raising=False)
     with monkeypatch.context() as moved:
         moved.setattr(trainer.model.config, "_name_or_path", str(tmp_path / "gone"))
         trainer.merge_and_export(tmp_path / "bf16")
-    monkeypatch.delitem(vars(trainer.vllm_generation.base), "original")
+    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original")
     assert "merge_and_export: adapters are merged into dequantized FP8 weights, because the original" in caplog.text
     assert "Adapters are merged into dequantized FP8 weights:" in (tmp_path / "bf16" / "README.md").read_text()
     base = on_codes(folder, trainer.recipe)
@@ -148,14 +148,14 @@ def test_weights_of_another_model_are_not_merged_with_its_adapters(run, checkpoi
     another = policy(checkpoint("qwen3"))
     another.model.layers[1].mlp.down_proj.weight.data.mul_(3)
     another.save_pretrained(tmp_path / "another")
-    monkeypatch.delitem(vars(trainer.vllm_generation.base), "original", raising=False)
+    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original", raising=False)
     monkeypatch.setattr(trainer.model.config, "_name_or_path", str(tmp_path / "another"))
     with pytest.raises(
         RuntimeError, match=r"not those that were trained on: model\.layers\.1\.mlp\.down_proj\.weight"
     ):
         trainer.merge_and_export(tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
-    monkeypatch.delitem(vars(trainer.vllm_generation.base), "original")
+    monkeypatch.delitem(vars(trainer.vllm_generation.weights.base), "original")
 
 
 @pytest.mark.parametrize("how", ["merge_adapter", "merge_and_unload"])

@@ -6,10 +6,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from testing.runs import arguments, column, recorded, training
+from trl_fp8.engine.vllm.policy_weights import reference_parameters
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.followed_reference import FollowedReference
 from trl_fp8.features.one_forward.following import Following
-from trl_fp8.features.shared_base.adapter_tensors import reference_parameters
 
 
 pytestmark = pytest.mark.engine

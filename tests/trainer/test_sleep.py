@@ -14,8 +14,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from testing import engines
 from testing.runs import arguments, column, dataset, reward_digits, rows
 from trl_fp8 import FP8GRPOTrainer
+from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
-from trl_fp8.features.kv_cache.engine_scales import attention_layers
 from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_model
 
@@ -58,7 +58,8 @@ def events(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(RolloutLLM, "__init__", lambda llm, enable_sleep_mode, **kw: LLM.__init__(llm, **kw))
+    make = RolloutLLM.__init__
+    monkeypatch.setattr(RolloutLLM, "__init__", lambda llm, enable_sleep_mode, **kw: make(llm, **kw))
     for played in (sleep, discard, wake_up):
         monkeypatch.setattr(CPUWorker, played.__name__, played)
     monkeypatch.setattr(LLM, "generate", noted("generate", LLM.generate))

@@ -63,7 +63,9 @@ def test_the_engine_tells_which_tokens_were_left(run):
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in engines.PROMPTS], parameters, use_tqdm=False)
     scheduler.schedule = schedule
     assert any(step.scheduled_cached_reqs.resumed_req_ids for step in steps)  # a request that began again
-    found = llm.survivors.of([[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs])
+    found = trainer.feature(Truncation).log.of(
+        [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    )
     for output, survivors in zip(outputs, found, strict=True):
         prompt, completion = len(output.prompt_token_ids), output.outputs[0]
         assert (survivors.counts_T[:prompt] == 0).all() and (survivors.counts_T[prompt:] > 0).all()
@@ -110,9 +112,9 @@ def test_the_rows_that_trl_scores_on_a_gpu_give_the_same(run, monkeypatch):
 def test_tokens_without_survivors_are_not_trained_on(run):
     trainer, _ = run
     feature = trainer.feature(Truncation)
-    capture = trainer.vllm_generation.llm.survivors
-    add = capture.add
-    capture.add = lambda outputs: add(outputs) or [record[1].counts_T.fill(0) for record in capture.records[:1]]
+    log = feature.log
+    note = log.generated
+    log.generated = lambda outputs: note(outputs) or [record[1].counts_T.fill(0) for record in log.records[:1]]
     with pytest.raises(RuntimeError, match=r"log-probs of \d+ tokens, and for \d+ of them no token that top_p"):
         trainer._generate_and_score_completions([{"prompt": "10+20="}] * 8)
     assert feature._now is not None

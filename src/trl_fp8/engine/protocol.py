@@ -12,8 +12,8 @@
             send_weights()                  one forward, all ranks: if the policy has changed since the last
                 deliver(tensors, prepare=False)
 
-Outside of the loop all ranks call `policy_tensors` for exports and hold `reference_weights` around the passes of a
-reference; ranks of one engine call `prefill`. Ranks of different engines do not wait for each other in `generate`.
+Outside of the loop all ranks call `policy_tensors` for exports, and ranks of one engine call `prefill`. Ranks of
+different engines do not wait for each other in `generate`.
 
 `RolloutEngine` is what stands at `trainer.vllm_generation`: `FP8VLLMGeneration`, or a small one over transformers in
 `testing/fake_rollout_engine.py`. The seam of a sync is `Delivery`: `InPlaceDelivery` writes into an engine of this
@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from torch import nn
 
 from trl_fp8.quantization.facts.scaling import ActivationScaling
 from trl_fp8.sync.audit import Replicas
@@ -43,8 +42,6 @@ class EngineNumerics:
     kernels: Mapping[str, int]  # name of each FP8 kernel of linears and experts -> number of layers that it runs
     linears: ActivationScaling | None = None  # how FP8 linears quantize their input; None if no linear is FP8
     query_rounded: bool = False  # attention rounds q to e4m3, as it does k and v
-    # Largest mean |log-prob difference| of a trainer that calls the same kernels; what the platform guarantees
-    mismatch_bound: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -70,16 +67,6 @@ class Delivery(Protocol):
 
     def verify(self) -> None:
         """Raise `RuntimeError` unless the engine still holds what was delivered. Of the ranks that share it."""
-
-
-class Reference(Protocol):
-    """The weights of a reference model, in the form in which the engine holds the policy's."""
-
-    def held(self) -> AbstractContextManager[None]:
-        """Inside the block the engine holds the reference, and afterwards the policy again."""
-
-    def outdate(self) -> None:
-        """The reference has changed."""
 
 
 @runtime_checkable
@@ -118,6 +105,3 @@ class RolloutEngine(Protocol):
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
         """The policy's `(checkpoint name, full tensor)`, merged and gathered."""
-
-    def reference_weights(self, model: nn.Module) -> Reference:
-        """Of a reference model, to be scored as the engine would compute it."""

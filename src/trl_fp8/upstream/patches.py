@@ -68,19 +68,34 @@ _PATCHES = {  # how -> target -> (by, why)
             "engine/vllm/fallback.py",
             "It gives the policy's class another base.",
         ),
-        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/platforms.py", "It warns where nothing is bound."),
-        f"{_INVARIANT}.init_batch_invariance": ("engine/vllm/platforms.py", "It would slow the trainer's NCCL down."),
+        "torch.ops._C.init_cpu_memory_env": ("engine/vllm/cpu_platform.py", "It warns where nothing is bound."),
+        f"{_INVARIANT}.init_batch_invariance": (
+            "features/one_forward/engine_part/invariance.py",
+            "It would slow the trainer's NCCL down.",
+        ),
     },
     FOR_GOOD: {
-        f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} block-FP8 linears."),
-        f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/linear.py", f"{_NO_FUNCTION} a kernel before others."),
-        "vllm._custom_ops.scaled_fp8_quant": (f"{_CPU}/linear.py", "Loads per-tensor weights, and CPU has no body."),
-        f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (f"{_CPU}/linear.py", "An audit cannot read what it packs."),
+        f"{_LINEAR}._POSSIBLE_FP8_BLOCK_KERNELS": (
+            f"{_CPU}/reference_linear.py",
+            f"{_NO_FUNCTION} block-FP8 linears.",
+        ),
+        f"{_LINEAR}._POSSIBLE_FP8_KERNELS": (f"{_CPU}/reference_linear.py", f"{_NO_FUNCTION} a kernel before others."),
+        "vllm._custom_ops.scaled_fp8_quant": (
+            f"{_CPU}/reference_linear.py",
+            "Loads per-tensor weights, and CPU has no body.",
+        ),
+        f"{_LAYERS}.utils.dispatch_cpu_unquantized_gemm": (
+            f"{_CPU}/reference_linear.py",
+            "An audit cannot read what it packs.",
+        ),
         f"{_LAYERS}.mamba.ops.cpu.gdn_attention._cpu_gdn_attention_nonspec": (
             f"{_CPU}/delta_net.py",
             "It reads packed weights, and a prefill gives other bits than decode steps.",
         ),
-        f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (f"{_CPU}/experts.py", f"{_NO_FUNCTION} experts."),
+        f"{_MOE}.oracle.unquantized.backend_to_kernel_cls": (
+            f"{_CPU}/reference_experts.py",
+            f"{_NO_FUNCTION} experts.",
+        ),
         f"{_MOE}.router.cpu_router._softmax_topk": (f"{_CPU}/ops.py", "It is BF16; transformers and CUDA have FP32."),
         **dict.fromkeys(
             (f"transformers.models.{file}.modeling_{file}.apply_rotary_pos_emb" for file in _FILES),
@@ -104,7 +119,7 @@ _PATCHES = {  # how -> target -> (by, why)
         f"{_LAYERS}.activation.SiluAndMul": (f"{_CPU}/ops.py", "A compiled one depends on the place in a vector."),
         f"{_LAYERS}.activation.GeluAndMul": (f"{_CPU}/ops.py", "It depends on size and layout."),
         "vllm.v1.attention.backends.registry.AttentionBackendEnum": (
-            f"{_CPU}/attention.py",
+            f"{_CPU}/reference_attention.py",
             "vLLM's depends on the batch.",
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (f"{_CPU}/latent.py", "As its other attention."),

@@ -1,22 +1,23 @@
 """`ColocatedEngine`: a started vLLM, in this process, as a delivery sees it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 from vllm import LLM
 
-from trl_fp8.features.one_forward.engine_part.vllm_kernels import VLLMKernels
-from trl_fp8.features.shared_base.adapter_tensors import A, B
-from trl_fp8.features.shared_base.engine_adapters import slots_of
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.delivery import Part
+from trl_fp8.sync.pieces import Layout
 from trl_fp8.sync.policy_checks import require_same_tensors
+from trl_fp8.sync.writer import Named
 from trl_fp8.upstream import vllm as upstream
 
 from .auditable import require_auditable
-from .layout import constants_layout, engine_layout
+from .layout import added_pieces, constants_layout, engine_layout
 from .numerics import engine_numerics
-from .platforms import Platform
 
 
 class ColocatedEngine:
@@ -26,20 +27,30 @@ class ColocatedEngine:
     a kernel does not keep what it is sent.
     """
 
-    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, platform: Platform, wake: Callable[[], bool]):
+    def __init__(self, llm: LLM, policy: nn.Module, recipe: FP8Recipe, wake: Callable[[], bool]):
         self.llm, self.wake = llm, wake
         self.model = upstream.engine_model(llm)
         require_auditable(self.model)
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
-        self.layout = engine_layout(self.model, recipe.linears, buffers)
-        self.constants = constants_layout(self.model, self.layout)
-        found = slots_of(self.model, recipe.linears)
-        self.slots = {recipe.linears[name]: slot for name, slot in found.items()}  # by the policy's names
-        adapters = {f"{name}.{which}.weight" for name in found for which in (A, B)}
-        require_same_tensors(policy, recipe, self.layout.part(set(self.layout.names) - adapters))
+        of_policy = engine_layout(self.model, recipe.linears, buffers)
+        require_same_tensors(policy, recipe, of_policy)
+        self.layout = Layout([*of_policy.pieces.values(), *added_pieces(self.model)])
         self.numerics = engine_numerics(self.model)
-        tokens = upstream.engine_config(llm).scheduler_config.max_num_batched_tokens
-        self.kernels = VLLMKernels(self.model, self.layout, recipe, platform.attention, tokens)
+
+    def constants(self, device: torch.device) -> Part:
+        """The engine's constants, which are written again, as they were found, only after they changed.
+
+        The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM itself saves
+        buffers before it sleeps and restores them when it wakes.
+        """
+        layout, kept = constants_layout(self.model, self.layout), {}
+
+        def as_found() -> AbstractContextManager[Iterator[Named]]:
+            if not kept:
+                kept.update((name, tensor.to("cpu", copy=True)) for name, tensor in layout.held.items())
+            return nullcontext((name, tensor.to(device)) for name, tensor in kept.items())
+
+        return Part(layout, as_found, survives_sleep=True)
 
     def reset_prefix_cache(self) -> None:
         if not self.llm.reset_prefix_cache():

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from transformers import CONFIG_MAPPING
+
 
 # vLLM's compiler points them at the folder of its model; a trainer that compiles would write there, too
 CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
@@ -28,3 +30,16 @@ def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def configs_kept() -> Iterator[None]:
+    """After the block transformers makes configs as it did before. vLLM registers its own for types like Qwen3-Next,
+    for the whole process, and they lack fields that transformers' models ask for.
+    """
+    before = dict(CONFIG_MAPPING._extra_content)
+    try:
+        yield
+    finally:
+        CONFIG_MAPPING._extra_content.clear()
+        CONFIG_MAPPING._extra_content.update(before)

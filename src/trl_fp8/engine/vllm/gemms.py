@@ -128,7 +128,7 @@ class Gemm:
             if differ := int((kernel.apply_weights(layer, x[:rows]) != whole[:rows]).sum()):
                 raise RuntimeError(
                     f"{differ} of {rows * CHECKED[0]} outputs of {rows} rows are others in a batch of {len(x)}; "
-                    "fp8_forward='one_forward' needs the same bits"
+                    "a trainer that shares the kernel needs the same bits"
                 )
 
     @torch.no_grad()

@@ -10,6 +10,7 @@ from itertools import product
 
 import torch
 from torch import Tensor, nn
+from torchao.quantization import Float8Tensor
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.mla_attention import split_kv_b_proj
@@ -19,11 +20,11 @@ from vllm.model_executor.layers.minimax_rms_norm.rms_norm_tp import MiniMaxText0
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
-from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
-from trl_fp8.features.shared_base.adapter_tensors import A, B
 from trl_fp8.quantization.codec.kv_scales import QKV
+from trl_fp8.quantization.codec.weights import held_weight
 from trl_fp8.quantization.facts import FORMATS
 from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span
@@ -36,21 +37,26 @@ SCALES = tuple(f"_{which}_scale" for which in QKV)  # of vLLM's attention module
 BLOCK_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if spec.weight_block}
 WHOLE_SCALES = {f"weight{spec.scale_suffix}" for spec in FORMATS.values() if not spec.weight_block}
 SINKS = "sinks"  # of attention heads, a parameter of vLLM's attention module itself
-ADAPTERS = {A: "lora_a", B: "lora_b"}  # layers of a linear with room for adapters, see adapters.py
+
+
+class Added(nn.Module):
+    """Base of layers that a part of the engine puts into vLLM's model, and that the policy's own names do not tell."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Where its tensors are, and the names under which they are sent."""
+        raise NotImplementedError
 
 
 def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collection[str] = ()) -> Layout:
     """Layout of an engine's model. `linears` and `buffers`: the policy's, by the engine's names. Projections that are
-    one linear in the policy, too, are one piece; buffers may be buffers here, too.
+    one linear in the policy, too, are one piece; buffers may be buffers here, too. Without `Added` layers.
 
     `ValueError` if a kernel rearranges what it is given, so that no sync could write there.
     """
     pieces, seen, packed = [], set(), set()
     for prefix, module in model.named_modules():
-        if prefix.rpartition(".")[2] in ADAPTERS.values():
+        if isinstance(module, Added):
             continue
-        if isinstance(module, linear.LinearBase):
-            pieces += _adapter_pieces(module, list(shards(model, prefix, module, linears)))
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) in seen:  # a tied output head
                 continue
@@ -70,6 +76,17 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
             "Remove moe_backend and attention_backend from vllm_engine_kwargs, or choose another model."
         )
     return Layout(pieces)
+
+
+def added_pieces(model: nn.Module) -> list[Piece]:
+    """Of all `Added` layers of an engine's model."""
+    return [piece for module in model.modules() if isinstance(module, Added) for piece in module.pieces()]
+
+
+def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
+    """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
+    scale = layout.held.get(name + spec.scale_suffix)
+    return None if scale is None else held_weight(layout.held[name], scale, spec)
 
 
 def constants_layout(model: nn.Module, sent: Layout) -> Layout:
@@ -92,7 +109,8 @@ def _why_packed(module: nn.Module) -> str | None:
     if isinstance(module, RoutedExperts):
         method = module.quant_method
         backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
-        if getattr(backend, "name", None) != "TRITON" and method.experts_cls is not ReferenceUnquantizedExperts:
+        as_loaded = getattr(backend, "name", None) == "TRITON" or getattr(method.experts_cls, "keeps_weights", False)
+        if not as_loaded:
             return f"experts are packed or shuffled for {backend}"
         config = getattr(method, "moe_quant_config", None)
         for number, kind in product((0, 1), (("scale", f"weight{BLOCKS.scale_suffix}"), ("bias", "bias"))):
@@ -173,18 +191,6 @@ def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Pie
         return made.mT if transposed else made
 
     return Piece(f"{prefix}.{attribute}", attention, attribute, held.dtype, transposed=transposed, derived=derived)
-
-
-def _adapter_pieces(module: nn.Module, layers: list[Shard]) -> Iterator[Piece]:
-    """Where A and B of each of a linear's `layers` (of `shards`) are; nothing if it has no room for any."""
-    if (lora_a := getattr(module, ADAPTERS[A], None)) is None:
-        return
-    rank = len(lora_a.weight) // len(layers)
-    for number, (name, rows, columns, offset) in enumerate(layers):
-        slot = Span(number * rank, rank)
-        dtype, held_rows = lora_a.weight.dtype, Span(offset, rows.size) if rows else None
-        yield Piece(f"{name}.{A}.weight", lora_a, "weight", dtype, sent=(None, columns), held=(slot, None))
-        yield Piece(f"{name}.{B}.weight", module.lora_b, "weight", dtype, sent=(rows, None), held=(held_rows, None))
 
 
 def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection[str]) -> Iterator[Shard]:

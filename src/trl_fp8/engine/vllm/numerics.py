@@ -8,8 +8,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.kv_cache.engine_scales import quantizes_query
 from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+
+from .attention_layers import quantizes_query
 
 
 def engine_numerics(model: nn.Module) -> EngineNumerics:

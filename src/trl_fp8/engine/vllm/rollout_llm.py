@@ -1,4 +1,4 @@
-"""vLLM's engine with a lighter sleep, a memory of routers and sampler, and random numbers of its own.
+"""vLLM's engine with a lighter sleep, parts that take notes, and random numbers of its own.
 
 TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
 with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same: there level 1
@@ -10,19 +10,16 @@ engine have to draw the same ones, or they wait for each other for ever; but rew
 rank for its own completions. So each generation begins at a seed of its own.
 """
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from vllm import LLM, RequestOutput, SamplingParams
 
-from trl_fp8.features.router_replay.engine_routes import RouteLog, RouterCapture, returned_routes
-from trl_fp8.features.truncated_sampling.engine_survivors import SamplerCapture, SurvivorLog, returned_survivors
 from trl_fp8.upstream import vllm as upstream
 
-from .rollout_log import RolloutLog
+from .part import EnginePart
 
 
 @contextmanager
@@ -39,64 +36,46 @@ def numpy_seeded(*seed: int) -> Iterator[None]:
 class RolloutLLM(LLM):
     """`vllm.LLM` whose level-2 sleep becomes level 1 while `keep_weights` is set, and less if its weights are shared.
 
-    `routes_from` says where the experts that routers choose come from: `"vllm"` returns them (`ValueError` with its
-    reason if it cannot), `"routers"` are read; None: nobody asks. `survivors_from` says it of the tokens that are left
-    to draw: `"vllm"` or the `"sampler"`. `seed` is the same on ranks that share an engine.
+    `parts` explain why vLLM refuses to start, and are told of each generation. `seed` is the same on ranks that share
+    an engine.
     """
 
     keep_weights = False  # they will be needed again as they are
     weights_kept = False  # the engine sleeps and has its weights, in host memory unless they are shared
     _weights_shared = _weights_asleep = False
-    routes: RouteLog | None = None  # of everything that was generated; None without `routes_from`
-    survivors: SurvivorLog | None = None  # likewise, without `survivors_from`
     occasion = 0, 1  # the trainer's step, and 1 if it trains: all that a resumed run has, to sample as without a break
-    _routes_from: str | None = None
-    _seed = 0
     _calls: Mapping[tuple[int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
 
-    def __init__(self, *, routes_from: str | None = None, survivors_from: str | None = None, **kwargs):
-        self._routes_from, self._seed = routes_from, kwargs.get("seed") or 0
+    def __init__(self, *, parts: Sequence[EnginePart] = (), **kwargs):
+        self._parts, self._seed = parts, kwargs.get("seed") or 0
+        # vLLM's default, aborting, would fail there: it refuses to reset its prefix cache beside routes
+        self._keeps_requests = bool(kwargs.get("enable_return_routed_experts"))
         try:
             super().__init__(**kwargs)
         except ValueError as error:
-            if routes_from == "vllm" and (reason := re.search(r"AuxOutput[^\[\n]*", str(error))):
-                raise ValueError(
-                    f"router_replay: vLLM cannot return the experts that it chooses here: {reason[0].strip()} "
-                    "Otherwise set router_replay='off'."
-                ) from error
-            if survivors_from == "vllm" and (reason := re.search(r"sampling distribution replay[^\[\n]*", str(error))):
-                raise ValueError(
-                    f"top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them here: "
-                    f"{reason[0].strip()}. Otherwise set top_p=1.0, top_k=0, min_p=None."
-                ) from error
+            reasons = (part.explain(error) for part in parts)
+            if (reason := next(filter(None, reasons), None)) is not None:
+                raise reason from error
             raise
-        if routes_from is not None:
-            self.routes = RouteLog(RouterCapture(self) if routes_from == "routers" else returned_routes)
-        if survivors_from is not None:
-            self.survivors = SurvivorLog(SamplerCapture(self) if survivors_from == "sampler" else returned_survivors)
 
     def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
         """Note what the next generation is for, and forget what was noted of the last one."""
         self.occasion, self.keep_weights = occasion, keep_weights
-        for log in self._logs:
-            log.clear()
+        for part in self._parts:
+            part.begin()
 
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
         of_this_step = {occasion: calls for occasion, calls in self._calls.items() if occasion[0] == self.occasion[0]}
         self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}
         with numpy_seeded(self._seed, *self.occasion, self._calls[self.occasion]):
             outputs = super().generate(*args, **kwargs)
-        for log in self._logs:
-            log.add(outputs)
+        for part in self._parts:
+            part.generated(outputs)
         return outputs
 
-    @property
-    def _logs(self) -> list[RolloutLog]:
-        return [log for log in (self.routes, self.survivors) if log is not None]
-
     def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
-        """Compute the layers for a sequence, all of it in one go. No rollout: neither routes nor draws are counted."""
-        # top_k: survivors need a bound
+        """Compute the layers for a sequence, all of it in one go. No rollout: parts are not told."""
+        # top_k: an engine that returns the tokens it draws from needs a bound on their number
         parameters = SamplingParams(
             max_tokens=1, top_k=1, skip_reading_prefix_cache=True, prompt_logprobs=prompt_logprobs
         )
@@ -115,7 +94,7 @@ class RolloutLLM(LLM):
 
     def sleep(self, level: int = 1, **kwargs) -> None:
         self.weights_kept = level == 1 or self.keep_weights or self._weights_shared
-        if self._routes_from == "vllm":  # aborting, vLLM's default, it refuses to reset its prefix cache beside routes
+        if self._keeps_requests:
             kwargs.setdefault("mode", "keep")
         if self._weights_shared:
             upstream.finish(self)

@@ -8,25 +8,26 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 from vllm import RequestOutput
 
+from .part import EnginePart
+
 
 Note = TypeVar("Note")
 
 
 @dataclass
-class RolloutLog(ABC, Generic[Note]):
-    """Notes on everything generated since `clear`."""
+class RolloutLog(EnginePart, ABC, Generic[Note]):
+    """A part of an engine that takes notes on everything generated since `begin`."""
 
-    source: Callable[[list[RequestOutput]], list[Note]]  # requests of one call -> a note on each
+    source: Callable[[list[RequestOutput]], list[Note]] | None = None  # requests of one call -> a note on each
     calls: int = 0
     records: list[tuple[bytes, Note]] = field(default_factory=list)  # token ids of each completion, and its note
     unknown: ClassVar[str]  # what nobody knows of rollouts without notes, and what to do about it
     otherwise: ClassVar[str]
 
-    def clear(self) -> None:
+    def begin(self) -> None:
         self.calls, self.records = 0, []
 
-    def add(self, outputs: list[RequestOutput]) -> None:
-        """Note one call of `LLM.generate`."""
+    def generated(self, outputs: list[RequestOutput]) -> None:
         self.calls += 1
         for output, note in zip(outputs, self.source(outputs), strict=True):
             tokens = [*output.prompt_token_ids, *output.outputs[0].token_ids]

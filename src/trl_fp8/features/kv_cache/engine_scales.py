@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
+from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales
@@ -69,18 +70,6 @@ class EngineScales(EnginePart):
         return digest(self.value.values)
 
 
-def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
-    """The engine's attention modules by decoder layer number; `RuntimeError` if names do not tell the layer."""
-    layers = {}
-    for name, module in model.named_modules():
-        if isinstance(module, (Attention, MLAAttention)):
-            numbers = [int(part) for part in name.split(".") if part.isdigit()]
-            if len(numbers) != 1 or numbers[0] in layers:
-                raise RuntimeError(f"cannot tell the decoder layer of the engine's attention module {name!r}.")
-            layers[numbers[0]] = module
-    return dict(sorted(layers.items()))
-
-
 def fp8_attention_layers(
     model: nn.Module, kv_layers: Collection[int], skip_layers: Collection[int] = ()
 ) -> dict[int, Attention]:
@@ -112,12 +101,6 @@ def fp8_attention_layers(
             f"{READ_EACH_TIME}."
         )
     return fp8
-
-
-def quantizes_query(model: nn.Module) -> bool:
-    """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, MLA's and the CPU references do not."""
-    layers = attention_layers(model).values()
-    return any(module.query_quant is not None for module in layers if isinstance(module, Attention))
 
 
 def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:

@@ -11,6 +11,7 @@ policy's quantization would show in it, about as large as the mismatch that one 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from trl import GRPOTrainer
 
@@ -22,11 +23,15 @@ from .one_forward import OneForward, require_followable
 from .reference_weights import ReferenceWeights
 
 
-class FollowedReference:
-    """Made when the engine is there to be called; `policy` follows it already."""
+if TYPE_CHECKING:
+    from .engine_part.kernels_part import SharedKernelsPart
 
-    def __init__(self, trainer: GRPOTrainer, policy: OneForward):
-        self._trainer, self.forward = trainer, policy
+
+class FollowedReference:
+    """Made when the engine is there to be called; `policy` follows it already, and `in_engine` is what it shares."""
+
+    def __init__(self, trainer: GRPOTrainer, policy: OneForward, in_engine: "SharedKernelsPart"):
+        self._trainer, self.forward, self._in_engine = trainer, policy, in_engine
         if trainer.ref_model is not None:
             require_followable(trainer.ref_model, policy.recipe, policy.backward.precision)
             hook = hook_of(trainer.ref_model)
@@ -40,7 +45,7 @@ class FollowedReference:
     def _weights(self) -> ReferenceWeights:
         trainer = self._trainer
         model = trainer.model if trainer.ref_model is None else trainer.accelerator.unwrap_model(trainer.ref_model)
-        return trainer.vllm_generation.reference_weights(model)
+        return self._in_engine.reference_weights(trainer.vllm_generation, model)
 
     @contextmanager
     def scored(self) -> Iterator[None]:

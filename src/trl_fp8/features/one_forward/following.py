@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -33,6 +34,9 @@ from .followed_reference import FollowedReference
 from .one_forward import OneForward, require_followable
 
 
+if TYPE_CHECKING:
+    from .engine_part.kernels_part import SharedKernelsPart
+
 logger = get_logger(__name__)
 
 
@@ -51,6 +55,12 @@ class Following(Feature):
         require_backend(trainer.args.fp8_gemm_backend, capability)
         self._require_whole_weights()
 
+    def engine_part(self) -> "SharedKernelsPart":
+        from .engine_part.kernels_part import SharedKernelsPart  # needs vllm
+
+        self.in_engine = SharedKernelsPart()
+        return self.in_engine
+
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         trainer = self.trainer
         if not numerics.kernels:
@@ -66,7 +76,7 @@ class Following(Feature):
                 "activations with one scale per batch, so that a token's depends on the others. Remove linear_backend "
                 "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
-        self._bound = numerics.mismatch_bound
+        self._bound = self.in_engine.mismatch_bound
         backward = BackwardPrecision(
             precision=trainer.args.fp8_backward,
             backend=trainer.args.fp8_gemm_backend,
@@ -78,7 +88,7 @@ class Following(Feature):
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
         if trainer.args.beta:
-            self.followed_reference = FollowedReference(trainer, self.forward)
+            self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
 
     def _require_whole_weights(self) -> None:
         args, recipe = self.trainer.args, self.trainer.recipe

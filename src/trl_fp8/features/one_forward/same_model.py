@@ -6,6 +6,7 @@ another, and no mismatch would show it. Without it a difference is a warning, be
 """
 
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -25,6 +26,9 @@ from .following import Following
 from .one_forward import OneForward
 
 
+if TYPE_CHECKING:
+    from .engine_part.kernels_part import KernelsPart
+
 logger = get_logger(__name__)
 
 TEXT = "In 1969 three people flew to the moon: 2 + 1 = 3. They came back after eight days, and the sea was calm."
@@ -39,6 +43,13 @@ class SameModel(Feature):
         super().__init__(trainer)
         self.witness: Witness | None = None  # of the latest comparison
         self._compared = False
+
+    def engine_part(self) -> "KernelsPart | None":
+        if self.trainer.feature(Following):  # which has its own
+            return None
+        from .engine_part.kernels_part import KernelsPart  # needs vllm
+
+        return KernelsPart()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
         self._kernels = kernels

@@ -7,25 +7,71 @@ cached token. A sequence of T tokens has T - 1 rows: the last token was sampled,
 Shape letters: T tokens, L decoder layers of the model (dense ones too), K experts per token.
 """
 
+import re
 from functools import partial
 
 import numpy as np
 import torch
+from transformers import PretrainedConfig
 from vllm import LLM, RequestOutput
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.platform import Platform
 from trl_fp8.engine.vllm.rollout_log import RolloutLog
 from trl_fp8.recipe.names import NOWHERE
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream import vllm as upstream
 
 
 class RouteLog(RolloutLog[np.ndarray]):
-    """Routes `[T - 1, L, K]` of everything generated since `clear`; `NOWHERE` for tokens that were never fed (a tool's
+    """Routes `[T - 1, L, K]` of everything generated since `begin`; `NOWHERE` for tokens that were never fed (a tool's
     last result).
     """
 
     unknown = "no router's choice is known for them"
     otherwise = "set router_replay='off'"
+
+    def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
+        # On CPU routers are read as they route, and a cached token bypasses them. vLLM itself stores routes with its
+        # prefix cache
+        cached = platform.name == "cuda"
+        if cached:
+            self._require_returned(recipe, user)
+        if user.get("enable_prefix_caching", cached) != cached:
+            raise ValueError(
+                f"vllm_engine_kwargs sets enable_prefix_caching={not cached} with router_replay, which needs "
+                f"{cached} on {platform.name}. Remove it, or set router_replay='off'."
+            )
+        # A batch that is scheduled ahead would be in flight when a sync resets the prefix cache: `begin_step`
+        # (`aux_output_connector/worker.py`) then fails an assertion
+        returned = {"enable_return_routed_experts": True, "async_scheduling": False} if cached else {}
+        return {"enable_prefix_caching": cached, **returned}
+
+    def _require_returned(self, recipe: FP8Recipe, user: dict) -> None:
+        if recipe.tensor_parallel_size > 1:
+            raise ValueError(
+                f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
+                "rank of a vLLM 0.31 engine returns the experts that it chose, and its other ranks fail without them. "
+                "Set vllm_tensor_parallel_size=1, or router_replay='off'."
+            )
+        if user.get("async_scheduling"):
+            raise ValueError(
+                "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM 0.31 cannot reset its prefix "
+                "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
+                "router_replay='off'."
+            )
+
+    def explain(self, error: ValueError) -> ValueError | None:
+        reason = re.search(r"AuxOutput[^\[\n]*", str(error))
+        return reason and ValueError(
+            f"router_replay: vLLM cannot return the experts that it chooses here: {reason[0].strip()} "
+            "Otherwise set router_replay='off'."
+        )
+
+    def started(self, generation: FP8VLLMGeneration) -> None:
+        returned = generation.platform.name == "cuda"
+        self.source = returned_routes if returned else RouterCapture(generation.llm)
 
     def check(self, note: np.ndarray, length: int) -> None:
         if len(note) != length - 1:

@@ -10,6 +10,7 @@ Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L la
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,10 @@ from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
 from .replay import RouterReplay, RouteTally
+
+
+if TYPE_CHECKING:
+    from .engine_routes import RouteLog
 
 
 class Routes(Feature):
@@ -35,8 +40,14 @@ class Routes(Feature):
         self._tally: RouteTally | None = None  # of TRL's old-log-prob pass over the latest generation
         self._loss_routes_BSLK: torch.Tensor | None = None
 
+    def engine_part(self) -> "RouteLog":
+        from .engine_routes import RouteLog  # needs vllm
+
+        self.log = RouteLog()
+        return self.log
+
     def after_generation(self, rollouts: Rollouts) -> None:
-        routes = self.trainer.vllm_generation.llm.routes.of(rollouts.sequences)
+        routes = self.log.of(rollouts.sequences)
         self._arrived = routes, [len(prompt) for prompt in rollouts.prompt_ids]
         self._tally = self._loss_routes_BSLK = None
 

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from peft.tuners.lora.layer import LoraLayer
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from trl_fp8.recipe.from_model import of_adapter
-from trl_fp8.recipe.names import checkpoint_name, without_copies
+from trl_fp8.recipe.names import checkpoint_name
 
 
 Named = tuple[str, torch.Tensor]
@@ -93,27 +90,6 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
     device = next(model.parameters()).device
     for layer, which in sorted(due):
         yield f"{layer}.{which}.weight", slots[layer].empty(which, device)
-
-
-def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(checkpoint name, parameter) of what a reference computes with, adapters left out: of a copy of the policy all;
-    of the policy itself the base and, of modules that PEFT copied to train them, the one that it calls now.
-    """
-    called = []
-    for name, module in model.named_modules():
-        if isinstance(module, ModulesToSaveWrapper):
-            trained = f"modules_to_save.{module.active_adapters[0]}"
-            called.append(f"{name}.{'original_module' if module.disable_adapters else trained}.")
-    for name, parameter in model.named_parameters():
-        original = without_copies(name)
-        if not of_adapter(original, model) and (original == name or name.startswith(tuple(called))):
-            yield checkpoint_name(original), parameter
-
-
-def merges(model: nn.Module) -> bool:
-    """PEFT has adapters in this model and computes with them, so that its weights are a sum."""
-    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
-    return any(not layer.disable_adapters and layer.active_adapters for layer in layers)
 
 
 def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str, torch.Tensor]]:

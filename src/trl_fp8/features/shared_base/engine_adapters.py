@@ -8,29 +8,66 @@ every batch. Here one adapter serves all tokens: A and B are unquantized linears
 hold is written, audited and sealed as weights are.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, QuantizeMethodBase, ReplicatedLinear
 from vllm.model_executor.model_loader import base_loader
 
-from trl_fp8.engine.vllm.layout import ADAPTERS, shards
+from trl_fp8.engine.kernels import Adapter
+from trl_fp8.engine.vllm.layout import Added, Shard, shards
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.pieces import Piece, Span
 from trl_fp8.upstream.patches import substituted
 
 from .adapter_tensors import A, B, Slot
 
 
+ADAPTERS = {A: "lora_a", B: "lora_b"}  # what a linear with room for adapters calls the layers that hold them
+
+
 class _WithAdapter:
     """Mixed into the class of what computes a linear layer."""
 
-    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = super().apply(layer, x, bias)
         return y + layer.lora_b(layer.lora_a(x))
+
+    def added(
+        self, layer: nn.Module, layers: Sequence[str], x: Tensor, rows: int, adapter: Adapter | None
+    ) -> dict[str, Tensor]:
+        """Weights of `layer`'s room for adapters, for an output of so many rows: with `adapter` in the place of its
+        layer among `layers`, which `layer` computes in this order, and zeros in all others.
+        """
+        width = len(layer.lora_a.weight)
+        a, b = x.new_zeros(width, x.shape[1]), x.new_zeros(rows, width)
+        if adapter is not None:
+            name, own_a, own_b = adapter
+            start = layers.index(name) * width // len(layers)
+            place = slice(start, start + len(own_a))
+            a[place], b[:, place] = own_a, own_b
+        return dict(zip(ADAPTERS.values(), (a, b), strict=True))
+
+
+class AdapterLinear(ReplicatedLinear, Added):
+    """A, or B, of the adapters of all the policy's `layers` that one linear of vLLM's computes, of one rank each."""
+
+    def __init__(self, which: str, layers: list[Shard], rank: int, shape: tuple[int, int], prefix: str):
+        inputs, outputs = shape
+        options = {"bias": False, "return_bias": False, "disable_tp": True}
+        super().__init__(inputs, outputs, prefix=f"{prefix}.{ADAPTERS[which]}", **options)
+        self.which, self.layers, self.rank = which, layers, rank
+
+    def pieces(self) -> Iterator[Piece]:
+        for number, (name, rows, columns, offset) in enumerate(self.layers):
+            if self.which == A:
+                places = {"sent": (None, columns), "held": (Span(number * self.rank, self.rank), None)}
+            else:
+                places = {"sent": (rows, None), "held": (Span(offset, rows.size) if rows else None, None)}
+            yield Piece(f"{name}.{self.which}.weight", self, "weight", self.weight.dtype, **places)
 
 
 def adapters_installed(recipe: FP8Recipe, ranks: Mapping[str, int]) -> AbstractContextManager[None]:
@@ -52,14 +89,14 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
     for prefix, module in list(model.named_modules()):
         if not isinstance(module, LinearBase):
             continue
-        layers = [name for name, *_ in shards(model, prefix, module, linears)]
-        if rank := max((ranks.get(layer, 0) for layer in layers), default=0):
-            missing -= set(layers)
-            width, options = len(layers) * rank, {"bias": False, "return_bias": False, "disable_tp": True}
+        layers = list(shards(model, prefix, module, linears))
+        names = [name for name, *_ in layers]
+        if rank := max((ranks.get(name, 0) for name in names), default=0):
+            missing -= set(names)
+            width = len(layers) * rank
             a_shape, b_shape = (module.input_size_per_partition, width), (width, module.output_size_per_partition)
             for which, shape in ((A, a_shape), (B, b_shape)):
-                layer = ReplicatedLinear(*shape, prefix=f"{prefix}.{ADAPTERS[which]}", **options)
-                module.add_module(ADAPTERS[which], layer)
+                module.add_module(ADAPTERS[which], AdapterLinear(which, layers, rank, shape, prefix))
             module.quant_method = _with_adapter(module.quant_method)
     if missing:
         raise ValueError(
@@ -81,17 +118,15 @@ def _subclass(cls: type[QuantizeMethodBase]) -> type[QuantizeMethodBase]:
     return type(cls.__name__, (_WithAdapter, cls), {"__module__": cls.__module__})
 
 
-def slots_of(model: nn.Module, linears: Collection[str]) -> dict[str, Slot]:
-    """Each slot, by the name that the policy's layer has in the engine; `linears`: as for `engine_layout`."""
+def slots_of(model: nn.Module) -> dict[str, Slot]:
+    """Each slot, by the name that the policy's layer has in the engine."""
     slots = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, LinearBase) and hasattr(module, ADAPTERS[A]):
-            layers = list(shards(model, prefix, module, linears))
-            rank = len(module.lora_a.weight) // len(layers)
-            for number, (name, rows, columns, _) in enumerate(layers):
-                shape = (
-                    rows.whole if rows else module.output_size_per_partition,
-                    columns.whole if columns else module.input_size_per_partition,
-                )
-                slots[name] = Slot(rank, number, len(layers), shape)
+    for module in model.modules():
+        added = getattr(module, ADAPTERS[A], None)
+        for number, (name, rows, columns, _) in enumerate(added.layers if added is not None else ()):
+            shape = (
+                rows.whole if rows else module.output_size_per_partition,
+                columns.whole if columns else module.input_size_per_partition,
+            )
+            slots[name] = Slot(added.rank, number, len(added.layers), shape)
     return slots

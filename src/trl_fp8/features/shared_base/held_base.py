@@ -88,10 +88,10 @@ class HeldBase:
 
 
 class SharedBase:
-    """What a trainer's engine is handed, see `engine.vllm.generation.Base`."""
+    """What a trainer's engine is handed: weights of a policy that does without them as soon as the engine has them."""
 
     def __init__(self, model: nn.Module, source: Source, device: torch.device):
-        self._model, self._source, self._device = model, source, device
+        self.model, self._source, self._device = model, source, device
         self._own: dict[str, Float8Tensor] = {}  # whole codes, where ranks share an engine
 
     def tensors(self) -> Iterator[Named]:
@@ -120,19 +120,19 @@ class SharedBase:
         def of(weight: str) -> Float8Tensor:
             return self._own[weight] if self._own else codes(weight)
 
-        for name, module in _layers(self._model, self._source.recipe):
+        for name, module in _layers(self.model, self._source.recipe):
             if isinstance(module, nn.Linear):
                 module.codes = of(f"{name}.weight")
             else:
                 module.codes = {weight: of(f"{name}.{weight}") for weight in TRANSFORMERS.fused}
         if isinstance(self._source, HeldBase):
             self._source.release()
-        transformers_model(self._model).save_pretrained = _lacks_weights
+        transformers_model(self.model).save_pretrained = _lacks_weights
 
     @cached_property
     def original(self) -> "StoredBase | str":
         """Where the weights are in high precision, to be read again; or why they are not."""
-        source, model = self._source, transformers_model(self._model)
+        source, model = self._source, transformers_model(self.model)
         if not isinstance(source, StoredBase):
             create, recipe = type(model).from_pretrained, source.recipe
             try:
@@ -156,7 +156,7 @@ class SharedBase:
             for (name, weight), found in zip(group.items(), self._quantized(list(group.values())), strict=True):
                 if not _same(found, codes[name]):
                     raise ValueError(
-                        f"the weights in model={self._model.config.name_or_path!r} are not those that were trained "
+                        f"the weights in model={self.model.config.name_or_path!r} are not those that were trained "
                         f"on: {name} quantizes to other codes than the engine has. The model was changed after it was "
                         "loaded, or its folder since then. Write the adapters with trainer.save_model(), and merge "
                         "them into the model that they were trained on with PEFT's merge_and_unload()."
@@ -165,7 +165,7 @@ class SharedBase:
 
     def _codes(self) -> dict[str, Float8Tensor]:
         found = {}
-        for name, module in _layers(self._model, self._source.recipe):
+        for name, module in _layers(self.model, self._source.recipe):
             held = {"weight": module.codes} if isinstance(module, nn.Linear) else module.codes
             found |= {f"{name}.{weight}": codes for weight, codes in held.items()}
         return found

@@ -4,23 +4,46 @@ vLLM's second model runner (CUDA) returns them with each completion (`return_sam
 one only; there `SamplerCapture` looks at the log-probs that its sampler draws from.
 """
 
+import re
 from itertools import chain
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 from vllm import LLM, RequestOutput
 
 from trl_fp8.engine.protocol import Survivors
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.platform import Platform
 from trl_fp8.engine.vllm.rollout_log import RolloutLog
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream import vllm as upstream
 
 
 class SurvivorLog(RolloutLog[Survivors]):
-    """Survivors of everything generated since `clear`."""
+    """Survivors of everything generated since `begin`."""
 
     unknown = "nobody knows which tokens top_p, top_k and min_p left"
     otherwise = "sample from the full distribution (top_p=1.0, top_k=0, min_p=None)"
+
+    def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
+        return {"return_sampling_mask": True} if platform.name == "cuda" else {}
+
+    def explain(self, error: ValueError) -> ValueError | None:
+        reason = re.search(r"sampling distribution replay[^\[\n]*", str(error))
+        return reason and ValueError(
+            f"top_p, top_k or min_p with a correction: vLLM cannot return the tokens that survive them here: "
+            f"{reason[0].strip()}. Otherwise set top_p=1.0, top_k=0, min_p=None."
+        )
+
+    def started(self, generation: FP8VLLMGeneration) -> None:
+        returned = generation.platform.name == "cuda"
+        self.source = returned_survivors if returned else SamplerCapture(generation.llm)
+        if (generation.generation_kwargs.get("top_k", generation.top_k) or 0) <= 0:
+            # vLLM returns survivors only where top_k bounds their number: by the whole vocabulary, which is no bound
+            vocabulary = upstream.engine_config(generation.llm).model_config.get_vocab_size()
+            generation.sample_with(top_k=vocabulary)
 
     def merged(self, notes: list[Survivors], length: int) -> Survivors:
         """Turns of a conversation follow each other; what another rollout shares with it is a part of one of them."""

@@ -12,7 +12,7 @@ Shape letters: B sequences, S tokens of a padded one, T of its completion, M sur
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import trl.trainer.utils as trl_utils
@@ -28,6 +28,10 @@ from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
 from .truncated_head import Rows, truncated_head
+
+
+if TYPE_CHECKING:
+    from .engine_survivors import SurvivorLog
 
 
 class OfBatch(NamedTuple):
@@ -55,8 +59,14 @@ class Truncation(Feature):
         super().__init__(trainer)
         self._now: OfBatch | None = None  # of the batch that is scored
 
+    def engine_part(self) -> "SurvivorLog":
+        from .engine_survivors import SurvivorLog  # needs vllm
+
+        self.log = SurvivorLog()
+        return self.log
+
     def after_generation(self, rollouts: Rollouts) -> None:
-        survivors = self.trainer.vllm_generation.llm.survivors.of(rollouts.sequences)
+        survivors = self.log.of(rollouts.sequences)
         self._now = of_batch(survivors, [len(prompt) for prompt in rollouts.prompt_ids])
         self._now = OfBatch(*(tensor.to(self.trainer.accelerator.device) for tensor in self._now))
 

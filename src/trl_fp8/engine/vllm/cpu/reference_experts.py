@@ -52,6 +52,7 @@ ACTIVATIONS = {
 class ReferenceUnquantizedExperts(CPUUnquantizedExperts):
     """`CPUUnquantizedExperts` with one GEMM for each expert that has tokens in place of vLLM's packed one."""
 
+    keeps_weights = True  # as they were loaded, see `engine.vllm.layout`
     _supports_activation = staticmethod(ACTIVATIONS.__contains__)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:

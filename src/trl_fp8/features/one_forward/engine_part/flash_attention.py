@@ -18,7 +18,7 @@ their names; `hopper/` of vLLM's fork of flash-attention says when which is take
 
 So the trainer's packed sequences are put into pages, one sequence after another, by the operator that writes the
 engine's cache; q is rounded by the engine's own layer. Ada and Blackwell, where vLLM's Triton kernel attends, which
-keeps no log-sum-exp, are refused (`platforms.Cuda`).
+keeps no log-sum-exp, are refused (`invariance.require_cuda_kernels`).
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
 """
@@ -116,7 +116,7 @@ class PackedAttention:
         if not isinstance(layer.impl, InvariantFlashAttentionImpl):
             raise RuntimeError(
                 f"the engine attends with {type(layer.impl).__name__}, expected InvariantFlashAttentionImpl: prefill "
-                "and decode may run different kernels. Start the engine inside of Cuda.ready, for one forward."
+                "and decode may run different kernels. Start the engine with a SharedKernelsPart."
             )
         self._layer, impl = layer, layer.impl
         self.scaling: float = impl.scale

@@ -1,29 +1,37 @@
 """Which of vLLM's settings let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
 
-Left to itself, vLLM lets Inductor or a fused kernel compute a residual sum and its norm, SiLU and product, or a rotary
-embedding in one go, and a trainer has nothing to call that gives those bits. A custom operation is opaque to the
-compiler, so that the separate kernels run, a few more per layer; in what Inductor still fuses, such as residual sums,
-`emulate_precision_casts` keeps the roundings of BF16 arithmetic.
-
-Batch invariance: a kernel may give a row no other bits because of the rows beside it. On CPU the reference kernels see
-to that; on CUDA norms of our own (cuda/norms.py), one attention kernel (cuda/attention.py) and vLLM's switch, which
-makes it take, for unquantized linears, the output head, routers and experts, Triton kernels in tiles that no batch
-changes. Which kernel is what, and why: docs/gpu_kernels.md.
+What keeps the compiler from it stands in `engine.vllm.separate_kernels`. Batch invariance: a kernel may give a row no
+other bits because of the rows beside it. On CPU the reference kernels see to that; on CUDA norms of our own
+(norms.py), one attention kernel (flash_attention.py) and vLLM's switch, which makes it take, for unquantized linears,
+the output head, routers and experts, Triton kernels in tiles that no batch changes. Which kernel is what, and why:
+docs/gpu_kernels.md.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
+from transformers import PretrainedConfig
 from vllm import envs
 from vllm.config import VllmConfig
+from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 
+from trl_fp8.engine.vllm.environment import environment_kept
+from trl_fp8.engine.vllm.separate_kernels import SeparateKernels
+from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.patches import substituted
+from trl_fp8.upstream.vllm import forget_choices
+
+from .norms import PROVIDER, register_cuda_norms
+from .tiles import pin_tiles
 
 
 SWITCH = "VLLM_BATCH_INVARIANT"
-# Passes of vLLM's compiler that put such an operation into one kernel with its neighbours
-FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
 # Of a router: kernels for few tokens, and cuBLAS, which may split the sum
 ROUTER_KERNELS = "allow_ll_bf16_gemm", "allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_cublas_router_gemm"
 
@@ -33,43 +41,22 @@ class Invariance:
     """The settings of one platform.
 
     Attributes:
-        norms: vLLM's IR operation -> its provider.
-        custom_ops: Other operations -> True for vLLM's custom operation, False for its torch path.
+        kernels: Which operations are kernels of their own.
         attention: The backend with one kernel for all batches; None: whatever there is.
         switch: vLLM's own has to be on.
     """
 
-    norms: dict[str, str]
-    custom_ops: dict[str, bool]
+    kernels: SeparateKernels
     attention: str | None = None
     switch: bool = False
 
     def arguments(self) -> dict[str, object]:
         """For `vllm.LLM(...)`."""
-        priority = {name: [provider] for name, provider in self.norms.items()}
-        compilation = {
-            "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
-            "pass_config": dict.fromkeys(FUSIONS, False),
-            "inductor_compile_config": {"emulate_precision_casts": True},
-        }
-        attention = {"attention_backend": self.attention} if self.attention else {}
-        return {"kernel_config": {"ir_op_priority": priority}, "compilation_config": compilation} | attention
+        return self.kernels.arguments() | ({"attention_backend": self.attention} if self.attention else {})
 
     def require(self, config: VllmConfig) -> None:
         """Raise `ValueError` naming the settings of a running engine that run other kernels."""
-        compilation, priority = config.compilation_config, config.kernel_config.ir_op_priority
-        norms = [name for name, provider in self.norms.items() if getattr(priority, name)[0] != provider]
-        found = [f"kernel_config ir_op_priority.{name}={getattr(priority, name)}" for name in norms]
-        found += [
-            f"compilation_config custom_ops={compilation.custom_ops} ({'without' if custom else 'with'} {name})"
-            for name, custom in self.custom_ops.items()
-            if compilation.is_custom_op_enabled(name) != custom
-        ]
-        if compilation.mode:  # 0: nothing is compiled
-            fused = [name for name in FUSIONS if getattr(compilation.pass_config, name)]
-            found += [f"compilation_config pass_config.{name}=True" for name in fused]
-            if not compilation.inductor_compile_config.get("emulate_precision_casts"):
-                found.append("compilation_config inductor_compile_config without emulate_precision_casts")
+        found = self.kernels.undone(config)
         if self.attention and (backend := config.attention_config.backend) and backend.name != self.attention:
             found.append(f"attention_backend={backend.name!r}")
         if self.switch and not envs.VLLM_BATCH_INVARIANT:
@@ -80,6 +67,60 @@ class Invariance:
                 f"lets the engine run others: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove these "
                 "from vllm_engine_kwargs, or set fp8_forward='off'."
             )
+
+
+# With its custom operation of RMS norms, vLLM's switch would go around the providers
+CUDA = Invariance(
+    SeparateKernels(
+        norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER},
+        custom_ops={"rms_norm": False, "rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
+    ),
+    attention="FLASH_ATTN",
+    switch=True,
+)
+
+
+@contextmanager
+def invariant_on_cuda(recipe: FP8Recipe) -> Iterator[None]:
+    """Engines that are started inside the block run kernels that a trainer can share."""
+    from .flash_attention import invariant_attention  # vLLM's CPU build has no FlashAttention
+
+    register_cuda_norms()
+    pin_tiles()
+    # The rest of vLLM's switch concerns the whole process, the trainer too: NCCL is cut to one channel and one
+    # thread, softmax, mean and bmm of torch are replaced. On one rank the engine communicates with nobody, and
+    # its kernels need none of the others; ranks that add up need an order that no message's size changes
+    for_ranks = batch_invariant.override_envs_for_invariance
+    rest = for_ranks if recipe.tensor_parallel_size > 1 else lambda: None
+    # A user's own setting of the switch stays, and `Invariance.require` names it. Ahead-of-time compilation is off
+    # where vLLM switches it off, in the part of `init_batch_invariance` that is left out
+    settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
+    with (
+        environment_kept(settings),
+        invariant_attention(),
+        substituted(batch_invariant, "init_batch_invariance", rest),
+    ):
+        forget_choices()  # vLLM may have kept what the settings were
+        yield
+
+
+def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], flash_attention: int | None) -> None:
+    """Raise `ValueError` for a model, or a GPU, of which a trainer cannot share the kernels. `config`: of the text."""
+    compiled = family_of(config.model_type).compiled_on_cuda
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        compiled = "rotary embedding (longrope) with what is around it"
+    if compiled:
+        raise ValueError(
+            f"fp8_forward='one_forward' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+            f"{compiled}, so that the trainer cannot have the engine's bits. Set fp8_forward='off'."
+        )
+    if flash_attention != 3:
+        major, minor = capability
+        raise ValueError(
+            f"fp8_forward='one_forward' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
+            "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
+            "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
+        )
 
 
 def require_invariant_routers(model: nn.Module) -> None:

@@ -22,10 +22,9 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models import commandr
 from vllm.model_executor.models.interfaces import supports_multimodal
 
-from trl_fp8.engine.vllm.layout import ADAPTERS
-from trl_fp8.features.kv_cache.engine_scales import attention_layers
-from trl_fp8.features.shared_base.adapter_tensors import A
-from trl_fp8.quantization.codec.weights import held_weight
+from trl_fp8.engine.kernels import Adapter
+from trl_fp8.engine.vllm.attention_layers import attention_layers
+from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.quantization.facts.spec import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Layout, Piece
@@ -69,11 +68,7 @@ class EngineLinear:
 
     @without_gradients
     def on(
-        self,
-        x: Tensor,
-        weight: Float8Tensor | Tensor,
-        bias: Tensor | None,
-        adapter: tuple[str, Tensor, Tensor] | None = None,
+        self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None, adapter: Adapter | None = None
     ) -> Tensor:
         tensors = {"weight": weight}
         if isinstance(weight, Float8Tensor):
@@ -81,31 +76,15 @@ class EngineLinear:
             codes, scale = (weight.qdata, weight.scale) if blocks else (weight.qdata.t(), weight.scale.view(()))
             tensors = {"weight": codes, f"weight{self._format.scale_suffix}": scale}
         module = holding(self._module, tensors)
-        if hasattr(module, ADAPTERS[A]):
-            module.__dict__["_modules"] = dict(module.named_children()) | self._adapters(x, len(weight), adapter)
+        if (added := getattr(self._module.quant_method, "added", None)) is not None:  # there is room for adapters
+            children = dict(module.named_children())
+            others = added(self._module, self.layers, x, len(weight), adapter)
+            others = {name: holding(children[name], {"weight": own, "bias": None}) for name, own in others.items()}
+            module.__dict__["_modules"] = children | others
         return self._module.quant_method.apply(module, x, bias)
-
-    def _adapters(self, x: Tensor, rows: int, adapter: tuple[str, Tensor, Tensor] | None) -> dict[str, nn.Module]:
-        """The room for adapters with one of them in its place, and zeros in all others."""
-        lora_a, lora_b = (getattr(self._module, name) for name in ADAPTERS.values())
-        width = len(lora_a.weight)
-        a, b = x.new_zeros(width, x.shape[1]), x.new_zeros(rows, width)
-        if adapter is not None:
-            layer, own_a, own_b = adapter
-            start = self.layers.index(layer) * width // len(self.layers)
-            place = slice(start, start + len(own_a))
-            a[place], b[:, place] = own_a, own_b
-        made = [holding(lora, {"weight": each, "bias": None}) for lora, each in ((lora_a, a), (lora_b, b))]
-        return dict(zip(ADAPTERS.values(), made, strict=True))
 
     def codes(self, layer: str) -> Float8Tensor | None:
         return held_codes(self._layout, f"{self._names[layer]}.weight", self._format)
-
-
-def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
-    """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
-    scale = layout.held.get(name + spec.scale_suffix)
-    return None if scale is None else held_weight(layout.held[name], scale, spec)
 
 
 class EngineRotary:
@@ -151,11 +130,6 @@ class VLLMKernels:
             layers = {self._recipe.linears[name]: name for name in held} if layer != HEAD else {HEAD: HEAD}
             self._linears[module] = EngineLinear(module, self._layout, self._recipe.format, layers)
         return self._linears[module]
-
-    def codes(self, weight: str) -> Float8Tensor:
-        """Of an FP8 weight of the policy, by its name there; views of what the engine holds."""
-        recipe = self._recipe
-        return held_codes(self._layout, recipe.engine_name(weight), recipe.format)
 
     def reads(self, piece: Piece) -> bool:
         """Whether a trainer that calls these kernels computes with this part of the engine. Embeddings it looks up by

@@ -1,0 +1,130 @@
+"""The tensors of a policy: as a sync sends them to an engine, and as a checkpoint has them.
+
+Adapters are merged by TRL's own iteration. What FSDP2 or ZeRO-3 deals over ranks is gathered, a collective: for a
+sync as the engine holds it, for a checkpoint whole, on all ranks one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+from contextlib import AbstractContextManager, closing
+from typing import TYPE_CHECKING
+
+from accelerate.utils import is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from trl.distributed import DistributedBackend
+
+from trl_fp8.recipe.from_model import of_adapter
+from trl_fp8.recipe.names import checkpoint_name, without_copies
+from trl_fp8.sync.delivery import Part
+from trl_fp8.sync.shards import Sharded, gathered
+from trl_fp8.sync.writer import Named, Sent
+
+
+if TYPE_CHECKING:
+    from .generation import FP8VLLMGeneration
+
+
+class PolicyWeights:
+    """Those of the policy of a generation whose engine has started.
+
+    Attributes:
+        frozen: What is written once, and not by each sync.
+        dealt: Parameters are dealt over ranks.
+    """
+
+    def __init__(self, generation: FP8VLLMGeneration):
+        self._generation, self._dist = generation, generation._dist
+        self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
+        self.frozen: tuple[Part, ...] = ()
+        self.dealt = self._dist.is_zero3 or self._dist.is_fsdp
+
+    def at_once(self, model: nn.Module) -> bool:
+        """Whether what `sent`, or `reference` of a model, yields lasts only until the next tensor is asked for."""
+        return self.dealt or is_peft_model(model)
+
+    def sent(self) -> AbstractContextManager[Iterator[Sent]]:
+        """`(checkpoint name, tensor)` of what a sync writes, in a `with` block."""
+        reshard(self.model, self._dist)
+        parameters = [(checkpoint_name(name), parameter) for name, parameter in self.model.named_parameters()]
+        if is_peft_model(self.model) or not self._dealt_alike(parameters):
+            return self.merged()
+        return closing(self._gathered(parameters))
+
+    def merged(self) -> AbstractContextManager[Iterator[Named]]:
+        """`(checkpoint name, full tensor)` of the whole policy, in a `with` block."""
+        return closing(self._generation._iter_named_params())
+
+    def parameters(self) -> Iterator[Named]:
+        """The policy's by checkpoint name, without adapters and copies of modules that are not active."""
+        for name, parameter in self.model.named_parameters():
+            if not of_adapter(name, self.model):
+                yield checkpoint_name(name), parameter
+
+    def whole(self, parameters: Callable[[], Iterator[Named]]) -> Iterator[Named]:
+        """Parameters, those that FSDP2 deals over ranks gathered, a collective, until the next one is asked for."""
+        reshard(self.model, self._dist)  # first: an unsharded parameter is another object, which loses its memory
+        yield from self._gathered(list(parameters())) if self._dist.is_fsdp else parameters()
+
+    def reference(self, model: nn.Module, names: Set[str]) -> AbstractContextManager[Iterator[Sent]]:
+        """What the engine calls `names` of a reference: of a copy of the policy, or of the policy itself, which has
+        its adapters disabled, or those of the reference active, when the block is entered.
+        """
+        return closing(self._reference(model, names, summed=is_peft_model(model) and _merges(model)))
+
+    def _reference(self, model: nn.Module, names: Set[str], summed: bool) -> Iterator[Sent]:
+        reshard(model, self._dist)
+        own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
+        adapted = is_peft_model(model)
+        with self._dist.gather_params(list(model.parameters()) if adapted else []):
+            if summed:
+                model.merge_adapter()
+            try:
+                if self._dist.is_fsdp or (not adapted and self._dealt_alike(own)):
+                    yield from self._gathered(own)
+                    return
+                for name, parameter in own:
+                    with self._dist.gather_params([] if adapted else [parameter]):
+                        yield name, parameter.data
+            finally:
+                if summed:
+                    model.unmerge_adapter()
+
+    def _gathered(self, parameters: list[Named]) -> Iterator[Sent]:
+        return gathered(parameters, self.recipe, self.layout, self._generation.accelerator.device)
+
+    def _dealt_alike(self, parameters: list[Named]) -> bool:
+        """FSDP2 or ZeRO-3 deals these over the same ranks, so that they are gathered as the engine holds them."""
+        dealt = [Sharded.of(parameter) for _, parameter in parameters] if self._dist.is_zero3 else []
+        return self._dist.is_fsdp or bool(dealt) and None not in dealt and len({part.group for part in dealt}) == 1
+
+
+def reshard(model: nn.Module, dist: DistributedBackend) -> None:
+    """After a forward without backward FSDP2 leaves some parameters unsharded."""
+    for module in model.modules() if dist.is_fsdp else ():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(checkpoint name, parameter) of what a reference computes with, adapters left out: of a copy of the policy all;
+    of the policy itself the base and, of modules that PEFT copied to train them, the one that it calls now.
+    """
+    called = []
+    for name, module in model.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            trained = f"modules_to_save.{module.active_adapters[0]}"
+            called.append(f"{name}.{'original_module' if module.disable_adapters else trained}.")
+    for name, parameter in model.named_parameters():
+        original = without_copies(name)
+        if not of_adapter(original, model) and (original == name or name.startswith(tuple(called))):
+            yield checkpoint_name(original), parameter
+
+
+def _merges(model: nn.Module) -> bool:
+    """PEFT has adapters in this model and computes with them, so that its weights are a sum."""
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+    return any(not layer.disable_adapters and layer.active_adapters for layer in layers)
