@@ -51,16 +51,39 @@ def import_all() -> list[str]:
 
 def train(model: str, output: Path) -> dict:
     """Figures of a few steps of the addition, with the FP8 flags' defaults."""
-    from testing.runs import arguments, rows, training
+    from datasets import Dataset
 
-    with training(model, arguments(output, max_steps=STEPS, save_strategy="steps", save_steps=STEPS)) as trainer:
-        trainer.train()
-        return {
-            "losses": [row["loss"] for row in rows(trainer)],
-            "fp8_modules": len(trainer.recipe.fp8_modules),
-            "audit_failures": trainer.vllm_generation.audit_failures,
-            "features": [type(feature).__name__ for feature in trainer.features],
-        }
+    from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+
+    sums = Dataset.from_list([{"prompt": f"{10 + row}+{99 - row}="} for row in range(32)])
+    args = FP8GRPOConfig(
+        str(output),
+        use_cpu=True,
+        bf16=False,
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=8,
+        vllm_max_model_length=64,
+        max_steps=STEPS,
+        save_steps=STEPS,
+        learning_rate=1e-3,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        seed=3,
+    )
+    trainer = FP8GRPOTrainer(model, _share_of_digits, args, sums)
+    trainer.train()
+    return {
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+        "fp8_modules": len(trainer.recipe.fp8_modules),
+        "audit_failures": trainer.vllm_generation.audit_failures,
+        "features": [type(feature).__name__ for feature in trainer.features],
+    }
+
+
+def _share_of_digits(completions: list[str], **columns) -> list[float]:
+    return [sum(character.isdigit() for character in text) / 8 for text in completions]
 
 
 def tried(feature: str, model: str, folder: Path) -> dict:

@@ -67,6 +67,11 @@ class FP8Config:
         return any(group.calls_engine(self) for group in self.groups())
 
     @property
+    def base_in_engine(self) -> bool:
+        """Whether the frozen base of a policy with adapters is in the engine alone."""
+        return any(group.keeps_base_in_engine(self) for group in self.groups())
+
+    @property
     def blind_pass(self) -> str | None:
         """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
         if not getattr(self, "vllm_importance_sampling_correction", True):

@@ -108,11 +108,8 @@ class Asked(NamedTuple):
             )
         except JSONDecodeError as error:
             raise ValueError(f"{error.doc!r} begins like JSON and is none: {error}. Quote it as one word.") from error
-        if args.fp8_base and not model.use_peft:
-            raise ValueError(
-                "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft "
-                "for adapters, or set fp8_base=False."
-            )
+        for group in args.groups():
+            group.check_adapters(args, model)
         return script, args, model, mixture
 
 

@@ -129,13 +129,13 @@ def run(words: list[str]) -> str:
         vars(values)["generation_batch_size"] = None  # a plan finds the steps that come to it
     _, args, model, _ = asked.made(gpus)
     _check_flags(asked, args, model)
-    outline = _outline(str(values.model_name_or_path), _on_base(args))
+    outline = _outline(str(values.model_name_or_path), args.base_in_engine)
     setup = _setup(asked, args, model, gpus, completions, outline.context)
     require_same_positions(outline, setup.training.tokens)
     for group in args.groups():
         group.check_model(args, outline)
     options = args.recipe_options() | {"expert_kernels": values.engine == "cuda"}
-    is_chosen = asked.sets("fp8_weights") or asked.sets("fp8_weight_format") or _on_base(args)
+    is_chosen = asked.sets("fp8_weights") or asked.sets("fp8_weight_format") or args.base_in_engine
     if not is_chosen and args.fp8_weight_format not in formats_for(outline):
         options["fp8_weights"] = False  # which its flags then say
 
@@ -221,7 +221,7 @@ def _setup(
         sequences=args.per_device_train_batch_size,
         tokens=tokens,
         has_reference=args.beta > 0,
-        fp8_base=_on_base(args),
+        fp8_base=args.base_in_engine,
     )
     return Setup(
         training=training,
@@ -249,7 +249,7 @@ def _shown(asked: Asked, name: str) -> str:
 
 def _dtype(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> str:
     """Of the policy's weights: what is beside an FP8 base is BF16 if nothing is said."""
-    return model.dtype if asked.sets("dtype") or not _on_base(args) else "bfloat16"
+    return model.dtype if asked.sets("dtype") or not args.base_in_engine else "bfloat16"
 
 
 def _check_flags(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> None:
@@ -259,13 +259,8 @@ def _check_flags(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> None:
         raise ValueError(f"{_shown(asked, name)}: a plan is of an engine that shares its GPUs with the trainer.")
     if (dtype := _dtype(asked, args, model)) not in BYTES:
         raise ValueError(f"dtype={dtype!r}: a plan counts {listed(BYTES)}. Give one of them.")
-    if _on_base(args) and (against := _against_base(args, model)):
+    if args.base_in_engine and (against := _against_base(args, model)):
         raise ValueError(f"fp8_base=True with {against} Change it, or leave the FP8 base out.")
-
-
-def _on_base(args: FP8GRPOConfig) -> bool:
-    """Whether adapters are trained on FP8 weights that are the engine's, too."""
-    return getattr(args, "fp8_base", False)
 
 
 def _against_base(args: FP8GRPOConfig, model: ModelConfig) -> str | None:

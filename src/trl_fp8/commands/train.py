@@ -188,7 +188,7 @@ def prepare(asked: "Asked", processes: int | None = None) -> Run:
     require_output(args, weights, weights)
     training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
-    if args.fp8_base and not asked.sets("dtype"):
+    if args.base_in_engine and not asked.sets("dtype"):
         del loading["dtype"]  # of the command line, FP32: what is beside an FP8 base is BF16 if nothing is said
     loading["trust_remote_code"] = args.trust_remote_code
     args.model_init_kwargs = loading | (args.model_init_kwargs or {})

@@ -29,11 +29,11 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
 
     `facts` are `run_facts` of the run; what `log_history` has measured is averaged over the last rows that have it.
     """
-    flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts["correction"] or {}
+    flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts.get("correction") or {}
     last = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
     measured = {f"{label}, last {len(of)} logged steps": f"{fmean(of):.3g}" for label, of in last.items() if of}
     sent, adapters = "policy's weights at every step", {}
-    if flags["fp8_base"]:
+    if flags.get("fp8_base"):
         sent = "adapters at every step; the FP8 base, which trainer and engine shared, was written once"
         adapters = {"adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x"}
     rows = {
@@ -41,7 +41,9 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
         "engine kernels": ", ".join(f"{name} ({count})" for name, count in kernels) or "high precision",
-        "trainer": ", ".join(f"{name}={flags[name]}" for name in ("fp8_forward", "simulate_kv_cache")),
+        "trainer": ", ".join(
+            f"{name}={flags[name]}" for name in ("fp8_forward", "simulate_kv_cache") if name in flags
+        ),
         "correction of the mismatch": ", ".join(f"{k}={v}" for k, v in correction.items() if v) or "none",
         **measured,
         "syncs that failed their audit": audit_failures,

@@ -43,6 +43,10 @@ class FlagGroup:
         """Whether the policy's forward calls the engine's kernels."""
         return False
 
+    def keeps_base_in_engine(self) -> bool:
+        """Whether the frozen base of a policy with adapters is in the engine alone."""
+        return False
+
     def recipe_fields(self) -> dict[str, Any]:
         """Arguments of `recipe.recipe.recipe_for_model` that these flags decide."""
         return {}
@@ -53,6 +57,9 @@ class FlagGroup:
     def in_one_piece(self, outline: "Outline", has_adapters: bool) -> bool:
         """Whether no ranks can share an engine of this model under these flags."""
         return False
+
+    def check_adapters(self, model: "ModelConfig") -> None:
+        """`ValueError` for what does not go with TRL's flags of a model and its adapters."""
 
     def against_base(self, model: "ModelConfig") -> str | None:
         """What of the flags adapters on an FP8 base do not go with, and why: a sentence with a point at its end."""

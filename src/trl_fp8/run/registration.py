@@ -6,10 +6,12 @@ The core calls it in this order. All but the flags may stay empty.
     construct    around the making of TRL's trainer: the policy is not loaded yet, or was given
     features     the policy is there, the engine is not: objects with the hooks of run/feature.py
                  (their `engine_part()` is what the engine gets for them)
+    commands     words of the console script
+    warnings     what a report says of logged metrics, under the facts of the run (run/facts.py)
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,6 +43,10 @@ def _none(trainer: "FP8Rollouts") -> "Iterable[Feature]":
     return ()
 
 
+def _silent(metrics: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, str]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Command:
     """A word of the console script."""
@@ -59,4 +65,5 @@ class Registration:
     construct: Callable[["FP8Rollouts", Construction], AbstractContextManager[None]] = _nothing
     features: Callable[["FP8Rollouts"], "Iterable[Feature]"] = _none
     commands: tuple[Command, ...] = ()
+    warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = _silent
     needs: str = ""  # a field of TRL's config without which a trainer cannot have this feature

@@ -1,11 +1,12 @@
 """Rollout correction: importance weights and rejection from the trainer's and the engine's log-probs."""
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from trl_fp8.run.registration import Registration
 
 from .correction_flags import CorrectionFlags
+from .health import health_warnings
 
 
 if TYPE_CHECKING:
@@ -19,4 +20,14 @@ def _features(trainer) -> "Iterator[Feature]":
         yield Correction(trainer)
 
 
-REGISTRATION = Registration(flags=CorrectionFlags, features=_features, needs="vllm_importance_sampling_correction")
+def _warnings(metrics: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, str]:
+    correction = facts.get("correction") or {}
+    return health_warnings(metrics, correction.get("level"), correction.get("monitor_only", False))
+
+
+REGISTRATION = Registration(
+    flags=CorrectionFlags,
+    features=_features,
+    warnings=_warnings,
+    needs="vllm_importance_sampling_correction",
+)

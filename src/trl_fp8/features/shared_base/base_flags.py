@@ -26,6 +26,16 @@ class BaseFlags(FlagGroup):
         "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
     )
 
+    def keeps_base_in_engine(self) -> bool:
+        return self.fp8_base
+
+    def check_adapters(self, model: ModelConfig) -> None:
+        if self.fp8_base and not model.use_peft:
+            raise ValueError(
+                "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft "
+                "for adapters, or set fp8_base=False."
+            )
+
     def against_base(self, model: ModelConfig) -> str | None:
         found = (f"{name}={value!r}: {why}." for name, why in NOT_BESIDE.items() if (value := getattr(model, name)))
         return next(found, None)

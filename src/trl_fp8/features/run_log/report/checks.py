@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from trl_fp8.features import registrations
 from trl_fp8.features.run_log.log_file import Run
 
 from .results import duration, mismatch_key
@@ -48,11 +49,9 @@ def _mismatch(run: Run) -> Iterator[Check]:
 def _healthy(run: Run) -> Iterator[Check]:
     keys = {key for row in run.logs for key in row if key.startswith(("mismatch/", "correction/"))}
     if found := {key: fmean(values[-LAST:]) for key in keys if (values := _logged(run, key))}:
-        # Here, as a report needs the correction, which alone logs these metrics, only where a run had it
-        from trl_fp8.features.correction.health import health_warnings
-
-        correction = run.facts["correction"] or {}
-        warnings = health_warnings(found, correction.get("level"), correction.get("monitor_only", False))
+        warnings = {}
+        for registration in registrations():
+            warnings |= registration.warnings(found, run.facts)
         steps = min(LAST, max(len(_logged(run, key)) for key in found))
         over = f"Over the last {steps} logged steps" if steps > 1 else "In the one logged step"
         fine = f"{over} all its metrics are within the thresholds of the warnings."

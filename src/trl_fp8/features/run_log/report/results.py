@@ -84,7 +84,7 @@ def summary(run: Run) -> str:
     parts = (
         f"GRPO on {model_name(facts)}, {steps}, {state}",
         sampled or "Nothing was FP8: completions were sampled in high precision",
-        correction if facts["correction"] else "",
+        correction if facts.get("correction") else "",
         f"It ran as {facts['processes']} process{'es' if facts['processes'] > 1 else ''} on {facts['hardware']}",
     )
     return " ".join(f"{part}." for part in parts if part)
@@ -92,7 +92,7 @@ def summary(run: Run) -> str:
 
 def correction_name(facts: Mapping[str, Any]) -> str:
     """`token-level importance weights, at most 2`."""
-    correction = facts["correction"]
+    correction = facts.get("correction")
     if not correction:
         return "none"
     level, lowest, highest = (correction.get(key) for key in ("level", "bound_min", "bound_max"))

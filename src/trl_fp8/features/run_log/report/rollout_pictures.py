@@ -28,7 +28,7 @@ def ratio_figure(run: Run) -> Figure | None:
     axes.set_yscale("symlog", linthresh=1)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylim(bottom=0)
-    correction = run.facts["correction"] or {}
+    correction = run.facts.get("correction") or {}
     for bound in filter(None, (correction.get(name) for name in ("bound_min", "bound_max"))):
         axes.axvline(bound, color=MARK, linestyle="--", linewidth=1.2, label=f"bound {bound:g}")
     ticks = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20)
