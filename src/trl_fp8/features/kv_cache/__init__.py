@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Registration
 
+from . import cache_patches  # noqa: F401, adds to the register of patches
 from .kv_cache_flags import KVCacheFlags
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Construction, Registration
 
+from . import forward_patches  # noqa: F401, adds to the register of patches
 from .forward_flags import ForwardFlags
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Registration
 
+from . import router_patches  # noqa: F401, adds to the register of patches
 from .router_flags import RouterFlags
 
 

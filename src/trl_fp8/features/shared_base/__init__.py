@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Construction, Registration
 
+from . import base_patches  # noqa: F401, adds to the register of patches
 from .base_flags import BaseFlags
 
 
