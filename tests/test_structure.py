@@ -12,6 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from trl_fp8.commands.cli import COMMANDS
+from trl_fp8.features import registrations
 from trl_fp8.upstream import patches, trl, vllm
 from trl_fp8.upstream.patches import PATCHES
 
@@ -28,7 +29,7 @@ ALLOWED = {
     "policy": {"quantization", "recipe", "upstream"},
     "planning": {"recipe"},
     "export": {"planning", "quantization", "recipe", "sync"},
-    "run": {"engine", "export", "policy", "quantization", "recipe", "sync", "upstream"},
+    "run": {"engine", "export", "policy", "quantization", "recipe", "sync"},
     "features": {"engine", "planning", "policy", "quantization", "recipe", "run", "sync", "upstream"},
     "config": {"features", "recipe", "run"},
     "rollouts": {"engine", "features", "planning", "policy", "recipe", "run", "sync", "upstream"},
@@ -45,7 +46,7 @@ ALLOWED = {
         "trainer",
         "upstream",
     },
-    "__init__": {"config", "recipe", "rollouts", "run", "trainer", "upstream"},
+    "__init__": {"upstream"},
 }
 MOST_ENTRIES = 16  # at the top of the package
 PUBLISHED = ("FP8GRPOConfig", "FP8GRPOTrainer", "FP8ProgressCallback", "FP8Recipe", "FP8Rollouts")
@@ -62,7 +63,6 @@ FOREIGN = {  # packages that only some folders may import; a feature's modules t
         "rollouts",
         "run",
         "trainer",
-        "upstream",
     },
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
@@ -70,44 +70,32 @@ WRITTEN_FROM_OUTSIDE = {
     ("config.py", "FP8GRPOConfig.__doc__"): "made of the flags' own texts, which the class has once it is there",
     ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/reference_linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
-    ("features/shared_base/engine_adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
     ("engine/vllm/images.py", "processor._apply_prompt_updates"): "vLLM calls it, and asks nobody",
-    (
-        "features/one_forward/engine_part/vllm_kernels.py",
-        "processor.logits_as_input",
-    ): "a copy of vLLM's, told that the logits are made already",
-    ("features/kv_cache/engine_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/*", "batch.metrics"): "a record that passes from feature to feature",
-    ("features/*", "rollouts.metrics"): "the same",
-    (
-        "features/kv_cache/kv_cache.py",
-        "self.trainer._batch_environments",
-    ): "TRL's tokenization reads it, and takes no argument",
-    ("run/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
+    ("*", "rollouts.metrics"): "the same",
+    ("features/*", "trainer.recipe"): "the run's, which two features resolve before the engine starts",
+    ("features/kv_cache/engine_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
+    ("features/kv_cache/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization takes no argument",
+    ("features/one_forward/*", "*.kept"): "a layer's codes, shared by layers that vLLM fuses, and dropped together",
+    ("features/one_forward/engine_part/vllm_kernels.py", "processor.logits_as_input"): "a copy of vLLM's",
+    ("features/one_forward/reference_weights.py", "self._part.seal"): "a record of a delivery",
+    ("features/router_replay/replay.py", "router.*"): "routers become replayed ones in place",
+    ("features/shared_base/engine_adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
+    ("features/shared_base/held_base.py", "*.save_pretrained"): "it would leave weights out, silently",
+    ("features/shared_base/held_base.py", "module.codes"): "modules are shared in place: names and hooks stay",
+    ("features/shared_base/loading.py", "making.*"): "a record that passes from registration to registration",
+    ("features/shared_base/stored_base.py", "model.hf_quantizer"): "transformers would take the model for quantized",
+    ("features/shared_base/stored_base.py", "placeholder._is_hf_initialized"): "transformers would initialize it",
     ("policy/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
     ("policy/hook.py", "mask.sees"): "masks of layers that window differ, and layers hand on the mask alone",
     ("policy/hook.py", "module.expand_kv"): "what MLA caches passes there, and nowhere else without a cache",
-    (
-        "features/shared_base/held_base.py",
-        "transformers_model(self.model).save_pretrained",
-    ): "it would leave weights out, silently",
-    ("policy/base/*", "module.codes"): "modules are shared in place, so that names, hooks and adapters keep them",
-    (
-        "features/shared_base/stored_base.py",
-        "model.hf_quantizer",
-    ): "transformers would take the model for a quantized one",
-    (
-        "features/shared_base/stored_base.py",
-        "placeholder._is_hf_initialized",
-    ): "transformers would initialize what was not loaded",
-    ("policy/flow/*", "module.*"): "modules follow an engine in place, so that names, hooks and optimizers keep them",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
     ("policy/processor.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
-    ("features/router_replay/replay.py", "router.*"): "routers become replayed ones in place",
+    ("policy/swapped.py", "module.*"): "modules change class in place, so that names, hooks and optimizers keep them",
+    ("run/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
+    ("sync/delivery.py", "each.value"): "what a feature sends, as it was before an attempt that failed",
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.*"): "the same",
-    ("sync/delivery.py", "each.value"): "what is carried is the engine's again after an error",
-    ("features/one_forward/reference_weights.py", "self._part.seal"): "the same",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes
@@ -403,6 +391,7 @@ def test_every_patch_is_in_the_list_and_every_entry_is_made():
                     foreign = owner in imported or target.attr == "__class__"
                     if foreign or target.attr in NAMES_THAT_ARE_WRITTEN:
                         elsewhere.add(path)
+    registrations()  # each adds its patches
     by_name = {patches.FOR_ONE_BLOCK, patches.FOR_GOOD}
     listed = {(entry.by, target.rpartition(".")[2]) for target, entry in PATCHES.items() if entry.how in by_name}
     assert made - {("upstream/patches.py", "name")} == listed

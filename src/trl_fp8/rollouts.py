@@ -69,6 +69,7 @@ class FP8Rollouts(Saving):
     recipe: FP8Recipe | None = None
     plan: Plan | None = None
     features: tuple[Feature, ...] = ()
+    kept: dict[str, Any]  # by folder: what registrations keep until their features are made
 
     def __init__(self, model: Any, args: Any = None, **given):
         """Arguments are those of TRL's trainer, by their names.
@@ -93,10 +94,11 @@ class FP8Rollouts(Saving):
         making = Construction(args, {"model": model, **given}, trls.create_model_from_path)
         if not isinstance(model, str):
             in_high_precision(model)
+        self.kept = making.kept
         with ExitStack() as around:
             # The last one first: what a later feature put on a given policy lies over what an earlier one did
             for registration in reversed(registrations()):
-                around.enter_context(registration.construct(self, making))
+                around.enter_context(registration.construct(making))
             if isinstance(model, str) and making.dequantizes:
                 self._dequantize(making)
             around.enter_context(without_noise())

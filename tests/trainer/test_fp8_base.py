@@ -134,9 +134,9 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     ids=["adapters", "modules", "biases"],
 )
 def test_of_a_model_given_by_name_is_fp32_what_is_trained(config, dtype, checkpoint, tmp_path):
-    args, trainer = arguments(tmp_path, **SHARED), SimpleNamespace()
+    args = arguments(tmp_path, **SHARED)
     making = Construction(args, {"model": checkpoint("qwen3"), "peft_config": config}, create_model_from_path)
-    with without_base(trainer, making):
+    with without_base(making):
         model = making.create_model(checkpoint("qwen3"))
         assert {parameter.dtype for parameter in model.parameters()} == {dtype}
         model = making.create_model(checkpoint("qwen3"), dtype="float16")

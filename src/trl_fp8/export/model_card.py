@@ -98,7 +98,7 @@ def _weights(facts: Mapping[str, Any]) -> str:
     if not facts["scale_format"]:
         return "none"
     experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
-    quantized = "written once" if facts["fp8_flags"]["fp8_base"] else "quantized at every sync"
+    quantized = "written once" if facts["fp8_flags"].get("fp8_base") else "quantized at every sync"
     return (
         f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: "
         f"{facts['weight_format']}, {facts['scale_format']} scales, {quantized}"

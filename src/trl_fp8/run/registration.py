@@ -13,7 +13,7 @@ The core calls it in this order. All but the flags may stay empty.
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .flag import FlagGroup
@@ -33,9 +33,10 @@ class Construction:
     given: dict[str, Any]  # the other arguments of TRL's trainer, by their names
     create_model: Callable  # TRL's `create_model_from_path`, or what stands in for it
     dequantizes: bool = True  # an FP8 checkpoint is loaded in high precision
+    kept: dict[str, Any] = field(default_factory=dict)  # by folder: what a registration keeps for its features
 
 
-def _nothing(trainer: "FP8Rollouts", construction: Construction) -> AbstractContextManager[None]:
+def _nothing(making: Construction) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -62,7 +63,7 @@ class Registration:
     """One optional capability."""
 
     flags: type[FlagGroup] | None = None
-    construct: Callable[["FP8Rollouts", Construction], AbstractContextManager[None]] = _nothing
+    construct: Callable[[Construction], AbstractContextManager[None]] = _nothing
     features: Callable[["FP8Rollouts"], "Iterable[Feature]"] = _none
     commands: tuple[Command, ...] = ()
     warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = _silent

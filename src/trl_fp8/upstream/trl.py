@@ -6,10 +6,11 @@ A contract test holds each to the installed version; another finds what is missi
 _GENERATION = ["_generate", "_generate_and_score_completions", "_generate_single_turn"]
 PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "trl.GRPOTrainer": {
-        **dict.fromkeys([*_GENERATION, "_metrics"], "trainer"),
-        "_get_per_token_logps_and_entropies": "features trainer",
-        **dict.fromkeys(["_batch_environments", "_last_loaded_step", "_tokenize_prompts"], "features"),
-        **dict.fromkeys(["_buffered_inputs", "_step"], "run"),
+        **dict.fromkeys([*_GENERATION, "_metrics"], "rollouts"),
+        "_get_per_token_logps_and_entropies": "features rollouts",
+        **dict.fromkeys(["_batch_environments"], "features"),
+        "_tokenize_prompts": "features run",
+        **dict.fromkeys(["_buffered_inputs", "_last_loaded_step", "_step"], "run"),
         "_tokenizer": "features",
     },
     "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(
@@ -21,14 +22,19 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         ["_get_output_dir", "_load_optimizer_and_scheduler", "_save_checkpoint"], "run"
     ),
     "transformers.PreTrainedConfig": {"_attn_implementation": "policy"},
-    "transformers.PreTrainedModel": {"_keys_to_ignore_on_load_unexpected": "policy"},
+    "transformers.PreTrainedModel": {"_keys_to_ignore_on_load_unexpected": "features"},
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
-    "transformers.initialization": {"_is_hf_initialized": "policy"},
+    "transformers.initialization": {"_is_hf_initialized": "features"},
     "transformers.models.auto.configuration_auto._LazyConfigMapping": {"_extra_content": "engine"},
-    "torch": {"_foreach_copy_": "engine quantization sync"} | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
+    "torch": {"_foreach_copy_": "features quantization sync"}
+    | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
     "torch.ops.aten": {
-        **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "policy"),
+        **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "features"),
         "_scaled_dot_product_flash_attention_for_cpu": "engine",
     },
-    "torch.nn.Module": {"_modules": "engine", "_non_persistent_buffers_set": "recipe", "_parameters": "policy"},
+    "torch.nn.Module": {
+        "_modules": "features",
+        "_non_persistent_buffers_set": "recipe",
+        "_parameters": "features policy",
+    },
 }

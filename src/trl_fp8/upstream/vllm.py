@@ -32,7 +32,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         ["input_batch", "query_start_loc", "sampler"], "upstream"
     ),
     f"{_LAYERS}.attention.Attention": {
-        f"_{which}_scale{copy}": "engine"
+        f"_{which}_scale{copy}": "engine features" if which + copy in ("k_float", "v_float") else "features"
         for which in "qkv"
         for copy in ("", "_float", "_cpu")
         if which + copy != "q_cpu"

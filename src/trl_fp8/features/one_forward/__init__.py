@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def _construct(trainer, making: Construction) -> Iterator[None]:
+def _construct(making: Construction) -> Iterator[None]:
     """A model that followed the engine of a trainer before this one computes by itself again."""
     if not isinstance(model := making.given["model"], str):
         from trl_fp8.policy.swapped import release

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from trl_fp8.run.feature import Feature
 
 
-def _construct(trainer, making: Construction) -> AbstractContextManager[None]:
+def _construct(making: Construction) -> AbstractContextManager[None]:
     from .loading import without_base
 
-    return without_base(trainer, making)
+    return without_base(making)
 
 
 def _features(trainer) -> "Iterator[Feature]":

@@ -8,7 +8,7 @@ from trl_fp8.run.feature import Feature
 
 from .adaptable import require_adaptable
 from .held_base import SharedBase
-from .loading import take_source
+from .loading import SOURCE
 
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class BaseInEngine(Feature):
 
     def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
-        source = take_source(trainer)
+        source = trainer.kept.pop(SOURCE)
         trainer.recipe = source.recipe
         require_adaptable(trainer.model, source.recipe)
         self.base = SharedBase(trainer.model, source, trainer.accelerator.device)

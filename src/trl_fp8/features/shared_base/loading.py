@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -10,19 +10,15 @@ from transformers import PreTrainedModel
 from trl_fp8.run.registration import Construction
 
 from .adaptable import require_apart, require_trainable_base
-from .held_base import HeldBase, Source, require_own_weights
+from .held_base import HeldBase, require_own_weights
 from .stored_base import load_without_base
 
 
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-
-_SOURCE = "_trl_fp8_base"  # attribute of a trainer, until `BaseInEngine` takes it over
+SOURCE = "shared_base"  # what is kept: where the base's weights come from
 
 
 @contextmanager
-def without_base(trainer: "FP8Rollouts", making: Construction) -> Iterator[None]:
+def without_base(making: Construction) -> Iterator[None]:
     """Around the making of TRL's trainer: take the FP8 weights out of a model that is given, or never load them.
 
     A model that was given has its weights again if no trainer comes of it.
@@ -44,7 +40,7 @@ def without_base(trainer: "FP8Rollouts", making: Construction) -> Iterator[None]
             if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
                 loading = {"dtype": torch.float32} | loading
             made, source = load_without_base(create, name, args.recipe_for, **loading)
-            setattr(trainer, _SOURCE, source)
+            making.kept[SOURCE] = source
             require_apart(made, adapters, source.recipe)
             return made
 
@@ -54,14 +50,9 @@ def without_base(trainer: "FP8Rollouts", making: Construction) -> Iterator[None]
     recipe = args.recipe_for(model)
     require_apart(model, adapters, recipe)
     base = HeldBase(model, recipe)
-    setattr(trainer, _SOURCE, base)
+    making.kept[SOURCE] = base
     try:
         yield
     except BaseException:
         base.restore()
         raise
-
-
-def take_source(trainer: "FP8Rollouts") -> Source:
-    """Where the base's weights come from; once."""
-    return vars(trainer).pop(_SOURCE)
