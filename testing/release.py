@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from email import message_from_string
@@ -107,13 +108,16 @@ def files_of(sdist: Path) -> set[str]:
 
 
 def installed(wheel: Path, folder: Path) -> Path:
-    """The console script of `wheel` in a new environment, where it is alone: what needs another package fails.
+    """The console script of `wheel` in a new environment, beside the libraries of this one and without this checkout.
 
     `RuntimeError` if it does not install, or says another version of itself.
     """
     _output(sys.executable, "-m", "venv", "--without-pip", str(folder))
     pip = sys.executable, "-m", "pip", "--quiet", "--python", str(folder / "bin" / "python"), "install"
     _output(*pip, "--no-deps", "--no-index", str(wheel))
+    # Behind its own packages those of this environment, without the .pth file that leads to this checkout
+    (own,) = folder.glob("lib/python*/site-packages")
+    (own / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
     script = folder / "bin" / "trl-fp8"
     if (said := _output(str(script), "--version").strip()) != f"trl-fp8 {__version__}":
         raise RuntimeError(f"{wheel.name} says that it is {said}; expected trl-fp8 {__version__}")

@@ -62,7 +62,7 @@ def test_the_published_readme_leads_out_of_the_repository(dist):
     assert release.published(kept) == kept
 
 
-def test_the_wheel_plans_where_nothing_else_is_installed(script, tmp_path):
+def test_the_wheel_plans(script, tmp_path):
     assert "86.9% of them FP8" in release.plan_by(script, tmp_path / "model")
 
 

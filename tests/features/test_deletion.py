@@ -20,7 +20,7 @@ GONE = {
     "one_forward": {"SameModel"},
 }
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def without(checkpoint, tmp_path_factory):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=850,
     )
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"feature"')]
     assert len(found) == len(words), done.stdout + done.stderr

@@ -31,14 +31,14 @@ def model():
 
 def replayed(model, mode: str) -> Routes:
     """In a run whose engine answers with `numbered`."""
-    log = SimpleNamespace(of=lambda sequences: [numbered(0), numbered(1)])
     trainer = SimpleNamespace(
         model=model,
         args=SimpleNamespace(router_replay=mode),
         accelerator=SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, how: tensor),
-        vllm_generation=SimpleNamespace(llm=SimpleNamespace(routes=log)),
     )
-    return Routes(trainer)
+    routes = Routes(trainer)
+    routes.log = SimpleNamespace(of=lambda sequences: [numbered(0), numbered(1)])
+    return routes
 
 
 def arrive(routes: Routes) -> None:

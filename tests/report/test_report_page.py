@@ -2,7 +2,6 @@
 
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -242,17 +241,6 @@ def test_runs_of_one_name_are_told_apart_by_the_folders_above(tmp_path):
     page = write_report(read_runs(folders[:2]), tmp_path / "report")
     pictures = {path.parent.relative_to(page.parent) for path in page.parent.rglob("*.png")}
     assert pictures == {Path("a/run"), Path("x/run")}
-
-
-def test_a_report_waits_for_neither_torch_nor_transformers(tmp_path):
-    begin(tmp_path, 0, FACTS)
-    append(tmp_path, "log", {"step": 1, "mismatch/logp_difference_mean": 0.01})
-    code = (
-        "import sys; from trl_fp8.commands.cli import main; status = main(['report', sys.argv[1]]);"
-        "assert not {'torch', 'transformers'} & sys.modules.keys(); sys.exit(status)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_without_matplotlib_one_line_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from trl_fp8.engine.vllm import generation as fp8_generation
 from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.policy.model import dequantizing_config
-from trl_fp8.recipe import servable
+from trl_fp8.recipe import families, servable
 
 
 @pytest.fixture(autouse=True)
@@ -158,7 +158,7 @@ def test_experts_that_vllm_packs_are_refused_on_cpu(checkpoint, kept, monkeypatc
 
 @pytest.mark.engine
 def test_other_names_are_found_in_the_engine_where_no_list_has_them(kept, tmp_path, monkeypatch):
-    monkeypatch.setattr(servable, "_MODEL_TYPES", {})
+    monkeypatch.setitem(families.FAMILIES, "laguna", families.Family(tested=False))
     Kept, made = kept
     with pytest.raises(ValueError, match="type 'laguna' cannot be served") as error:
         engines.start(saved("laguna", tmp_path), generation=Kept, kv_cache_dtype="auto")

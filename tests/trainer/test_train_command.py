@@ -393,7 +393,7 @@ def test_the_command_ends_with_the_status_of_a_process(here, no_models, monkeypa
 def test_a_checkpoint_that_would_not_fit_on_the_disk_is_told_before_models_load(here, no_models, monkeypatch, capsys):
     config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 1}
     config |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
-    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda name, revision: (config, {}))
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda name, **options: (config, {}))
     usage = shutil.disk_usage(here)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**20))
     assert main(["train", "--config", settings()]) == 2

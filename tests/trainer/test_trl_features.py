@@ -193,7 +193,7 @@ def test_conversations_go_through_the_chat_template(checkpoint, tmp_path):
         calibrated = recorded(
             engines.scales_of(trainer.vllm_generation),
             "calibrate",
-            lambda _: trainer.feature(KVCache).calibrator.coming_prompts,
+            lambda _: trainer.feature(KVCache).kv_state.coming_prompts,
         )
         trainer.train()
     asked = [f"user:{row['prompt']}assistant:" for row in dataset(4) for _ in range(4)]
