@@ -15,6 +15,8 @@ from trl_fp8.features.correction.correction_flags import CorrectionFlags
 from trl_fp8.features.kv_cache.kv_cache_flags import KVCacheFlags
 from trl_fp8.features.one_forward.forward_flags import ForwardFlags
 from trl_fp8.features.router_replay.router_flags import RouterFlags
+from trl_fp8.features.run_log.run_log_flags import RunLogFlags
+from trl_fp8.features.shared_base.base_flags import BaseFlags
 from trl_fp8.run.engine_flags import EngineFlags
 from trl_fp8.run.weight_flags import WeightFlags
 
@@ -22,18 +24,20 @@ from trl_fp8.run.weight_flags import WeightFlags
 PAGE = Path(__file__).with_name("configuration.md")
 GROUPS = {
     "Weights": WeightFlags,
+    "LoRA on an FP8 base": BaseFlags,
     "KV cache": KVCacheFlags,
     "Rollout correction": CorrectionFlags,
     "Mixture of experts": RouterFlags,
     "One forward": ForwardFlags,
     "Engine": EngineFlags,
-    "Run log": FP8GRPOConfig,
+    "Run log": RunLogFlags,
 }
 HEAD = """# Configuration
 
 `FP8GRPOConfig` takes every field of [`trl.GRPOConfig`](https://huggingface.co/docs/trl/v1.16.0/grpo_trainer) and the
 ones below. All of them work from Python, from the command line (`--kv_cache_dtype auto`) and from a YAML file
-(`trl-fp8 train --config run.yaml`). This page is generated from `src/trl_fp8/config.py` and `src/trl_fp8/flags` by `make docs`.
+(`trl-fp8 train --config run.yaml`). `make docs` generates this page from the flags' declarations:
+those of weights and engine stand in `src/trl_fp8/run`, those of a feature in its folder below `src/trl_fp8/features`.
 
 A wrong value, or one that does not go with another, raises a `ValueError` that names the flag, its value, the reason and
 what to set instead.

@@ -43,8 +43,8 @@ def main(words: list[str] | None = None) -> int:
         if status := subprocess.run(command).returncode:
             print(f"{run.name} ended with status {status}: nothing is compared.", file=sys.stderr)
             return status
-    report = [sys.executable, "-m", "trl_fp8.cli", "report", *map(str, runs), "--output", str(given.folder / "report")]
-    return subprocess.run(report).returncode
+    report = [sys.executable, "-m", "trl_fp8.commands.cli", "report", *map(str, runs)]
+    return subprocess.run([*report, "--output", str(given.folder / "report")]).returncode
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A block that is not run as it stands says why in its title. What is checked instead is written beside that title here.
 """
 
+import copy
 import os
 import re
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from transformers import AutoConfig
 
 from testing import published
 from testing.processes import alone
@@ -100,7 +102,10 @@ def test_blocks_run_as_they_are_written(folder):
 def test_plans_say_what_the_pages_quote(tmp_path, monkeypatch, capsys):
     """Without a network: of the same config.json."""
     published.qwen3_8b().save_pretrained(tmp_path)
+    as_published = AutoConfig.from_pretrained(tmp_path)
+    as_published.name_or_path = "Qwen/Qwen3-8B"
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda model, name: str(tmp_path / name))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda model, **options: copy.deepcopy(as_published))
     planned = [block for block in blocks() if block.title == "with a network"]
     for command, quoted in ((command, block.quoted) for block in planned for command in block.commands):
         program, *words = shlex.split(command)
