@@ -23,6 +23,7 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
 
     Raises:
         ValueError: transformers builds no model of this config. The message names the model and what it said.
+        OSError: There is no config in the folder, or the Hub cannot be reached.
     """
     try:
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
@@ -30,6 +31,8 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
         with torch.device("meta"):
             made = named(config) if named else AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return outline_of(made)
+    except OSError:
+        raise
     except Exception as error:  # whatever a class of transformers makes of fields that nobody checked
         said = " ".join(str(error).split())[:300]
         raise ValueError(

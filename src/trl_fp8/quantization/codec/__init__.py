@@ -1,0 +1,1 @@
+"""Codecs in plain torch: codes, scales, round trips, checksums, the scales of a KV cache."""

@@ -1,0 +1,1 @@
+"""Triton kernels of the codecs. Imported inside functions: Triton is there beside a GPU."""
