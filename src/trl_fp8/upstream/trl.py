@@ -9,7 +9,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         **dict.fromkeys([*_GENERATION, "_metrics"], "trainer"),
         "_get_per_token_logps_and_entropies": "features trainer",
         **dict.fromkeys(["_batch_environments", "_last_loaded_step", "_tokenize_prompts"], "features"),
-        **dict.fromkeys(["_buffered_inputs", "_step"], "run"),
+        **dict.fromkeys(["_buffered_inputs", "_name", "_step"], "run"),
         "_tokenizer": "features",
     },
     "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(
