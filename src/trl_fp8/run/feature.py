@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
@@ -39,6 +38,7 @@ from .batch import Batch, Rollouts
 
 if TYPE_CHECKING:
     from trl_fp8.engine.vllm.part import EnginePart
+    from trl_fp8.rollouts import FP8Rollouts
 
 
 class Feature(TrainerCallback):
@@ -46,7 +46,7 @@ class Feature(TrainerCallback):
 
     keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         self.trainer = trainer
 
     def engine_part(self) -> "EnginePart | None":

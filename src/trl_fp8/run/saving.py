@@ -1,4 +1,4 @@
-"""What `FP8GRPOTrainer` writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
+"""What a trainer with FP8 rollouts writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
 
 import shutil
 from collections.abc import Callable
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class Saving:
-    """Methods of `FP8GRPOTrainer`; to be inherited before `GRPOTrainer`."""
+    """Methods of `FP8Rollouts`; to be inherited before TRL's trainer."""
 
     def save_fp8_model(self, folder: str | Path) -> None:
         """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one.

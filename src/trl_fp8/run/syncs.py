@@ -3,12 +3,12 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
 from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
@@ -21,6 +21,10 @@ from trl_fp8.sync.delivery import SyncReport
 from .metric import highest, lowest, mean_of
 
 
+if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
+
 logger = get_logger(__name__)
 
 PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the device that it ran on
@@ -31,7 +35,7 @@ class Syncs(Feature):
     is on the host already. Warns of weights that went dead.
     """
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()

@@ -10,7 +10,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
         "_get_per_token_logps_and_entropies": "features rollouts",
         **dict.fromkeys(["_batch_environments"], "features"),
         "_tokenize_prompts": "features run",
-        **dict.fromkeys(["_buffered_inputs", "_last_loaded_step", "_step"], "run"),
+        **dict.fromkeys(["_buffered_inputs", "_last_loaded_step", "_name", "_step"], "run"),
         "_tokenizer": "features",
     },
     "trl.generation.vllm_generation.VLLMGeneration": dict.fromkeys(

@@ -10,11 +10,11 @@ TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss
 """
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from trl import GRPOTrainer
 
 from trl_fp8.run.batch import COMPLETION_MASK, LOSS_TOKENS, LOSS_WEIGHTS, TOOL_MASK, TRAINER_LOGPS, Batch
 from trl_fp8.run.feature import Feature
@@ -27,13 +27,17 @@ from .importance import RolloutCorrection, correct
 from .mismatch import mismatch_tally, summarize_mismatch
 
 
+if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
+
 logger = get_logger(__name__)
 
 
 class Correction(Feature):
     """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`. It warns of each problem once a run."""
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self.correction = trainer.args.correction
         self._warned: set[str] = set()

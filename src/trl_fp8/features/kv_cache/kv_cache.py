@@ -12,7 +12,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-from trl import GRPOTrainer
 from trl.data_utils import prepare_multimodal_messages
 from trl.distributed import DistributedBackend
 
@@ -32,6 +31,8 @@ from .calibration import Calibration, KVState, layers_with_outliers, next_scales
 
 
 if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
     from .engine_scales import EngineScales
 
 
@@ -41,7 +42,7 @@ FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks fo
 class KVCache(Feature):
     """Installed before the engine starts; makes the run's recipe that with kv_cache_skip_layers='auto' resolved."""
 
-    def __init__(self, trainer: GRPOTrainer, recipe: FP8Recipe):
+    def __init__(self, trainer: "FP8Rollouts", recipe: FP8Recipe):
         super().__init__(trainer)
         args = trainer.args
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None

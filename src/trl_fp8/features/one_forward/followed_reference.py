@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl import GRPOTrainer
-
 from trl_fp8.policy.head import scored_by
 from trl_fp8.policy.hook import hook_of
 
@@ -24,13 +22,15 @@ from .reference_weights import ReferenceWeights
 
 
 if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
     from .engine_part.kernels_part import SharedKernelsPart
 
 
 class FollowedReference:
     """Made when the engine is there to be called; `policy` follows it already, and `in_engine` is what it shares."""
 
-    def __init__(self, trainer: GRPOTrainer, policy: OneForward, in_engine: "SharedKernelsPart"):
+    def __init__(self, trainer: "FP8Rollouts", policy: OneForward, in_engine: "SharedKernelsPart"):
         self._trainer, self.forward, self._in_engine = trainer, policy, in_engine
         if trainer.ref_model is not None:
             require_followable(trainer.ref_model, policy.recipe, policy.backward.precision)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from accelerate.logging import get_logger
 from torch.distributed.tensor import DTensor
-from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
@@ -35,6 +34,8 @@ from .one_forward import OneForward, require_followable
 
 
 if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
     from .engine_part.kernels_part import SharedKernelsPart
 
 logger = get_logger(__name__)
@@ -43,7 +44,7 @@ logger = get_logger(__name__)
 class Following(Feature):
     """`ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have."""
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self.forward: OneForward | None = None  # until the engine is there to be called
         self.followed_reference: FollowedReference | None = None  # likewise; None without beta
@@ -164,12 +165,15 @@ class Following(Feature):
         """
         if self._checked:
             return
-        if not getattr(self.trainer.args, "vllm_importance_sampling_correction", False):
+        args, compares = self.trainer.args, "vllm_importance_sampling_correction"
+        if not getattr(args, compares, False):
             self._checked = True
+            given, remedy = f"{compares}=False", " Set it to True; rollout_correction='monitor' only measures."
+            if not hasattr(args, compares):
+                given, remedy = type(self.trainer).__name__, ""
             logger.warning(
-                f"fp8_forward={self.trainer.args.fp8_forward!r} with vllm_importance_sampling_correction=False: the "
-                "trainer never compares log-probs with those of the rollouts, so that nothing shows whether the two "
-                "share a forward. Set it to True; rollout_correction='monitor' only measures."
+                f"fp8_forward={args.fp8_forward!r} with {given}: the trainer never compares log-probs with those of "
+                f"the rollouts, so that nothing shows whether the two share a forward.{remedy}"
             )
             return
         ratio, accelerator = batch.ratio, self.trainer.accelerator
@@ -209,7 +213,7 @@ class Following(Feature):
         # TRL's own method: in that of this trainer the other features would observe the pass, and replay routes in it
         as_cached, scoring = as_rollouts_saw(trainer.features), self.scoring(torch.ones_like(ids), 1)
         with torch.no_grad(), as_cached, scoring, comparison.policy():
-            GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
+            trainer.trls()._get_per_token_logps_and_entropies(trainer, trainer.model, ids, torch.ones_like(ids), 1)
         if difference := comparison.first_difference():
             return f"First to differ, when both compute one of the rollouts, is {difference}."
         if not comparison.layers:

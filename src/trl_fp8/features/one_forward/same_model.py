@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
-from trl import GRPOTrainer
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
@@ -27,6 +26,8 @@ from .one_forward import OneForward
 
 
 if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
     from .engine_part.kernels_part import KernelsPart
 
 logger = get_logger(__name__)
@@ -39,7 +40,7 @@ SHOWN = 6  # differences in a message
 class SameModel(Feature):
     """`RuntimeError` for a policy that follows an engine which computes another model."""
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self.witness: Witness | None = None  # of the latest comparison
         self._compared = False
@@ -73,7 +74,7 @@ class SameModel(Feature):
             tokens = trainer._tokenizer(TEXT)["input_ids"][: min(TOKENS, longest)]
             ids = torch.tensor([tokens], device=trainer.accelerator.device)
             inputs = trainer, trainer.model, ids, torch.ones_like(ids), len(tokens) - 1
-            GRPOTrainer._get_per_token_logps_and_entropies(*inputs)
+            trainer.trls()._get_per_token_logps_and_entropies(*inputs)
         self._tell(len(self.witness.findings.differences), follows=following is not None)
         self._compared = True  # not before: a run that goes on after the error is compared again
 

@@ -5,10 +5,15 @@ With router_replay='rollout' the trainer's own forward goes to the experts that 
 read against this value.
 """
 
+from typing import TYPE_CHECKING
+
 from accelerate.logging import get_logger
-from trl import GRPOTrainer
 
 from trl_fp8.run.feature import Feature
+
+
+if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
 
 
 logger = get_logger(__name__)
@@ -17,7 +22,7 @@ logger = get_logger(__name__)
 class KLFloor(Feature):
     """Logs `kl_floor` once: TRL's `kl` of the first loss, if no optimizer step came before it."""
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self._measured = False
         logger.warning(

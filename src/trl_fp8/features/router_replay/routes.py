@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from trl import GRPOTrainer
 
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, ROUTES, Batch, Rollouts
@@ -25,13 +24,15 @@ from .replay import RouterReplay, RouteTally
 
 
 if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
     from .engine_routes import RouteLog
 
 
 class Routes(Feature):
     """From the engine's answer to the routers of the policy, one generation at a time."""
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self.mode = trainer.args.router_replay
         self.replay = RouterReplay(trainer.model, f"router_replay={self.mode!r}")

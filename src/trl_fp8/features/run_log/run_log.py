@@ -1,9 +1,9 @@
 """Writes `fp8_run.jsonl` while a run goes. A line about a generation is of the main process's batch."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from accelerate.logging import get_logger
-from trl import GRPOTrainer
 
 from trl_fp8.run.batch import Batch
 from trl_fp8.run.facts import run_facts
@@ -11,6 +11,10 @@ from trl_fp8.run.feature import Feature
 
 from .log_file import FILE, append, begin, settle
 from .rollout_sample import rollout_sample
+
+
+if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
 
 
 logger = get_logger(__name__)
@@ -21,7 +25,7 @@ class RunLog(Feature):
 
     keeps_log = True
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self.writes = trainer.accelerator.is_main_process
 

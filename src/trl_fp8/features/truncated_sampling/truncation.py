@@ -19,7 +19,6 @@ import trl.trainer.utils as trl_utils
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from trl import GRPOTrainer
 
 from trl_fp8.engine.protocol import Survivors
 from trl_fp8.policy.head import Logits, scored_by
@@ -31,6 +30,8 @@ from .truncated_head import Rows, truncated_head
 
 
 if TYPE_CHECKING:
+    from trl_fp8.rollouts import FP8Rollouts
+
     from .engine_survivors import SurvivorLog
 
 
@@ -55,7 +56,7 @@ class OfBatch(NamedTuple):
 class Truncation(Feature):
     """From the engine's answer to the output heads of policy and reference."""
 
-    def __init__(self, trainer: GRPOTrainer):
+    def __init__(self, trainer: "FP8Rollouts"):
         super().__init__(trainer)
         self._now: OfBatch | None = None  # of the batch that is scored
 
