@@ -16,7 +16,7 @@ from examples.demo_report import Reference, headline, stored_reference
 from testing.processes import alone
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 LINES = (
     r"Importing torch, TRL and vLLM .*",
     r"(Starting the engine; .*|The first step takes longer .*)",  # on a busy host

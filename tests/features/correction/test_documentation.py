@@ -17,7 +17,7 @@ from trl_fp8.run.log_ratio import log_ratio
 from trl_fp8.run.metric import values_of
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "rollout_correction.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "rollout_correction.md").read_text()
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -258,7 +258,7 @@ def test_monitoring_does_not_claim_that_something_was_dropped():
 
 
 def test_the_page_names_every_preset_statistic_and_metric():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "rollout_correction.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs" / "rollout_correction.md").read_text()
     batch = random_batch()
     rules = (Rejection("token_veto", 1e-4),)
     metrics = mismatch_metrics(*batch)
