@@ -9,7 +9,6 @@ that it is neither a NaN in the loss nor a silent zero in an average.
 Shapes: B sequences, T completion tokens.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -73,11 +72,3 @@ def log_ratio(trainer_logps_BT: torch.Tensor, rollout_logps_BT: torch.Tensor, ma
         trainer_BT=trainer,
         rollout_BT=rollout,
     )
-
-
-def batch_log_ratio(batch: Mapping[str, torch.Tensor]) -> LogRatio | None:
-    """Log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs."""
-    if not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
-        return None
-    mask_BT = batch["completion_mask"] * batch.get("tool_mask", 1)
-    return log_ratio(batch["old_per_token_logps"], batch["sampling_per_token_logps"], mask_BT)

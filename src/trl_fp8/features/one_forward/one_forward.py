@@ -1,10 +1,10 @@
 """One forward: a policy whose modules compute what the engine's modules of the same names compute.
 
-    made         each linear, norm, MLP and embedding of the decoder is told whom to call (linear.py, between.py)
+    made         each linear, norm, MLP and embedding of the decoder is told whom to call (modules/)
     on           while the policy scores or trains, and while the reference of `beta > 0` does (followed_reference.py)
     up to date   as long as the engine holds the policy's weights: following.py sees to it
 
-Modules stay the objects that they are: only their class is exchanged (swapped.py).
+Modules stay the objects that they are: only their class is exchanged (policy/swapped.py).
 """
 
 import sys

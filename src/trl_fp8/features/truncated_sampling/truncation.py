@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_fp8.engine.protocol import Survivors
 from trl_fp8.policy.head import Logits, scored_by
-from trl_fp8.run.batch import Batch, Rollouts
+from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, SURVIVOR_COUNTS, SURVIVOR_IDS, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
@@ -79,22 +79,22 @@ class Truncation(Feature):
 
     def extend_batch(self, batch: Batch) -> None:
         tensors, counts_BT = batch.tensors, self._now.counts_BT
-        counts_BT = F.pad(counts_BT, (0, tensors["completion_ids"].shape[1] - counts_BT.shape[1]))
-        scored = tensors["completion_mask"] * tensors.get("tool_mask", 1) != 0
-        scored &= ~tensors["sampling_per_token_logps"].isnan()
+        counts_BT = F.pad(counts_BT, (0, tensors[COMPLETION_IDS].shape[1] - counts_BT.shape[1]))
+        scored = batch.mask_BT != 0
+        scored &= ~tensors[ROLLOUT_LOGPS].isnan()
         if lost := int((scored & (counts_BT == 0)).sum()):
             raise RuntimeError(
                 f"the engine returned log-probs of {int(scored.sum())} tokens, and for {lost} of them no token that "
                 "top_p, top_k and min_p left. Set top_p=1.0, top_k=0, min_p=None."
             )
-        tensors["survivor_counts"], tensors["survivor_ids"] = counts_BT, self._now.ids_BM
+        tensors[SURVIVOR_COUNTS], tensors[SURVIVOR_IDS] = counts_BT, self._now.ids_BM
         totals = torch.stack([counts_BT.sum(), (counts_BT > 0).sum()])
         survivors, tokens = self.trainer.accelerator.reduce(totals, "sum").tolist()
         batch.metrics["sampling/survivors_mean"] = mean_of(survivors, tokens)
         self._now = None
 
     def begin_loss(self, inputs: Mapping[str, Tensor]) -> None:
-        self._now = OfBatch(inputs["survivor_counts"], inputs["survivor_ids"])
+        self._now = OfBatch(inputs[SURVIVOR_COUNTS], inputs[SURVIVOR_IDS])
 
     def end_loss(self) -> None:
         self._now = None

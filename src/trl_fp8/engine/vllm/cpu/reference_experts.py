@@ -1,7 +1,7 @@
 """Unquantized experts of a CPU engine, whose weights stay as they were loaded.
 
 vLLM's CPU kernels pack experts as it loads them: nothing could be written there, or read back. The reference
-computes what `TritonExperts` computes on CUDA, with sums in FP64, which no other token changes (linear.py):
+computes what `TritonExperts` computes on CUDA, with sums in FP64, which no other token changes (reference_linear.py):
 
     pairs of token and expert, sorted by expert -> gate_up -> BF16 -> its activation in BF16 -> down in fp32, times the
     router's weight -> BF16; the sum over a token's experts is rounded once
