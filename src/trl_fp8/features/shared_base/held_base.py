@@ -1,7 +1,7 @@
 """The frozen FP8 base of a policy: where its weights come from once, and who holds them from then on.
 
 given as an object      `HeldBase` takes the weights out of the model, which then is as small as one that was
-                        loaded without them (stored.py)
+                        loaded without them (stored_base.py)
 engine started          the weights are handed over one by one, quantized where the engine keeps them, and gone
 shared                  the policy's layers get the engine's codes; where ranks share an engine, each of which has
                         a part, whole codes of their own

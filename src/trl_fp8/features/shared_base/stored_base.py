@@ -1,6 +1,6 @@
 """Loading a policy without the weights that will be FP8, and reading those from its checkpoint afterwards.
 
-    transformers builds the model, empty   -> its FP8 linears and experts are made to hold no weight (shared.py)
+    transformers builds the model, empty   -> its FP8 linears and experts get no weight (shared_modules.py)
     transformers loads the checkpoint      -> what has no place any more is never read
     `StoredBase.tensors`                   -> exactly that, one weight at a time, for whoever quantizes or holds it
 

@@ -109,7 +109,7 @@ class PackedAttention:
     """Attention of one layer of the engine over whole sequences, as its prefill and its decode compute it.
 
     Attributes:
-        scaling, window, softcap: As in `policy.attention.packed.packed_attention`.
+        scaling, window, softcap: As in `modules.packed_attention.packed_attention`.
     """
 
     def __init__(self, layer: Attention):

@@ -11,8 +11,8 @@ engine's kernel on them. A change shows in the weight's identity, version counte
 in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights calls
 `OneForward.invalidate`.
 
-Under LoRA the engine holds the sum of base and adapters (adapter.py), or beside a base that it shares with the policy
-the adapters by themselves: then W is that base, dequantized for the backward.
+Under LoRA the engine holds the sum of base and adapters (followed_adapter.py), or the adapters beside a base that it
+shares with the policy: then W is that base, dequantized for the backward.
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """

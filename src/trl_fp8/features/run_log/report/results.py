@@ -82,7 +82,7 @@ def summary(run: Run) -> str:
     sampled = f"vLLM sampled the completions with {weights} and a KV cache {cache}" if facts["plan"] else ""
     correction = f"The mismatch of engine and trainer was corrected in the loss: {correction_name(facts)}"
     parts = (
-        f"{facts['method']} on {model_name(facts)}, {steps}, {state}",
+        f"{facts.get('method', 'GRPO')} on {model_name(facts)}, {steps}, {state}",
         sampled or "Nothing was FP8: completions were sampled in high precision",
         correction if facts.get("correction") else "",
         f"It ran as {facts['processes']} process{'es' if facts['processes'] > 1 else ''} on {facts['hardware']}",
