@@ -36,9 +36,12 @@ def settled_heap(request):
 
 @pytest.fixture(autouse=True)
 def no_rank():
-    """After a test this process is no rank of an engine: a config that a later test makes would form a group."""
+    """After a test this process is no rank of an engine: a config that a later test makes would form a group.
+
+    Nor has it what vLLM sets for some models when it makes their configs: later engines would not be compiled.
+    """
     yield
-    for name in RANKS:
+    for name in (*RANKS, "VLLM_USE_BREAKABLE_CUDAGRAPH"):
         os.environ.pop(name, None)
 
 

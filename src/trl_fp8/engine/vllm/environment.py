@@ -12,15 +12,16 @@ from contextlib import contextmanager
 from transformers import CONFIG_MAPPING
 
 
-# vLLM's compiler points them at the folder of its model; a trainer that compiles would write there, too
-CACHES = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+# vLLM's compiler points the first two at the folder of its model: a trainer that compiles would write there, too. The
+# last one it sets for some models, and no engine after them in this process would be compiled
+SET_BY_VLLM = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
 @contextmanager
 def environment_kept(settings: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Inside the block the environment has `settings`; after it they, and `CACHES`, are what they were before."""
+    """Inside the block the environment has `settings`; after it they, and `SET_BY_VLLM`, are what they were before."""
     settings = settings or {}
-    before = {name: os.environ.get(name) for name in (*CACHES, *settings)}
+    before = {name: os.environ.get(name) for name in (*SET_BY_VLLM, *settings)}
     os.environ.update(settings)
     try:
         yield
