@@ -118,6 +118,8 @@ def run(words: list[str]) -> str:
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
     asked = parser.read(words, launches=False)
     values = asked.values
+    # What only the host that trains may have. No plan counts it
+    vars(values).update(tf32=None, deepspeed=None)
     known = {name for name, *_ in FLAGS.values()}.union(OF_TRAIN, ("engine", "modules", "json"))
     if others := [word for name, word in asked.spelled.items() if name not in known]:
         raise ValueError(f"{others[0]} is no flag of a plan. Put it into a run config, and give that with --config.")

@@ -15,6 +15,9 @@ from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights
 from .outline import Outline
 
 
+ORIGINAL = "original_max_position_embeddings"  # up to it longrope takes its factors for short sequences
+
+
 def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
     """Names and shapes of the folder or Hub id `model`, of which only the config is read.
 
@@ -67,7 +70,7 @@ def outline_of(model: nn.Module) -> Outline:
         experts=experts,
         experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
         context=getattr(text, "max_position_embeddings", None) or 0,
-        turned_alike=rope["original_max_position_embeddings"] if "longrope" in kinds else 0,
+        turned_alike=(getattr(text, ORIGINAL, None) or rope.get(ORIGINAL) or 4096) if kinds[0] == "longrope" else 0,
         is_stretched=any(kind not in (None, "default") for kind in kinds),
         activation=getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None) or "",
         stored_as=_stored_as(model.config),

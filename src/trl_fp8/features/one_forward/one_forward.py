@@ -42,7 +42,7 @@ from trl_fp8.policy.swapped import Swapper, restore, swap
 from trl_fp8.recipe.from_model import linear_layers, of_adapter, outline_of
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.upstream.patches import patch
+from trl_fp8.upstream.patches import PATCHES, patch
 
 from .backward import BackwardPrecision
 from .forward_flags import require_followed
@@ -197,6 +197,11 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
     require_followable_experts(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
+    if f"{type(base).__module__}.{TURN}" not in PATCHES:  # of another file than transformers' own for this type
+        raise ValueError(
+            f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: which operations "
+            "of its layers an engine computes is known of transformers' own classes. Set fp8_forward='off'."
+        )
     if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
         raise ValueError(
             f"fp8_forward='one_forward' with attention_dropout={dropout} in the model's config: the engine's "
