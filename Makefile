@@ -52,8 +52,9 @@ DEMO := $(or $(DEMO_$(MODEL)),$(error MODEL=$(MODEL): the demo knows MODEL=dense
 demo: $(READY)  ## train the addition policy with FP8 rollouts and write outputs/demo; MODEL=moe and MODEL=lora: others
 	$(if $(filter cpu,$(ENGINE)),OMP_NUM_THREADS=2) $(BIN)/python examples/grpo_addition.py --config examples/$(DEMO).yaml $(ARGS)
 
+# In the order of the folders: xdist's own puts modules of one test, the longest, last, where one worker waits for the other
 test: $(TESTABLE) lint  ## everything that CI runs; ISA=avx2: as an older host would run it
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 test-quick: $(TESTABLE)  ## what needs no engine, for the inner loop
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope -m "not gpu and not engine and not distributed" $(ARGS)

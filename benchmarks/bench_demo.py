@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from testing import record
-from testing.processes import alone, free_port
+from testing.processes import alone
 
 from . import harness
 from .pictures import plot_rewards
@@ -73,7 +73,7 @@ def run_demo(folder: Path, words: list, settings: str = "grpo_addition") -> dict
     """Summary of one run of the demo into `folder`, in a process of its own, with further arguments."""
     script, config = (ROOT / "examples" / name for name in ("grpo_addition.py", f"{settings}.yaml"))
     command = [sys.executable, *map(str, [script, "--config", config, "--output_dir", folder, *words])]
-    place = alone() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = alone()
     done = subprocess.run(command, capture_output=True, text=True, env=place)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")

@@ -33,7 +33,7 @@ import torch
 from vllm import SamplingParams
 
 from testing import record
-from testing.processes import alone, free_port
+from testing.processes import alone
 from trl_fp8.features.kv_cache.calibration import PROMPTS_ONLY_MARGIN
 from trl_fp8.quantization.facts import FORMATS
 
@@ -110,7 +110,7 @@ def in_a_process(cell: str) -> dict | None:
     """The row of a cell, or None if its process failed: what one engine sets lasts as long as its process."""
     command = [sys.executable, *sys.orig_argv[1:], "--cell", cell]
     # The port that TRL chooses is one that other engines on the host are given, too
-    place = alone() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    place = alone()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=place)
     row = None
     for line in process.stdout:

@@ -16,6 +16,8 @@ import traceback
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+from testing.processes import settle_heap
+
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trl_fp8"
 STEPS = 3
@@ -100,9 +102,12 @@ def tried(feature: str, model: str, folder: Path) -> dict:
 
 def main(model: str, folder: str, *features: str) -> None:
     import torch
-    import vllm  # noqa: F401
+    import trl.generation.vllm_generation
+    import trl.trainer.grpo_trainer  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401
 
     torch.set_num_threads(1)
+    settle_heap()
     for feature in features:
         sys.stdout.flush()
         if (child := os.fork()) == 0:

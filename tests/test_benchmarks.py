@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_fp8
 from gpu.ten_minutes import EXPERIMENTS
-from testing.processes import alone, free_port
+from testing.processes import alone
 
 
 ROOT = Path(__file__).parents[1]
@@ -35,7 +35,7 @@ def run(script, *words, **environment):
     return subprocess.run(
         [sys.executable, "-m", f"benchmarks.{script}", *map(str, words)],
         cwd=ROOT,
-        env=alone() | {"OMP_NUM_THREADS": "1", "MASTER_PORT": str(free_port())} | environment,
+        env=alone() | {"OMP_NUM_THREADS": "1"} | environment,
         capture_output=True,
         text=True,
     )
