@@ -21,10 +21,9 @@ from trl_fp8.run.feature import Feature
 from trl_fp8.run.log_ratio import LogRatio
 from trl_fp8.run.metric import Metric, values_of
 
-from .correction_report import correction_metrics
 from .health import health_warnings
 from .importance import RolloutCorrection, correct
-from .mismatch import mismatch_tally, summarize_mismatch
+from .measures import measured, mismatch_metrics
 
 
 if TYPE_CHECKING:
@@ -74,12 +73,13 @@ def apply_correction(
         tensors[LOSS_TOKENS] = accelerator.gather(corrected.loss_mask.sum()).sum()
     if corrected.old_logps is not None:
         tensors[TRAINER_LOGPS] = corrected.old_logps
-    sums = (mismatch_tally(ratio) | corrected.report).gathered(accelerator.gather).read()
-    if sums["tokens"] and sums["missing"] == sums["tokens"]:
+    metrics = measured(mismatch_metrics(ratio) | corrected.metrics, accelerator.gather)
+    missing, tokens = metrics["mismatch/fraction_missing"].parts
+    if tokens and missing == tokens:
         raise RuntimeError(
-            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "
-            "NaN, and what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), "
-            "and resume from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
+            f"the engine returned no log-prob that is a number for any of {int(tokens)} tokens: it computes NaN, and "
+            "what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), and resume "
+            "from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
             "kv_cache_dtype='auto' to see which of the two does it."
         )
-    return summarize_mismatch(sums) | correction_metrics(sums)
+    return metrics
