@@ -118,7 +118,7 @@ def correction_metrics(
 
 
 def _ratio_metrics(prefix: str, log_r: Tensor, scored: Tensor) -> tuple[Metric, dict[str, Metric]]:
-    """chi2 of the ratios at one level, over tokens [B, T] or sequences [B] that are scored, and what `prefix` names."""
+    """chi2 of the ratios at one level, of tokens [B, T] or sequences [B] that are scored, and what `prefix` names."""
     r, count = log_r.exp(), scored.sum()
     total, squares = _sum_of(r, scored), _sum_of(r.square(), scored)
     return Metric((squares, count), add, _variance), {
