@@ -10,7 +10,6 @@ TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss
 """
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -26,17 +25,13 @@ from .importance import RolloutCorrection, correct
 from .measures import measured, mismatch_metrics
 
 
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-
 logger = get_logger(__name__)
 
 
 class Correction(Feature):
     """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`. It warns of each problem once a run."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         self.correction = trainer.args.correction
         self._warned: set[str] = set()
@@ -45,15 +40,16 @@ class Correction(Feature):
         return {"correction": asdict(self.correction)}
 
     def extend_batch(self, batch: Batch) -> None:
-        trainer, correction = self.trainer, self.correction
+        correction = self.correction
         for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
-            trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(batch.tensors, batch.ratio, correction, trainer.accelerator)
+            self.trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
+        metrics = apply_correction(batch.tensors, batch.ratio, correction, self.trainer.accelerator)
         batch.metrics |= metrics
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                if any(feature.keeps_log for feature in trainer.features):  # one batch says little, a report averages
+                # one batch says little, a report averages
+                if any(feature.keeps_log for feature in self.trainer.features):
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
 

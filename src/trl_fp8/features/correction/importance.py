@@ -66,8 +66,7 @@ class RolloutCorrection:
     monitor_only: bool = False
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
+        if problems := list(self._problems()):
             raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
 
     def _problems(self) -> Iterator[str]:
@@ -128,13 +127,10 @@ class CorrectedRollout:
 def correct(
     ratio: LogRatio, correction: RolloutCorrection, all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> CorrectedRollout:
-    """Turn log-ratios into weights and a keep-mask.
+    """Turn log-ratios, as `log_ratio` makes them, into weights and a keep-mask.
 
-    Args:
-        ratio: Log-ratios of the batch, as `log_ratio` makes them.
-        correction: What to do.
-        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
-            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
+    `all_reduce` returns the sum over ranks of a small 1-D tensor. It is called once, and only if
+    `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
     """
     # Weights: the ratio of each unit, bounded, and divided by its mean if the correction says so
     raw, is_unit = _raw_ratio(ratio, correction.level)
