@@ -176,12 +176,14 @@ class PretendedEngine:
 class PretendedScales:
     """`sync.delivery.Carried`: the KV scales of such a model, all of them 1."""
 
-    name, value = "KV cache scales", SimpleNamespace(scale=lambda layer, which: 1.0)
+    name = "KV cache scales"
 
     def __init__(self, model: nn.Module):
         from trl_fp8.engine.vllm.attention_layers import attention_layers
 
         self._layers = attention_layers(model)
+        ones = torch.ones(max(self._layers) + 1, 3)
+        self.value = SimpleNamespace(values=ones, scale=lambda layer, which: 1.0)
 
     def prepare(self) -> None: ...
 

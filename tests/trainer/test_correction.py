@@ -14,7 +14,7 @@ from trl_fp8 import FP8GRPOConfig
 from trl_fp8.features.correction import health
 from trl_fp8.features.correction.correction import Correction, apply_correction
 from trl_fp8.features.correction.importance import RolloutCorrection
-from trl_fp8.features.correction.mismatch import BIN_EDGES
+from trl_fp8.features.correction.measures import BIN_EDGES
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
 from trl_fp8.features.run_log.log_file import read_run

@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from testing import oracles
 from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
-from trl_fp8.features.correction.correction_report import correction_metrics
 from trl_fp8.features.correction.importance import RolloutCorrection, correct
-from trl_fp8.features.correction.mismatch import mismatch_tally
+from trl_fp8.features.correction.measures import measured, mismatch_metrics
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.features.correction.rejection import Rejection
 from trl_fp8.run.log_ratio import log_ratio
@@ -23,8 +22,13 @@ from trl_fp8.run.metric import values_of
 UNWEIGHTED = RolloutCorrection(level=None)
 
 
+def parts(corrected) -> list[float]:
+    """All numbers that its metrics are made of."""
+    return [part.item() for metric in corrected.metrics.values() for part in metric.parts]
+
+
 def metrics_of(corrected):
-    return values_of(correction_metrics(corrected.report.read()))
+    return values_of(measured(corrected.metrics))
 
 
 # ---- against the oracles ------------------------------------------------------------------------------------------
@@ -190,7 +194,7 @@ def test_nothing_at_padding_reaches_the_result(correction):
     expected, corrected = correct(log_ratio(*clean), correction), correct(log_ratio(*dirty), correction)
     assert torch.equal(corrected.weights, expected.weights)
     assert torch.equal(corrected.keep_mask, expected.keep_mask)
-    assert torch.equal(corrected.report.values, expected.report.values)
+    assert parts(corrected) == parts(expected)
     assert (corrected.weights[padding] == 1).all() and not corrected.keep_mask[padding].any()
     if corrected.loss_weights.shape == padding.shape:
         assert (corrected.loss_weights[padding] == 1).all()
@@ -205,7 +209,7 @@ def test_no_input_makes_a_nan_or_a_gradient(batch, name):
         assert torch.isfinite(tensor).all() and (tensor >= 0).all()
     for tensor in vars(corrected).values():
         assert not getattr(tensor, "requires_grad", False)
-    assert not corrected.report.values.isnan().any()
+    assert not any(map(math.isnan, parts(corrected)))
 
 
 def test_a_token_without_rollout_log_prob_is_not_corrected_and_not_held_against_its_sequence():
@@ -258,8 +262,7 @@ def test_monitor_only_reports_and_changes_nothing():
     watched = correct(log_ratio(*batch), replace(applied, monitor_only=True))
     assert torch.equal(watched.weights, torch.ones(6, 50)) and torch.equal(watched.loss_weights, torch.ones(6, 50))
     assert torch.equal(watched.keep_mask, batch[2].bool()) and torch.equal(watched.loss_mask, batch[2].bool())
-    expected = correct(log_ratio(*batch), applied).report
-    assert torch.equal(watched.report.values, expected.values)
+    assert parts(watched) == parts(correct(log_ratio(*batch), applied))
     assert metrics_of(watched)["correction/fraction_masked_tokens"] > 0.2  # it would have done something
 
 
@@ -314,10 +317,10 @@ def test_batch_normalization_and_centre_are_global(level):
     expected, _ = oracles.importance_weights(*(x.tolist() for x in batch), level, "truncate", None, 1.5, True)
     torch.testing.assert_close(together, torch.tensor(expected), rtol=1e-12, atol=0)
     assert not torch.allclose(apart, together, rtol=1e-3)  # what every rank for itself would have done
-    centres = [one.report.read()["log_centre"] for one in corrected]
+    centres = [metrics_of(one)["correction/log_centre"] for one in corrected]
     assert centres == [min(0.0, float(total[0] / total[1]))] * 3
-    gathered = corrected[0].report.gathered(lambda _: torch.stack([one.report.values for one in corrected]))
-    metrics = values_of(correction_metrics(gathered.read()))
+    gathered = torch.tensor([parts(one) for one in corrected], dtype=torch.float64)
+    metrics = values_of(measured(corrected[0].metrics, lambda _: gathered))
     assert metrics["correction/batch_norm_factor"] == pytest.approx(float(total[2] / total[3]), rel=1e-12)
     kept = sum(int(one.keep_mask.sum()) for one in corrected)
     assert metrics["correction/fraction_masked_tokens"] == pytest.approx(1 - kept / int(batch[2].sum()), abs=1e-12)
@@ -353,9 +356,9 @@ def test_nothing_is_read_on_the_host():
     with NoHostReads():
         for correction in ALL.values():
             corrected = correct(log_ratio(*batch), correction)
-            tally = mismatch_tally(log_ratio(*batch)) | corrected.report
-            tally = tally.gathered(lambda values: torch.cat([values, values]))
-    assert tally.read()["trained_tokens"] == 2 * int(batch[2].sum())
+            metrics = mismatch_metrics(log_ratio(*batch)) | corrected.metrics
+    both = measured(metrics, lambda values: torch.cat([values, values]))
+    assert both["mismatch/fraction_missing"].parts == (0, 2 * int(batch[2].sum()))
     for read in (lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: bool(x.any())):
         with pytest.raises(AssertionError, match="synchronizes"), NoHostReads():
             read(batch[0])

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from testing import oracles
 from testing.rollout_batches import batches, fp8_batch, pairs_to_logps, policy_losses, random_batch
-from trl_fp8.features.correction.correction_report import correction_metrics
 from trl_fp8.features.correction.health import health_warnings
 from trl_fp8.features.correction.importance import RolloutCorrection, correct
+from trl_fp8.features.correction.measures import measured
 from trl_fp8.features.correction.presets import PRESETS
 from trl_fp8.features.correction.rejection import Rejection
 from trl_fp8.run.log_ratio import log_ratio
@@ -35,7 +35,7 @@ BANDS = {
 
 
 def metrics_of(corrected):
-    return values_of(correction_metrics(corrected.report.read()))
+    return values_of(measured(corrected.metrics))
 
 
 @settings(max_examples=150, deadline=None)

@@ -20,13 +20,12 @@ from trl_fp8.features.kv_cache.calibration import (
     WIDEST_MARGIN_FACTOR,
     Calibration,
     KVState,
-    layers_with_outliers,
     next_scales,
     outlier_message,
 )
 from trl_fp8.features.kv_cache.observation import observe_sequences
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax
+from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, KVScales, kv_scales_from_amax, outlier_layers
 
 
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14]]
@@ -580,7 +579,9 @@ def test_ranks_agree_on_scales_and_margin_from_what_was_watched():
 def test_ranks_agree_on_outliers():
     def session(rank, reduce_max):
         model = with_k_bias(100.0, layers=[rank])
-        return layers_with_outliers(model, AttentionHook(model), PROMPTS, reduce_max)
+        return outlier_layers(
+            observe_sequences(model, AttentionHook(model), PROMPTS, reduce_max=reduce_max).logit_error_L
+        )
 
     alone, together = Ranks().run(session)
     assert [list(found) for found in alone] == [[0], [1]]
@@ -757,7 +758,7 @@ def test_an_ordinary_model_is_not_warned_of(architecture, mode, caplog):
     made = Calibrating(model, mode)
     made.next_scales(model)
     assert not caplog.records
-    assert layers_with_outliers(model, made.hook, PROMPTS) == {}
+    assert outlier_layers(observe_sequences(model, made.hook, PROMPTS).logit_error_L) == {}
 
 
 def test_layers_in_high_precision_are_not_warned_of(caplog):
@@ -770,7 +771,8 @@ def test_layers_in_high_precision_are_not_warned_of(caplog):
     hook.skip({0, 1})
     Calibrating(model, hook=hook).next_scales(model)
     assert not caplog.records
-    assert list(layers_with_outliers(model, hook, PROMPTS)) == [0, 1]  # which is how they are found in the first place
+    found = outlier_layers(observe_sequences(model, hook, PROMPTS).logit_error_L)
+    assert list(found) == [0, 1]  # which is how they are found in the first place
 
 
 def test_the_message_says_what_to_set():

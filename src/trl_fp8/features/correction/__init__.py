@@ -1,7 +1,7 @@
 """Rollout correction: importance weights and rejection from the trainer's and the engine's log-probs."""
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_fp8.run.registration import Registration
 
@@ -9,11 +9,7 @@ from .correction_flags import CorrectionFlags
 from .health import health_warnings
 
 
-if TYPE_CHECKING:
-    from trl_fp8.run.feature import Feature
-
-
-def _features(trainer) -> "Iterator[Feature]":
+def _features(trainer) -> Iterator:
     if trainer.args.correction is not None:
         from .correction import Correction
 

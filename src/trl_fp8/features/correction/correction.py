@@ -10,7 +10,6 @@ TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss
 """
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -21,14 +20,9 @@ from trl_fp8.run.feature import Feature
 from trl_fp8.run.log_ratio import LogRatio
 from trl_fp8.run.metric import Metric, values_of
 
-from .correction_report import correction_metrics
 from .health import health_warnings
 from .importance import RolloutCorrection, correct
-from .mismatch import mismatch_tally, summarize_mismatch
-
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
+from .measures import measured, mismatch_metrics
 
 
 logger = get_logger(__name__)
@@ -37,7 +31,7 @@ logger = get_logger(__name__)
 class Correction(Feature):
     """Replaces TRL's ratio, and adds `mismatch/*` and `correction/*`. It warns of each problem once a run."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         self.correction = trainer.args.correction
         self._warned: set[str] = set()
@@ -46,15 +40,16 @@ class Correction(Feature):
         return {"correction": asdict(self.correction)}
 
     def extend_batch(self, batch: Batch) -> None:
-        trainer, correction = self.trainer, self.correction
+        correction = self.correction
         for statistic in ("min", "mean", "max"):  # TRL describes its own ratio, which the loss does not get
-            trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
-        metrics = apply_correction(batch.tensors, batch.ratio, correction, trainer.accelerator)
+            self.trainer.logged.pop(f"sampling/importance_sampling_ratio/{statistic}")
+        metrics = apply_correction(batch.tensors, batch.ratio, correction, self.trainer.accelerator)
         batch.metrics |= metrics
         for name, text in health_warnings(values_of(metrics), correction.level, correction.monitor_only).items():
             if name not in self._warned:
                 self._warned.add(name)
-                if any(feature.keeps_log for feature in trainer.features):  # one batch says little, a report averages
+                # one batch says little, a report averages
+                if any(feature.keeps_log for feature in self.trainer.features):
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
 
@@ -74,12 +69,13 @@ def apply_correction(
         tensors[LOSS_TOKENS] = accelerator.gather(corrected.loss_mask.sum()).sum()
     if corrected.old_logps is not None:
         tensors[TRAINER_LOGPS] = corrected.old_logps
-    sums = (mismatch_tally(ratio) | corrected.report).gathered(accelerator.gather).read()
-    if sums["tokens"] and sums["missing"] == sums["tokens"]:
+    metrics = measured(mismatch_metrics(ratio) | corrected.metrics, accelerator.gather)
+    missing, tokens = metrics["mismatch/fraction_missing"].parts
+    if tokens and missing == tokens:
         raise RuntimeError(
-            f"the engine returned no log-prob that is a number for any of {int(sums['tokens'])} tokens: it computes "
-            "NaN, and what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), "
-            "and resume from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
+            f"the engine returned no log-prob that is a number for any of {int(tokens)} tokens: it computes NaN, and "
+            "what it sampled is no rollout of the policy. Look at the latest optimizer steps (grad_norm), and resume "
+            "from the last good checkpoint; if it happens at the first step, run with fp8_weights=False or "
             "kv_cache_dtype='auto' to see which of the two does it."
         )
-    return summarize_mismatch(sums) | correction_metrics(sums)
+    return metrics

@@ -70,8 +70,14 @@ class CorrectionFlags(FlagGroup):
         clip_max = self.vllm_importance_sampling_clip_max
         if clip_max == "auto":
             clip_max = 2.0 if ours else self.trls_default("vllm_importance_sampling_clip_max")
-        elif isinstance(clip_max, str):
-            clip_max = _bound("vllm_importance_sampling_clip_max", clip_max)
+        elif isinstance(clip_max, str):  # as a command line or YAML gives it: a number, or none in any spelling
+            try:
+                clip_max = None if clip_max.strip().lower() in ("none", "null") else float(clip_max)
+            except ValueError:
+                raise ValueError(
+                    f"vllm_importance_sampling_clip_max={clip_max!r} is not a bound. Use a number of at least 1, None "
+                    "for no bound, or 'auto'."
+                ) from None
         self.vllm_importance_sampling_clip_max = clip_max
 
     def _require_one_choice(self) -> None:
@@ -116,13 +122,16 @@ class CorrectionFlags(FlagGroup):
         fields = {name: getattr(self, name) for name in NEUTRAL_SAMPLING if hasattr(self, name)}
         values = fields | (self.generation_kwargs or {})
         followed = set().union(*(group.followed_sampling(self) for group in self.groups()))
-        unlike = [name for name, neutral in NEUTRAL_SAMPLING.items() if values.get(name, neutral[0]) not in neutral]
-        if changing := [name for name in unlike if name not in followed]:
-            given = ", ".join(f"{name}={values[name]!r}" for name in changing)
+        changing = [
+            f"{name}={values[name]!r}"
+            for name, neutral in NEUTRAL_SAMPLING.items()
+            if name not in followed and values.get(name, neutral[0]) not in neutral
+        ]
+        if changing:
             raise ValueError(
-                f"{given} with vllm_importance_sampling_correction=True: vLLM's log-probs are then those of another "
-                "distribution than the trainer's, so every importance ratio would be off. Sample without it "
-                "(repetition_penalty=1.0, no other restriction; top_p, top_k and min_p are free), or set "
+                f"{', '.join(changing)} with vllm_importance_sampling_correction=True: vLLM's log-probs are then "
+                "those of another distribution than the trainer's, so every importance ratio would be off. Sample "
+                "without it (repetition_penalty=1.0, no other restriction; top_p, top_k and min_p are free), or set "
                 "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
             )
 
@@ -144,15 +153,3 @@ class CorrectionFlags(FlagGroup):
                 f"loss_type='vespo' with a correction at level={correction.level!r}: VESPO sums log-weights over the "
                 "tokens, which would count a sequence's ratio once per token. Use level 'token' or 'geometric'."
             )
-
-
-def _bound(flag: str, text: str) -> float | None:
-    """A bound as a command line or YAML gives it: a number, or none in any spelling."""
-    if text.strip().lower() in ("none", "null"):
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(
-            f"{flag}={text!r} is not a bound. Use a number of at least 1, None for no bound, or 'auto'."
-        ) from None

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from trl_fp8.run.log_ratio import LOG_RATIO_BOUND, LogRatio
+from trl_fp8.run.metric import Metric, highest, mean_of
 
-from .correction_report import correction_tally
+from .measures import correction_metrics
 from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_ratio
-from .tally import Tally
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,7 @@ class RolloutCorrection:
     monitor_only: bool = False
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
+        if problems := list(self._problems()):
             raise ValueError(f"{self!r} cannot be applied:\n" + "\n".join(f"- {problem}." for problem in problems))
 
     def _problems(self) -> Iterator[str]:
@@ -122,19 +121,16 @@ class CorrectedRollout:
     loss_weights: Tensor  # TRL's `importance_sampling_ratio`: [B, T], or [B, 1] where TRL has that
     loss_mask: Tensor  # [B, T] bool: the tokens that count in the loss and in its denominator
     old_logps: Tensor | None  # [B, T] TRL's `old_per_token_logps` with bypass, else None
-    report: Tally  # sums that `correction_metrics` turns into metrics
+    metrics: dict[str, Metric]  # `correction/*` of this rank, which `measured` reads
 
 
 def correct(
     ratio: LogRatio, correction: RolloutCorrection, all_reduce: Callable[[Tensor], Tensor] | None = None
 ) -> CorrectedRollout:
-    """Turn log-ratios into weights and a keep-mask.
+    """Turn log-ratios, as `log_ratio` makes them, into weights and a keep-mask.
 
-    Args:
-        ratio: Log-ratios of the batch, as `log_ratio` makes them.
-        correction: What to do.
-        all_reduce: Returns the sum over ranks of a small 1-D tensor. Called once, and only if
-            `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
+    `all_reduce` returns the sum over ranks of a small 1-D tensor. It is called once, and only if
+    `correction.needs_all_reduce`, so every rank calls it or none does. `None` stays within this batch.
     """
     # Weights: the ratio of each unit, bounded, and divided by its mean if the correction says so
     raw, is_unit = _raw_ratio(ratio, correction.level)
@@ -147,25 +143,29 @@ def correct(
     weights_BT = torch.where(ratio.mask_BT, bounded, 1.0)
 
     # Rejection: a token is kept if all rules accept it
-    log_centre = log_centre.clamp(max=0.0)  # a KL is not negative; an estimate of it can be
     keep_by = {rule.statistic: keep_by_rule(rule, ratio, log_centre) for rule in correction.reject}
     keep_BT = torch.stack([ratio.mask_BT, *keep_by.values()]).all(dim=0)
 
     # Denominator: whether rejected tokens count in the loss average
     loss_mask_BT = keep_BT if correction.denominator == "shrink" else ratio.mask_BT
 
-    counts = {"units": is_unit, "clipped_high": too_high & is_unit, "clipped_low": too_low & is_unit}
-    constants = {"batch_norm_factor": mean_weight, "log_centre": log_centre}
-    report = correction_tally(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask_BT, counts, constants)
+    metrics = {
+        "correction/fraction_clipped_high": mean_of((too_high & is_unit).sum(), is_unit.sum()),
+        "correction/fraction_clipped_low": mean_of((too_low & is_unit).sum(), is_unit.sum()),
+        "correction/batch_norm_factor": highest(mean_weight),  # the same on every rank, as is the centre
+        **correction_metrics(ratio.mask_BT, weights_BT, keep_BT, keep_by, loss_mask_BT),
+    }
+    if correction.reject:
+        metrics["correction/log_centre"] = highest(log_centre)
     if correction.monitor_only:
         ones_BT = torch.ones_like(weights_BT)
-        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, report)
+        return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, metrics)
     # TRL broadcasts one weight a sequence over its tokens, as long as none of them is rejected
     loss_weights = bounded if correction.level == "sequence" else weights_BT
     if correction.reject and correction.denominator == "keep":  # rejected tokens count, with a weight of 0
         loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
     old_logps_BT = _bypass_logps(ratio) if correction.bypass else None
-    return CorrectedRollout(weights_BT, keep_BT, loss_weights, loss_mask_BT, old_logps_BT, report)
+    return CorrectedRollout(weights_BT, keep_BT, loss_weights, loss_mask_BT, old_logps_BT, metrics)
 
 
 def _raw_ratio(ratio: LogRatio, level: str | None) -> tuple[Tensor, Tensor]:
@@ -188,7 +188,7 @@ def _batch_statistics(
     correction: RolloutCorrection,
     all_reduce: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean weight and log of the band's centre, over all ranks; 1 and 0 where not asked for."""
+    """Mean weight and log of the bands' centre, over all ranks; 1 and 0 where not asked for."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
     if not correction.needs_all_reduce:
         return one, one * 0
@@ -199,7 +199,8 @@ def _batch_statistics(
     mean = weight_sum / units.clamp(min=1)
     # Where (nearly) all weights are masked to 0, a division by their mean would only amplify noise
     usable = (mean > 1e-8) & correction.batch_normalize
-    return torch.where(usable, mean, one), centre_sum / sequences.clamp(min=1)
+    # A KL is not negative; an estimate of it can be
+    return torch.where(usable, mean, one), (centre_sum / sequences.clamp(min=1)).clamp(max=0.0)
 
 
 def _bypass_logps(ratio: LogRatio) -> Tensor:

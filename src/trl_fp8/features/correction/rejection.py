@@ -54,8 +54,7 @@ class Rejection:
     centre: Literal["one", "measured"] = "one"
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
+        if problems := list(self._problems()):
             raise ValueError(f"{self!r} is not a rejection rule: " + "; ".join(problems) + ".")
 
     def _problems(self) -> Iterator[str]:

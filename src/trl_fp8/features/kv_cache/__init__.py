@@ -1,19 +1,29 @@
 """FP8 KV cache: scales calibrated on the policy, written to the engine, simulated in the trainer's attention."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Registration
+from trl_fp8.upstream.patches import ON_INSTANCES, register
 
-from . import cache_patches  # noqa: F401, adds to the register of patches
 from .kv_cache_flags import KVCacheFlags
 
 
-if TYPE_CHECKING:
-    from trl_fp8.run.feature import Feature
+register(
+    ON_INSTANCES,
+    {
+        "trl.GRPOTrainer._batch_environments": (
+            "features/kv_cache/kv_cache.py",
+            "TRL tokenizes prompts with their tools.",
+        ),
+        "vllm.model_executor.layers.attention.Attention": (
+            "features/kv_cache/engine_scales.py",
+            "Its scales as floats; no function sets them.",
+        ),
+    },
+)
 
 
-def _features(trainer) -> "Iterator[Feature]":
+def _features(trainer) -> Iterator:
     if trainer.args.kv_cache_dtype != "auto":
         from .kv_cache import KVCache
 

@@ -24,7 +24,7 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, zip_longest
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
 from trl_fp8.recipe.messages import listed
 
-from .observation import QKVObservation, bounded, observe_sequences
+from .observation import QKVObservation, bounded, observe_sequences, reduce_together
 
 
 logger = logging.getLogger(__name__)
@@ -56,22 +56,13 @@ class Calibration:
     """How scales are made; the same during a run and on every rank."""
 
     hook: AttentionHook  # of the policy
-    _: KW_ONLY
     mode: str  # flag kv_calibration
     margin: float  # flag kv_scale_margin
     max_tokens: int  # flag kv_calibration_tokens
     pad_token_id: int = 0  # see `observe_sequences`, as for `fused_lm_head`
     fused_lm_head: bool = False
     has_images: bool = False  # which token ids do not show
-    reduce_max: Callable[[Tensor], None] | None = None  # makes a tensor its maximum over ranks; None on one process
-
-    def reduce(self, *tensors: Tensor) -> None:
-        """Make `[L, n]` tensors their maximum over ranks, in place, in one collective."""
-        if self.reduce_max is not None:
-            packed = torch.cat(tensors, dim=1)
-            self.reduce_max(packed)
-            for tensor, reduced in zip(tensors, packed.split([t.shape[1] for t in tensors], dim=1), strict=True):
-                tensor.copy_(reduced)
+    reduce_max: Callable[[Tensor], None] | None = None  # as for `reduce_together`
 
 
 @dataclass(frozen=True)
@@ -150,7 +141,7 @@ class KVState:
         if not new.observation.passes:
             return None, self
         amax_L3, fraction_L3 = new.observation.amax_L3, new.observation.saturated_fraction_L3
-        how.reduce(amax_L3, fraction_L3)
+        reduce_together(how.reduce_max, amax_L3, fraction_L3)
         saturated_L2 = fraction_L3[:, 1:].cpu()
         too_small = bool(saturated_L2.max() > SATURATION_LIMIT)
         if too_small and (new.in_training or not self.evaluation_warned):
@@ -226,13 +217,12 @@ def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVS
             moments=only_prompts,
             reduce_max=how.reduce_max,
         )
-        amax_L3, error_L1 = observation.amax_L3, observation.logit_error_L[:, None]
-        how.reduce(amax_L3, error_L1)
+        amax_L3 = observation.amax_L3
         if state.amax_L3 is not None:
             amax_L3 = torch.maximum(amax_L3, state.amax_L3.to(amax_L3.device))
         if only_prompts:
             margin *= PROMPTS_ONLY_MARGIN
-            errors = outlier_layers(error_L1[:, 0])
+            errors = outlier_layers(observation.logit_error_L)
             if errors := {layer: error for layer, error in errors.items() if layer not in how.hook.skip_layers}:
                 logger.warning(outlier_message(errors))
     return kv_scales_from_amax(amax_L3, margin, how.hook.kv_layers), replace(state, margin=margin, cause=cause)
@@ -265,26 +255,11 @@ def _saturation_message(saturated_L2: Tensor, new: NewRollouts, how: Calibration
     )
 
 
-def layers_with_outliers(
-    model: nn.Module,
-    hook: AttentionHook,
-    prompts: Sequence[Sequence[int]],
-    reduce_max: Callable[[Tensor], None] | None = None,
-    fused_lm_head: bool = False,
-) -> dict[int, float]:
-    """Layers of the policy whose k has outliers on `prompts` (token ids): number -> expected error of the logits."""
-    options = {"fused_lm_head": fused_lm_head, "reduce_max": reduce_max}
-    error_L = observe_sequences(model, hook, prompts, **options).logit_error_L
-    if reduce_max is not None:
-        reduce_max(error_L)
-    return outlier_layers(error_L)
-
-
 def outlier_message(errors: dict[int, float]) -> str:
     """What a user should know and do about `errors`, as from `outlier_layers`."""
-    listed = ", ".join(f"{layer} ({error:.2g})" for layer, error in errors.items())
+    layers = ", ".join(f"{layer} ({error:.2g})" for layer, error in errors.items())
     return (
-        f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {listed}. Rollouts "
+        f"k has outliers in layers (expected error of the attention logits in an FP8 KV cache): {layers}. Rollouts "
         f"will drift from the policy beyond {LOGIT_ERROR_LIMIT:g}; models with a bias on k and no normalization, such "
         f"as Qwen2, are known for it. Keep the KV cache of these layers in BF16: kv_cache_skip_layers={list(errors)}, "
         "or 'auto'."

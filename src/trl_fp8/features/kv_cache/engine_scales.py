@@ -5,13 +5,13 @@ read, and those of k and v as a tensor on the host. A new one may reach only som
 """
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
 from trl_fp8.engine.vllm.attention_layers import attention_layers
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales
@@ -19,10 +19,6 @@ from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.servable import REMEDY
-
-
-if TYPE_CHECKING:
-    from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 
 
 # Attention implementations that read the scales anew in each forward
@@ -43,7 +39,7 @@ class EngineScales(EnginePart):
         self.value: KVScales | None = None
         self._layers: Mapping[int, Attention | MLAAttention] = {}
 
-    def carried(self, generation: "FP8VLLMGeneration") -> "EngineScales":
+    def carried(self, generation: FP8VLLMGeneration) -> "EngineScales":
         """Raises as `fp8_attention_layers`."""
         cached = kv_layers(caches_of(generation.model.config.get_text_config()))
         skipped = generation.recipe.kv_cache_skip_layers
@@ -105,33 +101,34 @@ def fp8_attention_layers(
 
 def write_kv_scales(layers: Mapping[int, Attention], scales: KVScales) -> None:
     """Give each layer its scales, in every copy that vLLM keeps; waits for no device."""
-    held = [(layer, which) for layer in layers for which in QKV]
-    values = [scales.scale(*place) for place in held]
-    on_device = [getattr(layers[layer], f"_{which}_scale") for layer, which in held]
-    on_host = [getattr(layers[layer], f"_{which}_scale_cpu") for layer, which in held if which != "q"]
-    sent = torch.tensor(values)
-    torch._foreach_copy_(on_device, list(sent.to(on_device[0].device, non_blocking=True).unbind()))
-    torch._foreach_copy_(on_host, [one for one, (_, which) in zip(sent.unbind(), held, strict=True) if which != "q"])
-    for (layer, which), value in zip(held, values, strict=True):
-        setattr(layers[layer], f"_{which}_scale_float", value)
+    sent_L3 = torch.stack([scales.values[layer] for layer in layers])
+    on_device, on_host = _tensors(layers)
+    torch._foreach_copy_(on_device, list(sent_L3.flatten().to(on_device[0].device, non_blocking=True).unbind()))
+    torch._foreach_copy_(on_host, list(sent_L3[:, 1:].flatten().unbind()))
+    for layer in layers:
+        for which in QKV:
+            setattr(layers[layer], f"_{which}_scale_float", scales.scale(layer, which))
 
 
 def verify_kv_scales(layers: Mapping[int, Attention], expected: KVScales) -> None:
     """Compare each copy of each layer's scales with `expected`; `RuntimeError` lists what differs. Waits once."""
-    held = [(layer, which) for layer in layers for which in QKV]
-    on_device = torch.stack([getattr(layers[layer], f"_{which}_scale") for layer, which in held]).tolist()
-    of_k_and_v = [place for place in held if place[1] != "q"]  # vLLM keeps no host tensor of q's scale
-    on_host = torch.stack([getattr(layers[layer], f"_{which}_scale_cpu") for layer, which in of_k_and_v]).tolist()
-    host_tensors = dict(zip(of_k_and_v, on_host, strict=True))
+    on_device, on_host = (torch.stack(tensors).view(len(layers), -1).tolist() for tensors in _tensors(layers))
     wrong = []
-    for place, device_value in zip(held, on_device, strict=True):
-        layer, which = place
-        copies = {"device tensor": device_value, "host float": getattr(layers[layer], f"_{which}_scale_float")}
-        if place in host_tensors:
-            copies["host tensor"] = host_tensors[place]
-        sent = expected.scale(*place)
-        differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
-        wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
+    for (layer, module), of_device, of_host in zip(layers.items(), on_device, on_host, strict=True):
+        for column, which in enumerate(QKV):
+            copies = {"device tensor": of_device[column], "host float": getattr(module, f"_{which}_scale_float")}
+            if which != "q":
+                copies["host tensor"] = of_host[column - 1]
+            sent = expected.scale(layer, which)
+            differ = [f"{copy} holds {value:g}, sent {sent:g}" for copy, value in copies.items() if value != sent]
+            wrong += [f"layer {layer} {which}_scale: {difference}" for difference in differ]
     if wrong:
         copies = listed(wrong, 12, "\n  ")
         raise RuntimeError(f"KV cache scales did not arrive in the engine ({len(wrong)} copies differ):\n  {copies}")
+
+
+def _tensors(layers: Mapping[int, Attention]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Scales of q, k, v of each layer on the device, and those of k and v on the host, where vLLM keeps none of q."""
+    on_device = [getattr(module, f"_{which}_scale") for module in layers.values() for which in QKV]
+    on_host = [getattr(module, f"_{which}_scale_cpu") for module in layers.values() for which in QKV[1:]]
+    return on_device, on_host

@@ -7,9 +7,8 @@ loss      sees k and v (and q) as the cache held them, under the scales of its r
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import torch
 from trl.data_utils import prepare_multimodal_messages
@@ -17,8 +16,8 @@ from trl.distributed import DistributedBackend
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.hook import hook_of
-from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales
+from trl_fp8.policy.hook import AttentionHook, hook_of
+from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales, outlier_layers
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.batch import PROMPT_IDS, SCALES_IN_FORCE, Batch, Rollouts
@@ -27,13 +26,8 @@ from trl_fp8.run.metric import highest, lowest, mean_of
 from trl_fp8.run.syncs import Syncs
 from trl_fp8.sync.audit import all_reduce_max
 
-from .calibration import Calibration, KVState, layers_with_outliers, next_scales
-
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .engine_scales import EngineScales
+from .calibration import Calibration, KVState, next_scales
+from .observation import observe_sequences
 
 
 FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
@@ -42,7 +36,7 @@ FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks fo
 class KVCache(Feature):
     """Installed before the engine starts; makes the run's recipe that with kv_cache_skip_layers='auto' resolved."""
 
-    def __init__(self, trainer: "FP8Rollouts", recipe: FP8Recipe):
+    def __init__(self, trainer, recipe: FP8Recipe):
         super().__init__(trainer)
         args = trainer.args
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
@@ -50,10 +44,10 @@ class KVCache(Feature):
         self.hook.skip(recipe.kv_cache_skip_layers)
         self.hook.align()
         if args.skip_layers is None:
-            tokens = self._first_prompts()
+            tokens, options = self._first_prompts(), {"fused_lm_head": True, "reduce_max": reduce_max}
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
-                errors = layers_with_outliers(trainer.model, self.hook, tokens, reduce_max, fused_lm_head=True)
-            recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(errors))
+                error_L = observe_sequences(trainer.model, self.hook, tokens, **options).logit_error_L
+            recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(outlier_layers(error_L)))
             self.hook.skip(recipe.kv_cache_skip_layers)
         trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
         reference = trainer.ref_model if args.simulate_kv_cache else None
@@ -74,7 +68,7 @@ class KVCache(Feature):
         self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
         self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
-    def engine_part(self) -> "EngineScales":
+    def engine_part(self):
         from .engine_scales import EngineScales  # needs vllm
 
         self._in_engine = EngineScales(self.calibrate)
@@ -124,24 +118,15 @@ class KVCache(Feature):
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         """Under the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
         hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
-        with self.as_rollouts_saw():
-            before, scales_L3 = hook.scales_L3, self.hook.scales_L3
-            hook.simulate(scales_L3)
-            try:
-                yield
-            finally:
-                hook.simulate(before)
-
-    @contextmanager
-    def as_rollouts_saw(self) -> Iterator[None]:
-        """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
-        before = self.hook.scales_L3
-        if before is None and self.trainer.args.simulate_kv_cache:
-            self.hook.simulate(self._scales_in_force)
-        try:
+        with self.as_rollouts_saw(), _simulated(hook, self.hook.scales_L3):
             yield
-        finally:
-            self.hook.simulate(before)
+
+    def as_rollouts_saw(self) -> AbstractContextManager:
+        """In the block the policy sees the cache of the latest rollouts, unless it sees that of those in a loss."""
+        scales_L3 = self.hook.scales_L3
+        if scales_L3 is None and self.trainer.args.simulate_kv_cache:
+            scales_L3 = self._scales_in_force
+        return _simulated(self.hook, scales_L3)
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
@@ -197,6 +182,16 @@ class KVCache(Feature):
         # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
         self.trainer._batch_environments = [row.get("environment") for row in rows]
         return self.trainer._tokenize_prompts([_with_images(row) for row in rows])[0]
+
+
+@contextmanager
+def _simulated(hook: AttentionHook, scales_L3: torch.Tensor | None) -> Iterator[None]:
+    before = hook.scales_L3
+    hook.simulate(scales_L3)
+    try:
+        yield
+    finally:
+        hook.simulate(before)
 
 
 def _with_images(row: Mapping) -> str | list:

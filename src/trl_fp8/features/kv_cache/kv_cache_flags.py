@@ -1,13 +1,9 @@
 """Flags of the engine's FP8 KV cache."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trl_fp8.run.flag import FlagGroup, flag
-
-
-if TYPE_CHECKING:
-    from trl import ModelConfig
 
 
 KV_CACHE_DTYPES = ("fp8", "auto")
@@ -66,7 +62,7 @@ class KVCacheFlags(FlagGroup):
             return None
         return tuple(int(layer) for layer in self.kv_cache_skip_layers or ())
 
-    def against_base(self, model: "ModelConfig") -> str | None:
+    def against_base(self, model) -> str | None:
         if self.skip_layers is not None:
             return None
         return "kv_cache_skip_layers='auto': the policy's k is looked at before there is an engine with the base."
@@ -109,30 +105,24 @@ class KVCacheFlags(FlagGroup):
                 f"kv_calibration_tokens={self.kv_calibration_tokens} leaves nothing to calibrate the KV cache on. Use "
                 "a positive number (default 8192), or kv_cache_dtype='auto' for a KV cache without scales."
             )
-        self._check_skip_layers()
-        if self.kv_cache_dtype == "auto":
-            self._check_needs_nothing()
+        if (given := self.kv_cache_skip_layers) is not None:
+            layers = [str(item) for item in ([given] if isinstance(given, str | int) else given)]
+            if layers != ["auto"] and not all(item.isdigit() for item in layers):
+                raise ValueError(
+                    f"kv_cache_skip_layers={given!r} is neither 'auto' nor a list of layer numbers, for example "
+                    "kv_cache_skip_layers=[0, 27]."
+                )
+            self.kv_cache_skip_layers = layers
+        needing = ("simulate_kv_cache", "kv_cache_skip_layers")
+        given = [f"{name}={value!r}" for name in needing if (value := getattr(self, name))]
+        if given and self.kv_cache_dtype == "auto":
+            raise ValueError(
+                f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
+                "kv_cache_dtype='fp8', or remove it."
+            )
         if self.simulate_kv_cache is None:
             # Beside FP8 weights their mismatch hides that of the cache, unless the policy calls the same kernels
             alone = self.policy_calls_engine or not self.fp8_weights
             self.simulate_kv_cache = self.kv_cache_dtype == "fp8" and alone
         if self.kv_calibration is None:
             self.kv_calibration = "rollout" if self.blind_pass is None else "policy"
-
-    def _check_skip_layers(self) -> None:
-        if (given := self.kv_cache_skip_layers) is None:
-            return
-        self.kv_cache_skip_layers = [str(item) for item in ([given] if isinstance(given, str | int) else given)]
-        if self.kv_cache_skip_layers != ["auto"] and not all(item.isdigit() for item in self.kv_cache_skip_layers):
-            raise ValueError(
-                f"kv_cache_skip_layers={given!r} is neither 'auto' nor a list of layer numbers, for example "
-                "kv_cache_skip_layers=[0, 27]."
-            )
-
-    def _check_needs_nothing(self) -> None:
-        needing = ("simulate_kv_cache", "kv_cache_skip_layers")
-        if given := [f"{name}={value!r}" for name in needing if (value := getattr(self, name))]:
-            raise ValueError(
-                f"{', '.join(given)} with kv_cache_dtype='auto': there is no FP8 KV cache that it would concern. Set "
-                "kv_cache_dtype='fp8', or remove it."
-            )

@@ -5,18 +5,14 @@ Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.kv_scales import logit_error
 from trl_fp8.quantization.codec.magnitudes import add_magnitudes
 from trl_fp8.quantization.facts.scaling import E4M3_MAX
-
-
-if TYPE_CHECKING:
-    from trl_fp8.policy.hook import AttentionHook
 
 
 class QKVObservation:
@@ -45,7 +41,7 @@ class QKVObservation:
         return (self.saturated_L3 / self.elements_L3.clamp_min(1)).float()
 
     @contextmanager
-    def watching(self, hook: "AttentionHook") -> Iterator[None]:
+    def watching(self, hook: AttentionHook) -> Iterator[None]:
         """Observe the forwards inside the block. A block that fails is no pass."""
         if self.under_way:
             raise RuntimeError("this observation watches a forward already, and such blocks do not nest.")
@@ -81,7 +77,7 @@ class QKVObservation:
 
 def observe_sequences(
     model: nn.Module,
-    hook: "AttentionHook",
+    hook: AttentionHook,
     sequences: Sequence[Sequence[int]],
     *,
     pad_token_id: int = 0,
@@ -90,7 +86,7 @@ def observe_sequences(
     moments: bool = True,
     reduce_max: Callable[[Tensor], None] | None = None,
 ) -> QKVObservation:
-    """Run `sequences` through the policy and observe q, k, v of their tokens.
+    """Run `sequences` through the policy and observe `amax_L3` and `logit_error_L` of their tokens, over all ranks.
 
     Args:
         model, hook: The policy as the trainer calls it (in PEFT, DDP or FSDP2 wrappings), and its hook.
@@ -99,8 +95,8 @@ def observe_sequences(
         max_tokens: Bound on the tokens of all forwards without padding, and on those of each forward with it.
         fused_lm_head: The model has TRL's fused output head, which is then asked for no token at all.
         moments: Measure `logit_error_L`, too.
-        reduce_max: Makes a tensor its maximum over ranks, which then run the same number of forwards: each is a
-            collective for a sharded policy. None on one process.
+        reduce_max: As for `reduce_together`. Ranks then run the same number of forwards: each is a collective for a
+            sharded policy.
     """
     batches = _batches(bounded(sequences, max_tokens), max_tokens)
     if not batches:
@@ -123,7 +119,19 @@ def observe_sequences(
             unused = {"labels": torch.full_like(ids, -100), "fused_lm_head": True}
             head = unused if fused_lm_head else {"logits_to_keep": 1}
             model(input_ids=ids, attention_mask=mask, use_cache=False, **head)
+    reduce_together(reduce_max, observation.amax_L3, observation.logit_error_L[:, None])
     return observation
+
+
+def reduce_together(reduce_max: Callable[[Tensor], None] | None, *tensors: Tensor) -> None:
+    """Make `[L, n]` tensors their maximum over ranks, in place, in one collective: `reduce_max` does so with one
+    tensor, and is None on one process.
+    """
+    if reduce_max is not None:
+        packed = torch.cat(tensors, dim=1)
+        reduce_max(packed)
+        for tensor, reduced in zip(tensors, packed.split([t.shape[1] for t in tensors], dim=1), strict=True):
+            tensor.copy_(reduced)
 
 
 def bounded(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

@@ -1,18 +1,13 @@
 """Truncated sampling: log-probs over the tokens that top-k, top-p and min-p left."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Registration
 
 from .sampling_flags import SamplingFlags
 
 
-if TYPE_CHECKING:
-    from trl_fp8.run.feature import Feature
-
-
-def _features(trainer) -> "Iterator[Feature]":
+def _features(trainer) -> Iterator:
     if trainer.args.survivors_returned:
         from .truncation import Truncation
 

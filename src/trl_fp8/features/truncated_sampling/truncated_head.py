@@ -56,27 +56,19 @@ class TruncatedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
-        survivors,
-        elsewhere,
-        hidden,
-        weight,
-        bias,
-        targets,
-        temperature,
-        chunk_size,
-        final_logit_softcapping,
-        logit_scale,
-        outputs,
+        ctx, survivors, elsewhere, hidden, weight, bias, targets, temperature, chunk_size, cap, scale, outputs
     ) -> tuple[Tensor | None, ...]:
-        """hidden `[N, K]`, weight `[V, K]`, targets `[N]` -> log-probs and, if wanted, entropy, FP32 `[N]`."""
+        """hidden `[N, K]`, weight `[V, K]`, targets `[N]` -> log-probs and, if wanted, entropy, FP32 `[N]`.
+
+        Logits are multiplied by `scale`, and soft-capped at `cap` unless that is None.
+        """
         assert set(outputs) <= {"log_probs", "entropy"}, outputs  # all that GRPO asks for
         ctx.set_materialize_grads(False)  # of an entropy that is only logged
-        device, cap = hidden.device, final_logit_softcapping
+        device = hidden.device
         autocast = torch.is_autocast_enabled(device.type)
         dtype = torch.get_autocast_dtype(device.type) if autocast else hidden.dtype
         if elsewhere is None:
-            logits = _own_logits(weight.to(dtype), bias, logit_scale, cap)
+            logits = _own_logits(weight.to(dtype), bias, scale, cap)
         else:
             logits, dtype = elsewhere(weight, bias), torch.bfloat16
         counts_N, ids_E = survivors.take(len(hidden))
@@ -99,7 +91,7 @@ class TruncatedHead(torch.autograd.Function):
         log_p_E = torch.cat(kept) if kept else log_probs[:0]
         slope_E = torch.cat(slopes) if slopes else None
         ctx.save_for_backward(hidden, weight, bias, targets, sampled_R, counts_R, ids_E, log_p_E, slope_E, entropy)
-        ctx.dtype, ctx.chunk_size, ctx.slope = dtype, chunk_size, logit_scale / temperature
+        ctx.dtype, ctx.chunk_size, ctx.slope = dtype, chunk_size, scale / temperature
         return log_probs, entropy if "entropy" in outputs else None, None, None, None
 
     @staticmethod
@@ -119,7 +111,27 @@ class TruncatedHead(torch.autograd.Function):
                 torch.zeros(x.shape, device=x.device) if x is not None and need else None
                 for x, need in zip((hidden_RK, weight, bias), needed, strict=True)
             ]
-            _add_gradients(grads, grad_E, hidden_RK, weight, (counts_R, ids_E), ctx.chunk_size, ctx.dtype)
+            grad_hidden, grad_weight, grad_bias = grads
+            # Tile by tile, over tokens and vocabulary: GEMMs with the survivors in their places and zeros elsewhere
+            places = torch.arange(len(ids_E), device=ids_E.device)
+            for first, rows, counts, here in _tiles(counts_R, places, TOKEN_CHUNK_SIZE):
+                tokens = slice(first, first + len(counts))
+                hidden_TK = hidden_RK[tokens].to(ctx.dtype)
+                for start in range(0, len(weight), ctx.chunk_size):
+                    words = slice(start, start + ctx.chunk_size)
+                    part = weight[words].to(ctx.dtype)
+                    column = ids_E[here] - start
+                    inside = (column >= 0) & (column < len(part))
+                    tile = part.new_zeros(len(counts), len(part) + ALIGNED)
+                    # survivors of another part of the vocabulary: zeros, in a column that is cut off
+                    tile[rows, column.where(inside, len(part))] = grad_E[here].where(inside, 0).to(ctx.dtype)
+                    tile = tile[:, : len(part)]
+                    if grad_hidden is not None:
+                        _addmm_fp32(grad_hidden[tokens], tile, part)
+                    if grad_weight is not None:
+                        _addmm_fp32(grad_weight[words], tile.t(), hidden_TK)
+                    if grad_bias is not None:
+                        grad_bias[words] += tile.sum(0, dtype=torch.float32)
         if grads[0] is not None:
             grads[0] = torch.zeros(hidden.shape, device=hidden.device).index_copy_(0, sampled_R, grads[0])
         given = zip(grads, (hidden, weight, bias), strict=True)
@@ -144,36 +156,3 @@ def _tiles(counts_R: Tensor, values_E: Tensor, tokens: int) -> Iterator[tuple[in
     for number, (each, values) in enumerate(zip(counts, values_E.split(sizes), strict=True)):
         rows = torch.arange(len(each), device=each.device).repeat_interleave(each)
         yield number * tokens, rows, each, values
-
-
-def _add_gradients(
-    grads: list[Tensor | None],
-    grad_E: Tensor,
-    hidden_RK: Tensor,
-    weight: Tensor,
-    survivors: tuple[Tensor, Tensor],
-    chunk_size: int,
-    dtype: torch.dtype,
-) -> None:
-    """Add to those of hidden states, weight and bias (None: not wanted) what comes of `grad_E`, of survivors' logits.
-    Tile by tile, over tokens and vocabulary: GEMMs with the survivors in their places and zeros elsewhere.
-    """
-    grad_hidden, grad_weight, grad_bias = grads
-    counts_R, ids_E = survivors
-    places = torch.arange(len(ids_E), device=ids_E.device)
-    for first, rows, counts, here in _tiles(counts_R, places, TOKEN_CHUNK_SIZE):
-        hidden = hidden_RK[first : first + len(counts)].to(dtype)
-        for start in range(0, len(weight), chunk_size):
-            part = weight[start : start + chunk_size].to(dtype)
-            column = ids_E[here] - start
-            inside = (column >= 0) & (column < len(part))
-            tile = torch.zeros(len(counts), len(part) + ALIGNED, dtype=dtype, device=hidden.device)
-            # survivors of another part of the vocabulary: zeros, in a column that is cut off
-            tile[rows, column.where(inside, len(part))] = grad_E[here].where(inside, 0).to(dtype)
-            tile = tile[:, : len(part)]
-            if grad_hidden is not None:
-                _addmm_fp32(grad_hidden[first : first + len(counts)], tile, part)
-            if grad_weight is not None:
-                _addmm_fp32(grad_weight[start : start + chunk_size], tile.t(), hidden)
-            if grad_bias is not None:
-                grad_bias[start : start + chunk_size] += tile.sum(0, dtype=torch.float32)

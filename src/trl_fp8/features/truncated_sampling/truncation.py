@@ -11,8 +11,8 @@ Shape letters: B sequences, S tokens of a padded one, T of its completion, M sur
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 import trl.trainer.utils as trl_utils
@@ -21,18 +21,12 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_fp8.engine.protocol import Survivors
-from trl_fp8.policy.head import Logits, scored_by
+from trl_fp8.policy.head import scored_by
 from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, SURVIVOR_COUNTS, SURVIVOR_IDS, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
 from .truncated_head import Rows, truncated_head
-
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .engine_survivors import SurvivorLog
 
 
 class OfBatch(NamedTuple):
@@ -56,20 +50,19 @@ class OfBatch(NamedTuple):
 class Truncation(Feature):
     """From the engine's answer to the output heads of policy and reference."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         self._now: OfBatch | None = None  # of the batch that is scored
 
-    def engine_part(self) -> "SurvivorLog":
+    def engine_part(self):
         from .engine_survivors import SurvivorLog  # needs vllm
 
         self.log = SurvivorLog()
         return self.log
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        survivors = self.log.of(rollouts.sequences)
-        self._now = of_batch(survivors, [len(prompt) for prompt in rollouts.prompt_ids])
-        self._now = OfBatch(*(tensor.to(self.trainer.accelerator.device) for tensor in self._now))
+        found = of_batch(self.log.of(rollouts.sequences), [len(prompt) for prompt in rollouts.prompt_ids])
+        self._now = OfBatch(*(tensor.to(self.trainer.accelerator.device) for tensor in found))
 
     def scoring(self, mask: Tensor, logits_to_keep: int) -> AbstractContextManager:
         return self._truncated(mask, logits_to_keep, reference=False)
@@ -99,22 +92,20 @@ class Truncation(Feature):
     def end_loss(self) -> None:
         self._now = None
 
-    def _truncated(self, mask_BS: Tensor, columns: int, reference: bool) -> AbstractContextManager:
+    @contextmanager
+    def _truncated(self, mask_BS: Tensor, columns: int, reference: bool) -> Iterator[None]:
         if self._now is None:
-            return nullcontext()
+            yield
+            return
+        rows = self._now.rows(mask_BS, columns)
         made = (feature.logits(reference) for feature in self.trainer.features)
-        return _scored(self._now.rows(mask_BS, columns), next((one for one in made if one is not None), None))
-
-
-@contextmanager
-def _scored(rows: Rows, elsewhere: Logits | None) -> Iterator[None]:
-    with scored_by(truncated_head(rows, elsewhere)):
-        yield
-    if len(rows.counts_N):
-        raise RuntimeError(
-            f"TRL's output head left out {len(rows.counts_N)} tokens whose survivors are known (TRL 1.16 scores all "
-            "of a batch on CPU, and the completions' elsewhere)."
-        )
+        with scored_by(truncated_head(rows, next((one for one in made if one is not None), None))):
+            yield
+        if len(rows.counts_N):
+            raise RuntimeError(
+                f"TRL's output head left out {len(rows.counts_N)} tokens whose survivors are known (TRL 1.16 scores "
+                "all of a batch on CPU, and the completions' elsewhere)."
+            )
 
 
 def of_batch(survivors: list[Survivors], prompts: list[int]) -> OfBatch:
