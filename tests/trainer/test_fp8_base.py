@@ -98,7 +98,7 @@ def test_frozen_adapters_are_refused(checkpoint, tmp_path):
 def test_zero3_is_refused(checkpoint, tmp_path):
     args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
     with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
-        require_trainable_base(args, lora(), None)
+        require_trainable_base(args, lora())
 
 
 def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):
