@@ -13,13 +13,13 @@ Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers w
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.policy.model import transformers_model
+from trl_fp8.policy.swapped import swap
 from trl_fp8.recipe.names import NOWHERE, full_shape, is_router, routers
 
 
@@ -51,9 +51,9 @@ class RouterReplay:
         self._recorded: list[Tensor] = []
         self.end()
         for column, router in enumerate(by_layer.values()):
-            router._trl_fp8_replay = self, column
-            # A subclass in place: parameter names, hooks and wrappings stay, and its forward calls the model's own
-            router.__class__ = _replayed(type(router))
+            if not isinstance(router, _Replayed):  # or another trainer's: its replay is over
+                swap(router, _Replayed, replay=None)
+            router.replay = self, column
         base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def begin(
@@ -154,14 +154,14 @@ class _TopK(TorchFunctionMode):
         return torch.return_types.topk((values.gather(-1, indices), indices))
 
 
-@cache
-def _replayed(cls: type[nn.Module]) -> type[nn.Module]:
-    def forward(self, *args, **kwargs):
-        replay, column = self._trl_fp8_replay
-        return replay.route(column, super(replayed, self).forward, *args, **kwargs)
+class _Replayed:
+    """Mixed into the class of a router."""
 
-    replayed = type(f"Replayed{cls.__name__}", (cls,), {"__module__": cls.__module__, "forward": forward})
-    return replayed
+    replay: tuple[RouterReplay, int]  # and the router's number among the layers that have one
+
+    def forward(self, *args, **kwargs):
+        replay, column = self.replay
+        return replay.route(column, super().forward, *args, **kwargs)
 
 
 def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:

@@ -14,7 +14,6 @@ Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L la
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,19 +27,13 @@ from trl_fp8.run.metric import mean_of
 from .replay import RouterReplay, RouteTally
 
 
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .engine_routes import RouteLog
-
-
 logger = get_logger(__name__)
 
 
 class Routes(Feature):
     """From the engine's answer to the routers of the policy, one generation at a time."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         args = trainer.args
         self.mode = args.router_replay
@@ -57,7 +50,7 @@ class Routes(Feature):
                 "fp8_forward='one_forward' kl starts at 0."
             )
 
-    def engine_part(self) -> "RouteLog":
+    def engine_part(self):
         from .engine_routes import RouteLog  # needs vllm
 
         self.log = RouteLog()
