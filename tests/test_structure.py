@@ -83,7 +83,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/shared_base/engine_adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
     ("features/shared_base/held_base.py", "*.save_pretrained"): "it would leave weights out, silently",
     ("features/shared_base/held_base.py", "module.codes"): "modules are shared in place: names and hooks stay",
-    ("features/shared_base/loading.py", "making.*"): "a record that passes from registration to registration",
+    ("features/shared_base/base_in_engine.py", "making.*"): "a record that passes from registration to registration",
     ("features/shared_base/stored_base.py", "model.hf_quantizer"): "transformers would take the model for quantized",
     ("features/shared_base/stored_base.py", "placeholder._is_hf_initialized"): "transformers would initialize it",
     ("policy/hook.py", "module.(_HOOK)"): "attention functions are given their module and nothing else",
@@ -330,7 +330,7 @@ def test_private_names_of_other_libraries_are_listed_with_who_uses_them():
         for name, layers in (item for names in owners.values() for item in names.items()):
             listed.setdefault(name, set()).update(layers.split())
     own = {name for _, tree in sources() for name in defined(tree)} - vars(nn.Module()).keys() - listed.keys()
-    own |= {"_trl_fp8_replay", "_replace", "_exit"}  # an attribute that we give to routers; public, of tuples and os
+    own |= {"_replace", "_exit"}  # public, of tuples and os
     for path, tree in sources():
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         foreign = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]

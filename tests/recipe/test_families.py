@@ -26,10 +26,11 @@ def test_rows_are_in_order_and_of_types_that_transformers_has():
 @pytest.mark.parametrize("model_type", types_with("tested"))
 def test_what_a_row_says_of_a_model_is_what_transformers_builds(model_type):
     model, family = on_meta(model_type), FAMILIES[model_type]
-    config, parameters = model.config.get_text_config(), outline_of(model).parameters
+    config, outline = model.config.get_text_config(), outline_of(model)
+    parameters = outline.parameters
     assert family.sinks >= any(name.endswith(".sinks") for name in parameters)
     assert family.experts_counted == (hasattr(config, "num_experts") or not hasattr(config, "output_router_logits"))
-    if family.replayed:
+    if outline.top_k_routers:
         assert RouterReplay(model).layers
     for name, _ in family.stored:
         assert model_type == "gemma3_text" or any(name in parameter for parameter in parameters)

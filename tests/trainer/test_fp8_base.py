@@ -14,7 +14,7 @@ from testing.runs import arguments, column, dataset, reward_digits, training
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.shared_base.adaptable import require_adaptable, require_trainable_base
-from trl_fp8.features.shared_base.loading import without_base
+from trl_fp8.features.shared_base.base_in_engine import without_base
 from trl_fp8.features.shared_base.shared_modules import SharedLinear
 from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import recipe_for_model
@@ -98,7 +98,7 @@ def test_frozen_adapters_are_refused(checkpoint, tmp_path):
 def test_zero3_is_refused(checkpoint, tmp_path):
     args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
     with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
-        require_trainable_base(args, lora(), None)
+        require_trainable_base(args, lora())
 
 
 def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):

@@ -56,16 +56,15 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
         else:
             remedy = "kv_cache_skip_layers='auto' looks for them before the first rollout."
         found.append(Risk(f"{text} {remedy}", {} if fp8_base else {"kv_cache_skip_layers": "auto"}))
-    if recipe.has_experts and family.replayed and recipe.tensor_parallel_size == 1:
+    if recipe.has_experts and outline.top_k_routers and recipe.tensor_parallel_size == 1:
         text = (
             "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
             "'rollout' removes it."
         )
         found.append(Risk(text, {"router_replay": "monitor"}))
     elif recipe.has_experts:
-        where = (
-            "of this model" if not family.replayed else (f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}")
-        )
+        ranks = f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}"
+        where = ranks if outline.top_k_routers else "of this model"
         text = (
             "Mixture of experts: routers of engine and trainer can disagree, which router_replay can neither measure "
             f"nor remove {where}."

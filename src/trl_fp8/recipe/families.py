@@ -38,7 +38,6 @@ class Family:
     experts_counted: bool = True  # False: TRL's load-balancing loss finds no num_experts in its config
     fuses_unsaid: bool = False  # vLLM's class does not say what it fuses (no packed_modules_mapping)
     scales_renamed: bool = False  # vLLM renames `weight_scale_inv` to the scales of whole tensors while it loads
-    replayed: bool = False  # router_replay was tested with its routers, which choose by one top-k
     followed: bool = False  # one forward: the operations of its decoder layers are known to be the engine's, too
     compiled_on_cuda: str = ""  # what of a layer vLLM's class compiles there by itself, so that nothing can follow it
     engine_fields: Callable[[Config], Fields] = _none  # fields that an engine has to find in its config, see below
@@ -143,7 +142,6 @@ FAMILIES = {
         sinks=True,
         held=((".self_attn.", ".attn."), (".embed_tokens.", ".embedding.")),
         experts_together=True,
-        replayed=True,
         followed=True,
     ),
     "granite": Family(activations=_SILU, followed=True),
@@ -190,26 +188,26 @@ FAMILIES = {
     "ministral3": Family(activations=_SILU),
     "mistral": Family(activations=_SILU, followed=True),
     "mistral3": Family(scales_renamed=True),
-    "mixtral": Family(activations=_SILU, stored=_MIXTRAL, replayed=True, followed=True),
+    "mixtral": Family(activations=_SILU, stored=_MIXTRAL, followed=True),
     "nemotron": Family(),
     "olmo": Family(by_transformers=True),
     "olmo2": Family(by_transformers=True),
     "olmo3": Family(by_transformers=True),
     "olmo_hybrid": _refused("what vLLM's class makes of its layers of linear attention was never read back"),
-    "olmoe": Family(activations=_SILU, replayed=True, followed=True),
+    "olmoe": Family(activations=_SILU, followed=True),
     "opt": Family(),
     "phi": Family(),
     "phi3": Family(activations=_SILU, followed=True),
     "qwen2": Family(activations=_SILU, one_window=True, followed=True),
     "qwen2_5_vl": Family(),
-    "qwen2_moe": Family(activations=_SILU, replayed=True, followed=True),
+    "qwen2_moe": Family(activations=_SILU, followed=True),
     "qwen2_vl": Family(),
     "qwen3": Family(activations=_SILU, one_window=True, followed=True),
     "qwen3_5": Family(),
     "qwen3_5_moe": Family(),
     "qwen3_5_moe_text": Family(fp32=_DECAY),
     "qwen3_5_text": Family(fp32=_DECAY),
-    "qwen3_moe": Family(activations=_SILU, replayed=True, followed=True),
+    "qwen3_moe": Family(activations=_SILU, followed=True),
     "qwen3_next": Family(activations=_SILU, fp32=_DECAY),
     "qwen3_vl": Family(),
     "seed_oss": Family(activations=_SILU),

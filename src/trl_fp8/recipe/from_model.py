@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from .caches import LayerCache, layer_caches
-from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape
+from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape, is_router, routers
 from .outline import Outline
 
 
@@ -49,7 +49,8 @@ def outline_of(model: nn.Module) -> Outline:
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each kind of layers
     kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
-    class_name = type(model.get_base_model() if is_peft_model(model) else model).__name__
+    base = model.get_base_model() if is_peft_model(model) else model
+    class_name = type(base).__name__
     kv_heads, head_dim = _heads(text)
     named = {checkpoint_name(name): p for name, p in model.named_parameters() if not of_adapter(name, model)}
     named |= persistent_buffers(model)
@@ -69,6 +70,7 @@ def outline_of(model: nn.Module) -> Outline:
         linears={name: (linear.out_features, linear.in_features) for name, linear in linear_layers(model)},
         experts=experts,
         experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
+        top_k_routers=bool(experts) and all(map(is_router, routers(base).values())),
         context=getattr(text, "max_position_embeddings", None) or 0,
         turned_alike=(getattr(text, ORIGINAL, None) or rope.get(ORIGINAL) or 4096) if kinds[0] == "longrope" else 0,
         is_stretched=any(kind not in (None, "default") for kind in kinds),

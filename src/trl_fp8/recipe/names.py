@@ -147,6 +147,13 @@ def router_name(experts: str, modules: Container[str]) -> str:
     return f"{block}.router" if f"{block}.router" in modules else f"{block}.gate"
 
 
+def routers(model: "nn.Module") -> dict[str, "nn.Module | None"]:
+    """The module in front of the experts of each layer, by name, of a model that is in no wrapping of PEFT's."""
+    modules = dict(model.named_modules())
+    names = [router_name(name, modules) for name, _ in expert_modules(model)]
+    return {name: modules.get(name) for name in names}
+
+
 def is_router(module: "nn.Module") -> bool:
     """True for routers that choose experts by one top-k, as in Qwen2-MoE, Qwen3-MoE, Mixtral and OLMoE, and return
     the choice after logits and weights; Granite's return it before them.

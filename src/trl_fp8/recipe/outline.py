@@ -26,6 +26,7 @@ class Outline:
     linears: Mapping[str, tuple[int, int]] = field(repr=False)  # (out-features N, in-features K)
     experts: Mapping[str, bool] = field(repr=False)  # True: gate_up_proj [E, 2I, K] and down_proj [E, K, I]
     experts_per_token: int = 0  # that a router chooses; 0: dense
+    top_k_routers: bool = False  # its routers choose experts by one top-k, whose choice router_replay can replace
     context: int = 0  # tokens of the longest sequence that the config promises; 0: it does not say
     turned_alike: int = 0  # tokens of a sequence beyond which other factors turn its q and k (longrope); 0: any
     is_stretched: bool = False  # rotary angles are scaled for sequences longer than `context`

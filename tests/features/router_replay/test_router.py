@@ -165,6 +165,17 @@ def test_disagreement_is_that_of_the_experts_that_were_used(replays):
     assert own < known / 2
 
 
+def test_a_second_replay_takes_the_place_of_the_first():
+    """A model that an earlier trainer had: each route counts once, and the own choice is the router's."""
+    model = build("qwen3_moe")
+    routes = other_experts(own_routes(model, RouterReplay(model)))
+    replay, tally = RouterReplay(model), RouteTally(torch.device("cpu"))
+    with torch.no_grad(), replay.during(routes, replay=True, tally=tally):
+        model(input_ids=TOKENS)
+    known, used, own = tally.counts.tolist()
+    assert known == used == 2 * TOKENS.numel() and own < known / 2
+
+
 def test_adapters_do_not_matter():
     model = build("qwen3_moe")
     plain = own_routes(model, RouterReplay(model))

@@ -33,7 +33,7 @@ def replayed(model, mode: str) -> Routes:
     """In a run whose engine answers with `numbered`."""
     trainer = SimpleNamespace(
         model=model,
-        args=SimpleNamespace(router_replay=mode),
+        args=SimpleNamespace(router_replay=mode, beta=0.0),
         accelerator=SimpleNamespace(device=torch.device("cpu"), reduce=lambda tensor, how: tensor),
     )
     routes = Routes(trainer)

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed
 
 from testing.tiny_models import build
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
-from trl_fp8.features.shared_base.shared_modules import share_linear
+from trl_fp8.features.shared_base.shared_modules import share
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.from_model import outline_of
@@ -27,7 +27,7 @@ def shared(bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
     plain = nn.Linear(256, 384, bias)
     codes = quantize_weight(plain.weight.detach().bfloat16(), "pow2")
     layer = copy.deepcopy(plain)
-    share_linear(layer)
+    share(layer)
     layer.codes = codes
     plain.weight.data = dequantize_weight(codes, torch.float32)
     return layer, plain.requires_grad_(False)

@@ -263,7 +263,7 @@ def test_what_is_no_base_in_safetensors_is_refused(checkpoint, tmp_path):
     folder = checkpoint("qwen3")
     with pytest.raises(ValueError, match="nothing of it is FP8.*Set fp8_base=False"):
         loaded(folder, lambda model: recipe_for_model(model, fp8_weights=False))
-    with pytest.raises(ValueError, match="fp8_base=True with a quantization_config"):
+    with pytest.raises(ValueError, match="fp8_base=True with quantization_config=BitsAndBytesConfig"):
         loaded(folder, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     with pytest.raises(ValueError, match="fp8_base=True with gguf_file='a.gguf'"):
         loaded(folder, gguf_file="a.gguf", config=tiny_models.config())

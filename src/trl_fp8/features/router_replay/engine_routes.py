@@ -36,8 +36,18 @@ class RouteLog(RolloutLog[np.ndarray]):
         # On CPU routers are read as they route, and a cached token bypasses them. vLLM itself stores routes with its
         # prefix cache
         cached = platform.name == "cuda"
-        if cached:
-            self._require_returned(recipe, user)
+        if cached and recipe.tensor_parallel_size > 1:
+            raise ValueError(
+                f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
+                "rank of a vLLM 0.31 engine returns the experts that it chose, and its other ranks fail without them. "
+                "Set vllm_tensor_parallel_size=1, or router_replay='off'."
+            )
+        if cached and user.get("async_scheduling"):
+            raise ValueError(
+                "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM 0.31 cannot reset its prefix "
+                "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
+                "router_replay='off'."
+            )
         if user.get("enable_prefix_caching", cached) != cached:
             raise ValueError(
                 f"vllm_engine_kwargs sets enable_prefix_caching={not cached} with router_replay, which needs "
@@ -47,20 +57,6 @@ class RouteLog(RolloutLog[np.ndarray]):
         # (`aux_output_connector/worker.py`) then fails an assertion
         returned = {"enable_return_routed_experts": True, "async_scheduling": False} if cached else {}
         return {"enable_prefix_caching": cached, **returned}
-
-    def _require_returned(self, recipe: FP8Recipe, user: dict) -> None:
-        if recipe.tensor_parallel_size > 1:
-            raise ValueError(
-                f"router_replay with vllm_tensor_parallel_size={recipe.tensor_parallel_size} on cuda: only the first "
-                "rank of a vLLM 0.31 engine returns the experts that it chose, and its other ranks fail without them. "
-                "Set vllm_tensor_parallel_size=1, or router_replay='off'."
-            )
-        if user.get("async_scheduling"):
-            raise ValueError(
-                "vllm_engine_kwargs sets async_scheduling=True with router_replay: vLLM 0.31 cannot reset its prefix "
-                "cache after a weight sync while a batch whose routes it returns is in flight. Remove it, or set "
-                "router_replay='off'."
-            )
 
     def explain(self, error: ValueError) -> ValueError | None:
         reason = re.search(r"AuxOutput[^\[\n]*", str(error))
@@ -104,13 +100,13 @@ class RouterCapture:
         self._step: dict[int, torch.Tensor] = {}  # layer -> experts of the forward that is running
         self._chunks: dict[str, list[tuple[int, np.ndarray]]] = {}  # request -> first position and routes
         modules = upstream.engine_model(llm).modules()
-        modules = [module for module in modules if isinstance(getattr(module, "router", None), BaseRouter)]
-        if not modules:
+        routers = {m.layer_id: m.router for m in modules if isinstance(getattr(m, "router", None), BaseRouter)}
+        if not routers:
             raise ValueError("the engine's model has no routers whose choice could be read.")
         self._layers = llm.llm_engine.model_config.get_total_num_hidden_layers()
-        self._last = max(module.layer_id for module in modules)
-        for module in modules:
-            module.router.set_capture_fn(partial(self._capture, module.layer_id))
+        self._last = max(routers)
+        for layer, router in routers.items():
+            router.set_capture_fn(partial(self._capture, layer))
 
     def __call__(self, outputs: list[RequestOutput]) -> list[np.ndarray]:
         """Routes of the requests that just finished; a token that was computed again keeps its first."""

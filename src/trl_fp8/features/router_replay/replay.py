@@ -13,15 +13,14 @@ Shape letters: B sequences, S tokens of a padded sequence, N = B * S, L layers w
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.recipe.families import types_with
-from trl_fp8.recipe.names import NOWHERE, expert_modules, full_shape, is_router, router_name
+from trl_fp8.policy.swapped import swap
+from trl_fp8.recipe.names import NOWHERE, full_shape, is_router, routers
 
 
 class RouteTally:
@@ -43,17 +42,18 @@ class RouterReplay:
 
     def __init__(self, model: nn.Module, flag: str = "router_replay"):
         base = transformers_model(model)
-        routers = dict(_routers(base, flag))
-        self.layers = tuple(routers)  # numbers of the decoder layers that have one
-        first = next(iter(routers.values()))
+        by_layer = _by_layer(base, flag)
+        self.layers = tuple(by_layer)  # numbers of the decoder layers that have a router
+        first = by_layer[self.layers[0]]
         self.experts_per_token: int = first.top_k
         # The smallest type that holds the number of experts and `NOWHERE`
         self.dtype = torch.int8 if full_shape(first.weight)[0] <= 128 else torch.int16
+        self._recorded: list[Tensor] = []
         self.end()
-        for column, router in enumerate(routers.values()):
-            router._trl_fp8_replay = self, column
-            # A subclass in place: parameter names, hooks and wrappings stay, and its forward calls the model's own
-            router.__class__ = _replayed(type(router))
+        for column, router in enumerate(by_layer.values()):
+            if not isinstance(router, _Replayed):  # or another trainer's: its replay is over
+                swap(router, _Replayed, replay=None)
+            router.replay = self, column
         base.get_decoder().register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def begin(
@@ -69,10 +69,11 @@ class RouterReplay:
             tally: Agreement is counted here.
             record: Keep the routers' own choices for `recorded`.
         """
-        self._routes_BSLK, self._replay, self._tally = routes_BSLK, replay, tally
+        self._routes_BSLK, self._replay, self._tally, self._recording = routes_BSLK, replay, tally, record
         self._chunk_NLK = self._real_N = None  # of the forward that is running
-        self._row, self._recording = 0, record
-        self._recorded: list[Tensor] = []
+        self._row = 0
+        if record:
+            self._recorded = []
 
     def end(self) -> None:
         self.begin(None, replay=False)
@@ -84,8 +85,7 @@ class RouterReplay:
         try:
             yield
         finally:
-            self._routes_BSLK = self._chunk_NLK = self._tally = None
-            self._recording = False
+            self.end()
 
     def recorded(self) -> Tensor:
         """The routers' own choices `[B, S, L, K]` under the last `begin(record=True)`, on the device."""
@@ -154,33 +154,31 @@ class _TopK(TorchFunctionMode):
         return torch.return_types.topk((values.gather(-1, indices), indices))
 
 
-@cache
-def _replayed(cls: type[nn.Module]) -> type[nn.Module]:
+class _Replayed:
+    """Mixed into the class of a router."""
+
+    replay: tuple[RouterReplay, int]  # and the router's number among the layers that have one
+
     def forward(self, *args, **kwargs):
-        replay, column = self._trl_fp8_replay
-        return replay.route(column, super(replayed, self).forward, *args, **kwargs)
-
-    replayed = type(f"Replayed{cls.__name__}", (cls,), {"__module__": cls.__module__, "forward": forward})
-    return replayed
+        replay, column = self.replay
+        return replay.route(column, super().forward, *args, **kwargs)
 
 
-def _routers(base: nn.Module, flag: str) -> Iterator[tuple[int, nn.Module]]:
-    """(decoder layer, router), in order."""
-    modules = dict(base.named_modules())
-    found = [router_name(name, modules) for name, _ in expert_modules(base)]
+def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
+    """The router of each decoder layer that has one."""
+    found = routers(base)
     if not found:
         raise ValueError(
             f"{flag}: {type(base).__name__} has no routers that transformers keeps beside experts, so there is "
             "nothing to replay. Set router_replay='off'."
         )
-    for name in found:
-        router = modules.get(name)
+    for name, router in found.items():
         if not is_router(router):
             raise ValueError(
-                f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k "
-                f"({', '.join(types_with('replayed'))}). Set router_replay='off'."
+                f"{flag}: {name} is a {type(router).__name__}, and replay knows routers that choose by one top-k (as "
+                "in Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE and GPT-OSS). Set router_replay='off'."
             )
-        yield int(re.search(r"layers\.(\d+)\.", name)[1]), router
+    return {int(re.search(r"layers\.(\d+)\.", name)[1]): router for name, router in found.items()}
 
 
 def _same_set(a_NK: Tensor, b_NK: Tensor) -> Tensor:

@@ -5,15 +5,19 @@
     batch          -> a row per sequence, which TRL shuffles and splits      `extend_batch`
     training       -> replayed while the loss is computed                    `begin_loss`
 
+With router_replay='rollout' the trainer's own forward goes to the experts that the FP8 engine chose. The reference of
+`beta > 0` chooses by itself, so that TRL's `kl` does not start at 0. It is to be read against `kl_floor`, its value
+before the first optimizer step, which is logged once.
+
 Shape letters: B sequences, T tokens of one, S tokens of a padded sequence, L layers with routers, K experts per token.
 """
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from accelerate.logging import get_logger
 
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, ROUTES, Batch, Rollouts
@@ -23,25 +27,30 @@ from trl_fp8.run.metric import mean_of
 from .replay import RouterReplay, RouteTally
 
 
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .engine_routes import RouteLog
+logger = get_logger(__name__)
 
 
 class Routes(Feature):
     """From the engine's answer to the routers of the policy, one generation at a time."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
-        self.mode = trainer.args.router_replay
+        args = trainer.args
+        self.mode = args.router_replay
         self.replay = RouterReplay(trainer.model, f"router_replay={self.mode!r}")
         # Of a generation whose batch is not complete: routes `[T - 1, all layers, K]`, and lengths of the prompts
         self._arrived: tuple[list[np.ndarray], list[int]] | None = None
         self._tally: RouteTally | None = None  # of TRL's old-log-prob pass over the latest generation
         self._loss_routes_BSLK: torch.Tensor | None = None
+        self._floor_due = bool(args.beta) and self.mode == "rollout" and not args.policy_calls_engine
+        if self._floor_due:
+            logger.warning(
+                f"beta={args.beta} with router_replay={self.mode!r}: the reference chooses experts by itself, so that "
+                "kl does not start at 0. kl_floor in the log is its value before the first step. With "
+                "fp8_forward='one_forward' kl starts at 0."
+            )
 
-    def engine_part(self) -> "RouteLog":
+    def engine_part(self):
         from .engine_routes import RouteLog  # needs vllm
 
         self.log = RouteLog()
@@ -84,6 +93,11 @@ class Routes(Feature):
 
     def end_loss(self) -> None:
         self.replay.end()
+        trainer = self.trainer
+        if self._floor_due and trainer.model.training and (kl := trainer.logged.get("kl")):  # none if the loss failed
+            self._floor_due = False
+            if trainer.state.global_step == 0:
+                trainer.logged["kl_floor"].append(kl[0])
 
 
 def padded_routes(

@@ -2,25 +2,44 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Construction, Registration
+from trl_fp8.upstream.patches import FOR_ONE_BLOCK, ON_INSTANCES, register
 
-from . import base_patches  # noqa: F401, adds to the register of patches
 from .base_flags import BaseFlags
 
 
-if TYPE_CHECKING:
-    from trl_fp8.run.feature import Feature
+register(
+    FOR_ONE_BLOCK,
+    {
+        "transformers.modeling_utils.get_hf_quantizer": (
+            "features/shared_base/stored_base.py",
+            "A quantizer may empty modules; its config must be of the kind that the checkpoint has.",
+        ),
+        "vllm.model_executor.model_loader.base_loader.initialize_model": (
+            "features/shared_base/engine_adapters.py",
+            "Compilers and graphs must see the layers of adapters.",
+        ),
+    },
+)
+register(
+    ON_INSTANCES,
+    {
+        "transformers.initialization._is_hf_initialized": (
+            "features/shared_base/stored_base.py",
+            "Init would write to placeholders.",
+        ),
+    },
+)
 
 
 def _construct(making: Construction) -> AbstractContextManager[None]:
-    from .loading import without_base
+    from .base_in_engine import without_base
 
     return without_base(making)
 
 
-def _features(trainer) -> "Iterator[Feature]":
+def _features(trainer) -> Iterator:
     if trainer.args.fp8_base:
         from .base_in_engine import BaseInEngine
 

@@ -19,18 +19,13 @@ OFF = "or set fp8_base=False."
 INITIALIZED_ALONE = True, False, "gaussian"  # `init_lora_weights` that read no weight of the base
 
 
-def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | None, quantization: object) -> None:
+def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | None) -> None:
     """Raise `ValueError` for arguments of a trainer that do not go with a shared base: before a model is loaded."""
     initialized = getattr(peft_config, "init_lora_weights", True)
     if initialized not in INITIALIZED_ALONE:
         raise ValueError(
             f"fp8_base=True with init_lora_weights={initialized!r}: it is computed from the base's weights, which the "
             f"policy does without. Use one of {list(INITIALIZED_ALONE)}, {OFF}"
-        )
-    if quantization is not None:
-        raise ValueError(
-            f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
-            "for trainer and engine. Remove quantization_config: FP8 takes the place of 4 and 8 bits."
         )
     if getattr(args, "skip_layers", ()) is None:
         raise ValueError(
@@ -75,15 +70,7 @@ def require_adaptable(model: nn.Module, recipe: FP8Recipe) -> None:
 
 
 def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe) -> None:
-    """Raise `ValueError` if FP8 layers are trained as a whole, or hold adapters: before the weights are taken out of a
-    policy.
-    """
-    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-    if merged := [checkpoint_name(name) for name, module in adapted if module.merged]:
-        raise ValueError(
-            f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
-            f"model.unmerge_adapter() first, {OFF}"
-        )
+    """Raise `ValueError` if FP8 layers are trained as a whole: before the weights are taken out of a policy."""
     shared = *recipe.fp8_modules, *recipe.fp8_experts
     wrapped = [checkpoint_name(n) for n, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)]
     ends = tuple(f".{name}" for name in [*wrapped, *(getattr(config, "modules_to_save", None) or ())])

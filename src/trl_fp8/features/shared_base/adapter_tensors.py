@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from peft.tuners.lora.layer import LoraLayer
 from torch import nn
 
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import checkpoint_name
 
 
@@ -39,28 +40,26 @@ class Slot:
         before, missing = self.number * self.rank, self.rank - matrix.shape[1]
         return F.pad(matrix, (before, (self.count - self.number - 1) * self.rank + missing))
 
-    def empty(self, which: str, device: torch.device) -> torch.Tensor:
-        rows, columns = (self.rank, self.shape[1]) if which == A else (self.shape[0], self.count * self.rank)
-        return torch.zeros(rows, columns, device=device)
-
 
 def room_for(model: nn.Module) -> dict[str, int]:
     """Checkpoint name of each layer with LoRA adapters -> the largest rank among them. `ValueError` if several are
     active.
     """
     layers = _adapted(model)
-    _active(layers.values())
+    _active(layers)
     return {name: max(layer.r.values()) for name, layer in layers.items() if layer.r}
 
 
-def _active(layers: Iterable[LoraLayer]) -> str | None:
+def _active(layers: Mapping[str, LoraLayer]) -> str | None:
     """Name of the adapter in force; None while adapters are disabled. `ValueError` if there are several, or if one is
     merged into what it adapts: it would count twice.
     """
-    layers = list(layers)
-    if any(layer.merged for layer in layers):
-        raise ValueError("fp8_base=True with adapters that PEFT has merged. Call model.unmerge_adapter() first.")
-    names = {name for layer in layers if not layer.disable_adapters for name in layer.active_adapters}
+    if merged := [name for name, layer in layers.items() if layer.merged]:
+        raise ValueError(
+            f"fp8_base=True with adapters that are merged into the base: {listed(merged, 3)}. Call "
+            "model.unmerge_adapter() first, or set fp8_base=False."
+        )
+    names = {name for layer in layers.values() if not layer.disable_adapters for name in layer.active_adapters}
     if len(names) > 1:
         raise ValueError(
             f"fp8_base=True with {len(names)} active adapters ({', '.join(sorted(names))}): the engine holds one. "
@@ -89,7 +88,9 @@ def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterab
         raise
     device = next(model.parameters()).device
     for layer, which in sorted(due):
-        yield f"{layer}.{which}.weight", slots[layer].empty(which, device)
+        rows, columns = slots[layer].shape
+        nothing = torch.zeros((0, columns) if which == A else (rows, 0), device=device)
+        yield f"{layer}.{which}.weight", slots[layer].placed(which, nothing)
 
 
 def factors(model: nn.Module, parameters: Iterable[Named]) -> dict[str, dict[str, torch.Tensor]]:
@@ -112,7 +113,7 @@ def merged(weights: Iterable[Named], adapters: Mapping[str, Mapping[str, torch.T
 def _in_force(model: nn.Module, parameters: Iterable[Named]) -> Iterator[tuple[str, str | None, torch.Tensor]]:
     """(layer, `A` or `B`, matrix) of the active adapter, scaling in B; others as (checkpoint name, None, tensor)."""
     layers = _adapted(model)
-    active = _active(layers.values())
+    active = _active(layers)
     for name, tensor in parameters:
         layer, which, adapter = _parsed(checkpoint_name(name))
         if which is None:

@@ -1,13 +1,10 @@
 """The flag of an FP8 base with adapters."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+from trl import ModelConfig
 
 from trl_fp8.run.flag import FlagGroup, flag
-
-
-if TYPE_CHECKING:
-    from trl import ModelConfig
 
 
 # Flag that adapters on an FP8 base do not go with -> why
@@ -32,14 +29,14 @@ class BaseFlags(FlagGroup):
     def keeps_base_in_engine(self) -> bool:
         return self.fp8_base
 
-    def check_adapters(self, model: "ModelConfig") -> None:
+    def check_adapters(self, model: ModelConfig) -> None:
         if self.fp8_base and not model.use_peft:
             raise ValueError(
                 "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft "
                 "for adapters, or set fp8_base=False."
             )
 
-    def against_base(self, model: "ModelConfig") -> str | None:
+    def against_base(self, model: ModelConfig) -> str | None:
         found = (f"{name}={value!r}: {why}." for name, why in NOT_BESIDE.items() if (value := getattr(model, name)))
         return next(found, None)
 

@@ -1,36 +1,78 @@
-"""The FP8 base of a policy with adapters, from the trainer's side: which it is, and what an export says of it."""
+"""The FP8 base of a policy with adapters, from the trainer's side: a policy without it, and what an export says."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
+import torch
 from accelerate.logging import get_logger
+from transformers import PreTrainedModel
 
 from trl_fp8.run.feature import Feature
+from trl_fp8.run.registration import Construction
 
-from .adaptable import require_adaptable
-from .held_base import SharedBase
-from .loading import SOURCE
-
-
-if TYPE_CHECKING:
-    from trl_fp8.engine.vllm.part import EnginePart
-    from trl_fp8.rollouts import FP8Rollouts
+from .adaptable import require_adaptable, require_apart, require_trainable_base
+from .held_base import HeldBase, SharedBase, require_own_weights
+from .stored_base import load_without_base
 
 
+SOURCE = "shared_base"  # what is kept from the one to the other: where the base's weights come from
 logger = get_logger(__name__)
+
+
+@contextmanager
+def without_base(making: Construction) -> Iterator[None]:
+    """Around the making of TRL's trainer: take the FP8 weights out of a model that is given, or never load them.
+
+    A model that was given has its weights again if no trainer comes of it.
+    """
+    args, model, adapters = making.args, making.given["model"], making.given.get("peft_config")
+    if not args.fp8_base:
+        if not isinstance(model, str):
+            require_own_weights(model)
+        yield
+        return
+    require_trainable_base(args, adapters)
+    making.dequantizes = False  # codes of an FP8 checkpoint are taken as they are
+    if isinstance(model, str):
+        create = making.create_model
+
+        def loaded(name: str, **loading: Any) -> PreTrainedModel:
+            """Called by TRL in place of its `create_model_from_path`."""
+            # What is trained as a whole is FP32, as TRL loads it
+            if getattr(adapters, "modules_to_save", None) or getattr(adapters, "bias", "none") != "none":
+                loading = {"dtype": torch.float32} | loading
+            made, source = load_without_base(create, name, args.recipe_for, **loading)
+            making.kept[SOURCE] = source
+            require_apart(made, adapters, source.recipe)
+            return made
+
+        making.create_model = loaded
+        yield
+        return
+    recipe = args.recipe_for(model)
+    require_apart(model, adapters, recipe)
+    base = HeldBase(model, recipe)
+    making.kept[SOURCE] = base
+    try:
+        yield
+    except BaseException:
+        base.restore()
+        raise
 
 
 class BaseInEngine(Feature):
     """Made when the policy is there. The run's recipe is that of the base: codes of a checkpoint have their own."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         source = trainer.kept.pop(SOURCE)
         trainer.recipe = source.recipe
         require_adaptable(trainer.model, source.recipe)
         self.base = SharedBase(trainer.model, source, trainer.accelerator.device)
 
-    def engine_part(self) -> "EnginePart":
-        from trl_fp8.features.shared_base.engine_base import BasePart
+    def engine_part(self):
+        from .engine_base import BasePart  # needs vllm
 
         return BasePart(self.base)
 

@@ -107,8 +107,7 @@ def _install(model: nn.Module, linears: Collection[str], ranks: Mapping[str, int
 
 def _with_adapter(method: QuantizeMethodBase) -> QuantizeMethodBase:
     """An instance of the same class, and of `_WithAdapter` before it, with the same attributes."""
-    cls = type(method)
-    made = object.__new__(_subclass(cls))
+    made = object.__new__(_subclass(type(method)))
     vars(made).update(vars(method))
     return made
 

@@ -1,12 +1,15 @@
 """The FP8 base of a policy in an engine: handed over once, with room for adapters, which alone each sync sends."""
 
-from collections.abc import Iterator, Set
+import re
+from collections.abc import Callable, Iterator, Set
 from contextlib import AbstractContextManager, closing
 from functools import cached_property
 from itertools import chain
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig
+from vllm import envs
 
 from trl_fp8.engine.vllm.compiled import traced
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
@@ -19,10 +22,12 @@ from trl_fp8.sync.delivery import Part
 from trl_fp8.sync.writer import Named, Sent
 from trl_fp8.upstream import vllm as upstream
 
-from .adapter_tensors import adapter_tensors, factors, merged, room_for
-from .engine_adapters import adapters_installed, slots_of
-from .engine_unread import TOKENS, stale, unread_adapters
+from .adapter_tensors import A, adapter_tensors, factors, merged, room_for
+from .engine_adapters import ADAPTERS, adapters_installed, slots_of
 from .held_base import SharedBase
+
+
+TOKENS = list(range(8))  # a prompt to try adapters with: attention needs a few, and every vocabulary has these
 
 
 class BasePart(EnginePart):
@@ -65,7 +70,14 @@ class BasePart(EnginePart):
             generation.engine.reset_prefix_cache()
         [found] = generation.largest([len(unread)])
         if found:
-            raise stale(unread)
+            where = ", ".join(unread) or "layers of another rank, see its log"
+            raise RuntimeError(
+                f"fp8_base=True: whatever adapters the engine holds, its log-probs stay the same ({where}). Rollouts "
+                "would come from the base. The engine runs code that was compiled for one without these adapters: "
+                f"vLLM took it from its compile cache ({envs.VLLM_CACHE_ROOT}/torch_compile_cache, unless "
+                "vllm_engine_kwargs sets compilation_config cache_dir). Delete that folder, or set "
+                "VLLM_DISABLE_COMPILE_CACHE=1 in the environment, and start again."
+            )
         self._adapters_read = True
 
 
@@ -109,3 +121,40 @@ class AdapterWeights(PolicyWeights):
 
     def _adapters(self, model: nn.Module) -> Iterator[Named]:
         return self.whole(lambda: (each for each in model.named_parameters() if ".lora_" in each[0]))
+
+
+def unread_adapters(model: nn.Module, log_probs: Callable[[], torch.Tensor]) -> list[str]:
+    """Linear layers of an engine's `model` whose adapters it does not compute with.
+
+    vLLM looks for compiled code under a hash that has the room for adapters in it. A user can still point vLLM at one
+    folder for all (`compilation_config={"cache_dir": ...}`), and vLLM may change what it hashes. An engine with
+    adapters would then run what was compiled without: its tensors are right, and its code never reads them. So other
+    values in an adapter have to move log-probs. Of layers that differ in their number alone the first one is tried.
+    Adapters are as they were when this returns.
+
+    Args:
+        model: With weights, for what is computed of random ones may be too small to show anything.
+        log_probs: Of one sequence, as the engine computes them now.
+    """
+    before = log_probs()
+    noise = (log_probs() - before).abs().max()  # kernels that add in no fixed order
+    unread, tried = [], set()
+    for name, module in model.named_modules():
+        kind = re.sub(r"\.\d+\.", ".", name)
+        if kind in tried or not hasattr(module, ADAPTERS[A]):
+            continue
+        tried.add(kind)
+        weights = [module.get_submodule(attribute).weight.data for attribute in ADAPTERS.values()]
+        held = [weight.clone() for weight in weights]
+        generator = torch.Generator().manual_seed(0)
+        for weight in weights:  # A too: it may be what starts at zero
+            random = torch.randn(weight.shape, generator=generator) / weight.shape[1] ** 0.5
+            weight.copy_(random)
+        try:
+            moved = (log_probs() - before).abs().max()
+        finally:
+            for weight, old in zip(weights, held, strict=True):
+                weight.copy_(old)
+        if moved <= noise:
+            unread.append(name)
+    return unread

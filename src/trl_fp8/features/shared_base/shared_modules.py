@@ -8,6 +8,8 @@ before. Where a weight was stands a NaN of its shape: PEFT and transformers look
 whoever computed with it would notice. PEFT, which would merge adapters into it, is told what can.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,7 +20,9 @@ from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.own_gradient import holding, own_gradient
 from trl_fp8.policy.swapped import swap
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
-from trl_fp8.recipe.names import TRANSFORMERS
+from trl_fp8.recipe.from_model import linear_layers
+from trl_fp8.recipe.names import TRANSFORMERS, expert_modules
+from trl_fp8.recipe.recipe import FP8Recipe
 
 
 class AbsentWeight(Tensor):
@@ -32,15 +36,16 @@ class AbsentWeight(Tensor):
         )
 
 
+def _held_or_absent(name: str) -> property:
+    return property(lambda module: module._parameters.get(name, module.absent[name]))
+
+
 class SharedLinear(HoldsCodes):
     """Mixed into the class of an `nn.Linear`."""
 
     codes: Float8Tensor | None  # of the weight `[N, K]`
-    absent: Tensor
-
-    @property
-    def weight(self) -> Tensor:
-        return self.absent
+    absent: dict[str, Tensor]  # by the name of the parameter
+    weight = _held_or_absent("weight")
 
     def forward(self, input: Tensor) -> Tensor:
         if self.codes is None:
@@ -50,14 +55,10 @@ class SharedLinear(HoldsCodes):
         return y if self.bias is None else y + self.bias.to(dtype)
 
 
-def _held_or_absent(name: str) -> property:
-    return property(lambda module: module._parameters.get(name, module.absent[name]))
-
-
 class SharedExperts(HoldsCodes):
     """Mixed into the class of all experts of a layer, `[E, N, K]` each."""
 
-    codes: dict[str, Float8Tensor] | None  # by the name of the parameter
+    codes: dict[str, Float8Tensor] | None
     absent: dict[str, Tensor]
     gate_up_proj, down_proj = map(_held_or_absent, TRANSFORMERS.fused)
 
@@ -72,17 +73,23 @@ class SharedExperts(HoldsCodes):
             return super().forward(hidden_states, top_k_index, top_k_weights)
 
 
-def share_linear(module: nn.Linear) -> None:
-    """Take the weight out of a linear layer. Idempotent."""
-    if not isinstance(module, SharedLinear):
-        swap(module, SharedLinear, codes=None, absent=_absent(module._parameters.pop("weight")))
+def fp8_weights(model: nn.Module, recipe: FP8Recipe) -> Iterator[tuple[str, nn.Module, str]]:
+    """(checkpoint name, module, name of its parameter) of each weight of a policy that is FP8."""
+    for name, module in (*linear_layers(model), *expert_modules(model)):
+        for parameter in _weight_names(module):
+            if f"{name}.{parameter}" in recipe.fp8_tensors:
+                yield f"{name}.{parameter}", module, parameter
 
 
-def share_experts(module: nn.Module) -> None:
-    """Take the weights out of all experts of a layer. Idempotent."""
-    if not isinstance(module, SharedExperts):
-        absent = {name: _absent(module._parameters.pop(name)) for name in TRANSFORMERS.fused}
-        swap(module, SharedExperts, codes=None, absent=absent)
+def share(module: nn.Module) -> None:
+    """Take the weights out of a linear layer, or out of all experts of a layer. Idempotent."""
+    if not isinstance(module, HoldsCodes):
+        absent = {name: _absent(module._parameters.pop(name)) for name in _weight_names(module)}
+        swap(module, SharedLinear if isinstance(module, nn.Linear) else SharedExperts, codes=None, absent=absent)
+
+
+def _weight_names(module: nn.Module) -> tuple[str, ...]:
+    return ("weight",) if isinstance(module, nn.Linear) else TRANSFORMERS.fused
 
 
 def _absent(weight: Tensor) -> Tensor:

@@ -32,11 +32,12 @@ from trl_fp8.recipe.names import WRAPPED, WRAPPED_OTHERWISE, published_names
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
-from .shared_modules import share_experts, share_linear
+from .shared_modules import fp8_weights, share
 
 
 _HIGH_PRECISION = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # by safetensors' words
 _SCALES, _CODES = ("F32", "BF16"), "F8_E4M3"
+Opened = Mapping[str, safe_open]  # files of a checkpoint
 _FROM = "Start from the high-precision checkpoint, or from an FP8 one in 128x128 blocks"
 
 
@@ -87,18 +88,15 @@ class _Loader(HfQuantizer):
         self.base: StoredBase | None = None
 
     def chosen(
-        self,
-        config: PreTrainedConfig,
-        quantization_config: object,
-        device_map: object,
-        *_,
-        gguf_file: str | None = None,
+        self, config: PreTrainedConfig, quantization: object, device_map: object, *_, gguf_file: str | None = None
     ) -> tuple[HfQuantizer, PreTrainedConfig, object]:
         """This one, whatever the config says, in the place of `transformers.quantizers.auto.get_hf_quantizer`."""
-        if quantization_config is not None or gguf_file is not None:
-            given = "a quantization_config" if gguf_file is None else f"gguf_file={gguf_file!r}"
+        if quantization is not None or gguf_file is not None:
+            given = f"quantization_config={type(quantization).__name__}(...)"
+            given = given if gguf_file is None else f"gguf_file={gguf_file!r}"
             raise ValueError(
-                f"fp8_base=True with {given}: the base is FP8, in the place of any other format. Remove it."
+                f"fp8_base=True with {given}: the base is quantized to FP8 for trainer and engine, and to nothing "
+                "else. Remove it."
             )
         for each in (config, config.get_text_config(decoder=True)):
             method = (vars(each).pop("quantization_config", None) or {}).get("quant_method", "fp8")
@@ -114,12 +112,9 @@ class _Loader(HfQuantizer):
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters(remove_duplicate=False)}
         self.base = _base_in(checkpoint_files or [], shapes, self._recipe_for(model), model.name_or_path)
         recipe = self.base.recipe
-        for names, share in ((recipe.fp8_modules, share_linear), (recipe.fp8_experts, share_experts)):
-            for name in names:
-                share(model.get_submodule(name))
-        for name in recipe.fp8_tensors:
-            module, _, parameter = name.rpartition(".")
-            placeholder = getattr(model.get_submodule(module), parameter)
+        for _, module, parameter in fp8_weights(model, recipe):
+            share(module)
+            placeholder = getattr(module, parameter)
             placeholder._is_hf_initialized = True  # or transformers would, as nothing was loaded for it
         absent = "|".join(map(re.escape, sorted(recipe.fp8_tensors)))
         self._unreported = rf"^({absent})({recipe.format.scale_suffix})?$"
@@ -156,7 +151,7 @@ class StoredWeight:
     def files(self) -> tuple[str, ...]:
         return tuple(sorted({self.checkpoint[name].file for name in (*self.parts, *self.scales)}))
 
-    def value(self, opened: Mapping[str, safe_open]) -> Tensor | Float8Tensor:
+    def value(self, opened: Opened) -> Tensor | Float8Tensor:
         """The weight; `opened` are `files` by name."""
         if not self.scales:
             return self._whole(self.parts, self.shape, _HIGH_PRECISION[self.checkpoint[self.parts[0]].dtype], opened)
@@ -164,14 +159,12 @@ class StoredWeight:
         codes = self._whole(self.parts, self.shape, E4M3, opened)
         return Float8Tensor(codes, self.scale(opened), block_size=block, dtype=torch.bfloat16)
 
-    def scale(self, opened: Mapping[str, safe_open]) -> Tensor:
+    def scale(self, opened: Opened) -> Tensor:
         """The scales of its blocks, fp32, in which BF16 is exact."""
         *experts, rows, columns = self.shape
         return self._whole(self.scales, (*experts, rows // BLOCK, columns // BLOCK), torch.float32, opened)
 
-    def _whole(
-        self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, opened: Mapping[str, safe_open]
-    ) -> Tensor:
+    def _whole(self, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, opened: Opened) -> Tensor:
         tensors = (opened[self.checkpoint[name].file].get_tensor(name) for name in names)
         if len(names) == 1:
             return next(tensors).to(dtype).view(shape)
@@ -213,32 +206,29 @@ def _base_in(files: list[str], shapes: Mapping[str, tuple[int, ...]], recipe: FP
     decoders = (recipe.decoder, *(WRAPPED_OTHERWISE if recipe.decoder == WRAPPED else ()))
     decoder = next((one for one in decoders if f"{one}.embed_tokens.weight" in checkpoint), recipe.decoder)
     parts = {name: _names(name, shape, recipe, decoder) for name, shape in shapes.items()}
-    missing = [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]
-    if missing:
+    if missing := [part for name in sorted(recipe.fp8_tensors) for part in parts[name] if part not in checkpoint]:
         raise ValueError(
             f"{given}: it lacks {len(missing)} weights under the names that are looked for, such as "
             f"{listed(missing, 2)}; it has for example {listed(checkpoint, 2)}. Load the model yourself with "
             "from_pretrained and pass it to the trainer: its weights are then taken from it."
         )
-    dtypes = {name: {checkpoint[part].dtype for part in own if part in checkpoint} for name, own in parts.items()}
-    coded = {name for name, found in dtypes.items() if _CODES in found}
-    if coded:
+    codes = {name for name, stored in checkpoint.items() if stored.dtype == _CODES}
+    if coded := {name for name, own in parts.items() if not codes.isdisjoint(own)}:
         kept = {name.rpartition(".")[0] for name in recipe.fp8_tensors - coded}
         recipe = recipe.keeping(kept, "in high precision in the checkpoint")
         _check_codes(coded, recipe, given)
     suffix = recipe.format.scale_suffix
-    weights = tuple(
-        StoredWeight(
-            name, shape, parts[name], _names(name, shape, recipe, decoder, suffix) if coded else (), checkpoint
-        )
-        for name, shape in shapes.items()
-        if name in recipe.fp8_tensors
-    )
+    weights = []
+    for name, shape in shapes.items():
+        if name in recipe.fp8_tensors:
+            of_scales = _names(name, shape, recipe, decoder, suffix) if coded else ()
+            weights.append(StoredWeight(name, shape, parts[name], of_scales, checkpoint))
     if others := [form for weight in weights if (form := weight.in_another_form())]:
         raise ValueError(f"{given}: {len(others)} of its tensors are of no use here: {listed(others, 3)}. {_FROM}.")
-    if coded and not all(_powers_of_two(weight.scale(opened)) for weight, opened in _file_by_file(weights)):
+    scales = (weight.scale(opened) for weight, opened in _file_by_file(weights)) if coded else ()
+    if any((scale.frexp().mantissa != 0.5).any() for scale in scales):  # no powers of two
         recipe = replace(recipe, scale_format="fp32")
-    return StoredBase(recipe, weights)
+    return StoredBase(recipe, tuple(weights))
 
 
 def _check_codes(coded: set[str], recipe: FP8Recipe, given: str) -> None:
@@ -276,13 +266,9 @@ def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, s
     return tuple(part.format(expert) for expert in range(shape[0]) for part in parts) or (sent,)
 
 
-def _file_by_file(weights: Iterable[StoredWeight]) -> Iterator[tuple[StoredWeight, Mapping[str, safe_open]]]:
+def _file_by_file(weights: Iterable[StoredWeight]) -> Iterator[tuple[StoredWeight, Opened]]:
     """Weights and their files, open, in an order that goes through each file once."""
     for files, together in groupby(sorted(weights, key=lambda one: one.files), lambda one: one.files):
         with ExitStack() as stack:
             opened = {file: stack.enter_context(safe_open(file, "pt")) for file in files}
             yield from ((weight, opened) for weight in together)
-
-
-def _powers_of_two(scale: Tensor) -> bool:
-    return bool((scale.frexp().mantissa == 0.5).all())
