@@ -90,8 +90,9 @@ class AttentionHook:
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
         self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
-        self.implementation = self.base.config.get_text_config()._attn_implementation
-        if self.implementation == "eager":
+        self.implementation = self._used
+        self._hooked = EAGER if self.implementation == "eager" else self.implementation
+        if self._hooked == EAGER:
             self._use(EAGER)
         else:
             _wrap_registered(self.implementation)
@@ -130,7 +131,7 @@ class AttentionHook:
             yield
         finally:
             self._note = None
-            self._use(EAGER if self.implementation == "eager" else self.implementation)
+            self._use(self._hooked)
 
     def round_queries(self, rounded: bool) -> None:
         """While an FP8 cache is simulated, whether its attention rounds q, too."""
@@ -147,12 +148,17 @@ class AttentionHook:
         for module in self.attention:
             delattr(module, _HOOK)
             vars(module).pop("expand_kv", None)
-        if self.implementation == "eager":
+        if self.implementation == "eager" and self._used == EAGER:
             self._use("eager")
 
     @property
     def device(self) -> torch.device:
-        return next(self.base.parameters()).device
+        return self.base.device
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether attention still looks for this hook: `set_attn_implementation` may have chosen another one."""
+        return self._used in (self._hooked, EAGER)
 
     @contextmanager
     def observing(self, observation: Observer) -> Iterator[Observer]:
@@ -234,6 +240,10 @@ class AttentionHook:
         # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
         return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
 
+    @property
+    def _used(self) -> str:
+        return self.base.config.get_text_config()._attn_implementation
+
     def _use(self, implementation: str) -> None:
         """Set the attention implementation of the language model. The towers of images and sounds keep theirs, which
         may be another one: a string would set all of them.
@@ -245,9 +255,16 @@ class AttentionHook:
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """The hook of a policy: the one that is installed on it, else a new one."""
+    """The hook of a policy: the one that is installed on it, else a new one; a new one, too, after the policy's
+    attention implementation changed.
+    """
     installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
-    return next((hook for hook in installed if hook is not None), None) or AttentionHook(model)
+    hook = next((hook for hook in installed if hook is not None), None)
+    if hook is not None and hook.is_in_place:
+        return hook
+    if hook is not None:
+        hook.remove()
+    return AttentionHook(model)
 
 
 @contextmanager
