@@ -187,11 +187,11 @@ class AttentionHook:
             cached = (key, value) if latent is None else (latent, latent)
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         batch = kwargs.pop(_BATCH, None)
-        states = query, key, value
-        if not hasattr(module, "expand_kv"):
-            states = self._as_cached(layer, *states)
+        states, scales = (query, key, value), self.scales_L3[layer] if self._simulates(layer) else None
+        if scales is not None and not hasattr(module, "expand_kv"):
+            rounded_q = cache_round_trip(query, scales[0]) if self.query_rounded else query
+            states = rounded_q, cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
         if self._is_replaced:
-            scales = self.scales_L3[layer] if self._simulates(layer) else None
             output = self._replacement.attend(layer, (query, key, value), batch, scales, kwargs), None
         else:
             output = attend(module, *states, attention_mask, **kwargs)
@@ -214,14 +214,6 @@ class AttentionHook:
 
     def _simulates(self, layer: int) -> bool:
         return self.scales_L3 is not None and layer not in self.skip_layers
-
-    def _as_cached(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self._simulates(layer):
-            q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
-            key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
-            if self.query_rounded:
-                query = cache_round_trip(query, q_scale)
-        return query, key, value
 
     def _note_padding(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
