@@ -16,6 +16,8 @@ from torchao.quantization import Float8Tensor
 
 
 Adapter = tuple[str, Tensor, Tensor]  # one of `Linear.layers`, its A `[r, K]`, and its B `[N, r]` times the scaling
+# positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is
+Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Linear(Protocol):
@@ -35,13 +37,6 @@ class Linear(Protocol):
 
     def codes(self, layer: str) -> Float8Tensor | None:
         """What the engine holds of one layer's weight `[N, K]`, views of it; None if it is not FP8."""
-
-
-class Rotary(Protocol):
-    """The rotary embedding of a decoder layer."""
-
-    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is."""
 
 
 class Attention(Protocol):

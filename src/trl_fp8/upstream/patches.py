@@ -48,7 +48,7 @@ register(
         "trl.trainer.utils._ChunkedLogProbFunction": ("policy/head.py", "TRL's output head calls it by this name."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
         "vllm.model_executor.models.transformers.base.AutoModel": (
-            "engine/vllm/fallback.py",
+            "engine/vllm/environment.py",
             "It gives the policy's class another base.",
         ),
         "torch.ops._C.init_cpu_memory_env": ("engine/vllm/cpu_platform.py", "It warns where nothing is bound."),

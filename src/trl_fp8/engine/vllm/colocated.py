@@ -16,7 +16,7 @@ from trl_fp8.sync.writer import Named
 from trl_fp8.upstream import vllm as upstream
 
 from .auditable import require_auditable
-from .layout import added_pieces, constants_layout, engine_layout
+from .layout import Added, constants_layout, engine_layout
 from .numerics import engine_numerics
 
 
@@ -34,7 +34,8 @@ class ColocatedEngine:
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         of_policy = engine_layout(self.model, recipe.linears, buffers)
         require_same_tensors(policy, recipe, of_policy)
-        self.layout = Layout([*of_policy.pieces.values(), *added_pieces(self.model)])
+        added = [piece for each in self.model.modules() if isinstance(each, Added) for piece in each.pieces()]
+        self.layout = Layout([*of_policy.pieces.values(), *added])
         self.numerics = engine_numerics(self.model)
 
     def constants(self, device: torch.device) -> Part:

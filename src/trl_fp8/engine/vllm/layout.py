@@ -78,11 +78,6 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
     return Layout(pieces)
 
 
-def added_pieces(model: nn.Module) -> list[Piece]:
-    """Of all `Added` layers of an engine's model."""
-    return [piece for module in model.modules() if isinstance(module, Added) for piece in module.pieces()]
-
-
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
     """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
     scale = layout.held.get(name + spec.scale_suffix)
