@@ -7,9 +7,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from testing import engines
-from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.cpu.latent import LatentMetadata, ReferenceLatentImpl
 from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, keys_and_values
+from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.upstream.vllm import engine_model
 

@@ -1,16 +1,12 @@
 """A hook on the policy's attention: it sees q, k, v where the KV cache does, and hands on what that would hold.
 
 transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
-caches. The hook sits in front of that function; the model's code, weights and parameter names are not touched:
+caches. The hook sits in front of that function, and what is in brackets is plugged in from outside:
 
     q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention, or [replacement]  ->  [watcher]
 
-MLA's k and v are expanded from a latent, and that is what is cached: the hook also sits in front of the expansion.
-
-    latent and rotated key  ->  [observer, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
-
-What is in brackets is plugged in from outside; the hook knows none of it by name. A policy has one hook: `hook_of`
-gives the one that is installed to whoever asks next.
+MLA caches the latent, with the rotated key, that its k and v are expanded from. There the hook also sits in front of
+the expansion; the observer gets the latent as k and as v, and its round trip is under k's scale.
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
@@ -46,11 +42,9 @@ _HOOKED: set[Callable] = set()  # registered attention functions that look for a
 
 
 class Observer(Protocol):
-    """What looks at the states of each attention call."""
-
     def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor) -> None:
-        """`states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside of `real_BT` are padding
-        (None: there is none); scores are multiplied by `scaling`; `key` is k as q meets it.
+        """Look at an attention call. `states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside
+        of `real_BT` are padding (None: there is none); scores are multiplied by `scaling`; `key` is k as q meets it.
         """
 
 
@@ -75,8 +69,9 @@ class AttentionHook:
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
-        self.layers: int = self.base.config.get_text_config().num_hidden_layers
-        self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
+        text = self.base.config.get_text_config()
+        self.layers: int = text.num_hidden_layers
+        self.kv_layers = kv_layers(caches_of(text))  # those that cache k and v
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: Observer | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too

@@ -24,9 +24,7 @@ from .separate_kernels import SeparateKernels
 
 BLOCK = 128  # tokens per KV cache block
 # Always, because the reference kernels are such: no fused one takes their place
-KERNELS = SeparateKernels(
-    norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False}
-)
+KERNELS = SeparateKernels(norms=PROVIDER, custom_ops={"rotary_embedding": False})
 
 
 class Cpu(Platform):

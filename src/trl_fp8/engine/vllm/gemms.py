@@ -64,21 +64,14 @@ Agree = Callable[[list[float]], list[float]]  # the largest of each over all ran
 
 @dataclass(frozen=True)
 class Gemm:
-    """A kernel of vLLM's to choose, without an engine around it.
+    """A kernel of vLLM's to choose, without an engine around it."""
 
-    Attributes:
-        name: Value of vLLM's `linear_backend`.
-        scale_format: Of the weights' scales.
-        config: The policy's; vLLM refuses DeepGEMM for some.
-        alike: No batch may change a row's bits.
-    """
-
-    name: str
+    name: str  # value of vLLM's `linear_backend`
     spec: FormatSpec
-    scale_format: ScaleFormat
+    scale_format: ScaleFormat  # of the weights' scales
     device: torch.device
-    config: PretrainedConfig
-    alike: bool = False
+    config: PretrainedConfig  # the policy's; vLLM refuses DeepGEMM for some
+    alike: bool = False  # no batch may change a row's bits
 
     @torch.no_grad()
     def check(self) -> None:
