@@ -182,7 +182,7 @@ class AttentionHook:
             cached = (key, value) if latent is None else (latent, latent)
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         batch = kwargs.pop(_BATCH, None)
-        states, scales = (query, key, value), self.scales_L3[layer] if self._simulates(layer) else None
+        states, scales = (query, key, value), self._scales(layer)
         if scales is not None and not hasattr(module, "expand_kv"):
             rounded_q = cache_round_trip(query, scales[0]) if self.query_rounded else query
             states = rounded_q, cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
@@ -199,16 +199,16 @@ class AttentionHook:
         both = torch.cat([latent, rotated], -1)
         if self.observation is not None:
             self._latents[layer] = both
-        if self._simulates(layer):
-            both = cache_round_trip(both, self.scales_L3[layer, 1])
+        if (scales := self._scales(layer)) is not None:
+            both = cache_round_trip(both, scales[1])
         return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
 
     @property
     def _is_replaced(self) -> bool:
         return self._replacement is not None and self._replacement.on
 
-    def _simulates(self, layer: int) -> bool:
-        return self.scales_L3 is not None and layer not in self.skip_layers
+    def _scales(self, layer: int) -> Tensor | None:
+        return None if self.scales_L3 is None or layer in self.skip_layers else self.scales_L3[layer]
 
     def _note_padding(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")

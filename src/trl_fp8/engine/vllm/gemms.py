@@ -217,14 +217,10 @@ def fastest(
     agree: Agree = list,
     clock: Callable[[], float] = perf_counter,
 ) -> Gemm:
-    """The candidate whose calls with 64 rows take the least time in all layers, among those that pass their check.
+    """The candidate whose calls with 64 rows take the least time in all layers, among those that pass their check;
+    `RuntimeError` with the reason of each if none does.
 
-    Args:
-        candidates: The same on all ranks.
-        gemms: Shape of a weight -> number of layers that have it.
-
-    Raises:
-        RuntimeError: None passes; the message has the reason of each.
+    `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers that have it.
     """
     reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
     passed = _agreed(candidates, reasons, agree)

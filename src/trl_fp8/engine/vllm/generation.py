@@ -64,11 +64,10 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: FP8Recipe,
         engine_kwargs: dict | None = None,
         parts: Sequence[EnginePart] = (),
-        after_sync: Callable[[], None] | None = None,
+        after_sync: Callable[[], None] = lambda: None,
         **kwargs,
     ):
-        self.recipe, self.engine_kwargs, self.parts = recipe, engine_kwargs, parts
-        self.after_sync = after_sync or (lambda: None)
+        self.recipe, self.engine_kwargs, self.parts, self.after_sync = recipe, engine_kwargs, parts, after_sync
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:

@@ -46,12 +46,8 @@ class EnginePart:
     def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
         """Further arguments of `vllm.LLM(...)`; dictionaries are merged with those of the platform and other parts.
 
-        Args:
-            config: The policy's.
-            user: `vllm_engine_kwargs`, which win over all of these.
-
-        Raises:
-            ValueError: The platform, or an engine with the user's arguments, cannot do what the feature needs.
+        `config` is the policy's, `user` `vllm_engine_kwargs`, which win over all of these. `ValueError`: the platform,
+        or an engine with the user's arguments, cannot do what the feature needs.
         """
         return {}
 

@@ -48,11 +48,8 @@ class Platform(ABC):
     ) -> dict:
         """What to pass to `LLM(...)` over what TRL passes; `ValueError` if the platform cannot run such a recipe.
 
-        Args:
-            recipe, config: The policy's.
-            max_num_seqs, max_model_len: As TRL sets them; None means the model's own context length.
-            parts: What features add, see `EnginePart.arguments`.
-            user: `vllm_engine_kwargs`; they win over what is pinned, setting by setting.
+        `recipe` and `config` are the policy's, `max_num_seqs` and `max_model_len` as TRL sets them; None is the
+        model's own context length. `user`: `vllm_engine_kwargs`, which win over what is pinned, setting by setting.
         """
         user, arguments = user or {}, {"load_format": "dummy", "dtype": "bfloat16"}
         arguments["additional_config"] = traced()
@@ -66,7 +63,7 @@ class Platform(ABC):
             arguments["kv_cache_dtype"] = recipe.kv_cache_dtype
         if recipe.kv_cache_skip_layers:
             arguments["kv_cache_dtype_skip_layers"] = [str(layer) for layer in recipe.kv_cache_skip_layers]
-        arguments |= self._arguments(recipe, config.get_text_config(), max_num_seqs, max_model_len)
+        arguments |= self._arguments(recipe, text, max_num_seqs, max_model_len)
         for part in parts:
             arguments = _merged(arguments, part.arguments(self, recipe, config, user))
         return _merged(arguments, user)

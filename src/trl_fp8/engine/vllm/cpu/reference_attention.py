@@ -191,16 +191,11 @@ def attend_packed(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The engine's causal attention for whole sequences, one after the other, bit for bit.
+    """The engine's causal attention for whole sequences, one after the other, bit for bit: `[N, H, D]` in q's dtype,
+    and the log of the softmax's denominators `[H, N]` in FP64.
 
-    Args:
-        q_NHD, k_NGD, v_NGD: q in the model's dtype; k and v as they are read from the cache.
-        starts: `[sequences + 1]`, int: where each begins, and the number of tokens.
-        window, softcap, sinks_H: Sliding window in tokens, itself included, cap of the logits, and a score for each
-            head of which nothing is read; None: none.
-
-    Returns:
-        `[N, H, D]` in q's dtype, and the log of the softmax's denominators `[H, N]` in FP64.
+    k and v are as they are read from the cache; `starts` `[sequences + 1]` says where each begins, and the number of
+    tokens; `window` is in tokens, itself included; `sinks_H` are a score for each head of which nothing is read.
     """
     if not len(q_NHD):
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
