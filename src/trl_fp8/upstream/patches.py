@@ -124,7 +124,7 @@ register(
             "vLLM's depends on the batch.",
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (
-            "engine/vllm/cpu/latent.py",
+            "engine/vllm/cpu/reference_attention.py",
             "As its other attention.",
         ),
         "transformers.AttentionInterface": ("policy/hook.py", "No hook of a module sees q, k, v after RoPE."),
