@@ -37,7 +37,7 @@ from torchao.quantization import Float8Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from testing import engines, record, tiny_models
-from trl_fp8.engine.vllm.attention_layers import attention_layers
+from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart

@@ -121,7 +121,7 @@ def start(options: argparse.Namespace, folder: str):
 @torch.no_grad()
 def randomize(model: nn.Module) -> None:
     """Fill an engine's parameters in place: weights of deviation 0.02, whatever they are stored in; norms stay 1."""
-    from trl_fp8.engine.vllm.attention_layers import attention_layers
+    from trl_fp8.engine.vllm.numerics import attention_layers
 
     for name, parameter in model.named_parameters():
         if name.endswith("_scale_inv"):

@@ -305,9 +305,14 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
 def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", policy: "PreTrainedModel") -> None:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
-    from trl_fp8.engine.vllm.attention_layers import attention_layers, quantizes_query
     from trl_fp8.engine.vllm.auditable import require_auditable
-    from trl_fp8.engine.vllm.numerics import activation_scaling, fp8_experts, fp8_kernels
+    from trl_fp8.engine.vllm.numerics import (
+        activation_scaling,
+        attention_layers,
+        fp8_experts,
+        fp8_kernels,
+        quantizes_query,
+    )
     from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
     from trl_fp8.recipe.caches import kv_layers
     from trl_fp8.recipe.from_model import caches_of

@@ -179,7 +179,7 @@ class PretendedScales:
     name = "KV cache scales"
 
     def __init__(self, model: nn.Module):
-        from trl_fp8.engine.vllm.attention_layers import attention_layers
+        from trl_fp8.engine.vllm.numerics import attention_layers
 
         self._layers = attention_layers(model)
         ones = torch.ones(max(self._layers) + 1, 3)

@@ -21,8 +21,8 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.platforms.cpu import CpuPlatform
 
-from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.export.export import published

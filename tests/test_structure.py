@@ -90,7 +90,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/hook.py", "mask.sees"): "masks of layers that window differ, and layers hand on the mask alone",
     ("policy/hook.py", "module.expand_kv"): "what MLA caches passes there, and nowhere else without a cache",
     ("policy/model.py", "base._weight_conversions"): "transformers would write the FP8 layout that it read",
-    ("policy/processor.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
+    ("policy/model.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
     ("policy/swapped.py", "module.*"): "modules change class in place, so that names, hooks and optimizers keep them",
     ("run/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
     ("sync/delivery.py", "each.value"): "what a feature sends, as it was before an attempt that failed",

@@ -26,8 +26,7 @@ from trl_fp8.run.feature import Feature
 
 from .features import registrations
 from .planning.plan import Plan, plan_for_model
-from .policy.model import dequantizing_config, in_high_precision, is_reference, require_countable_experts
-from .policy.processor import make_lists
+from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.recipe import FP8Recipe
 from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows, require_same_turns
 from .run.lines import slow_step

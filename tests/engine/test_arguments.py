@@ -12,11 +12,10 @@ from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from testing import tiny_models
-from trl_fp8.engine.vllm import compiled
+from trl_fp8.engine.vllm import platform
 from trl_fp8.engine.vllm.cpu_platform import Cpu
-from trl_fp8.engine.vllm.cuda_platform import Cuda
 from trl_fp8.engine.vllm.layout import engine_layout
-from trl_fp8.engine.vllm.platforms import platform_of
+from trl_fp8.engine.vllm.platforms import Cuda, platform_of
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.quantization.facts.tensor import TENSOR
@@ -160,10 +159,10 @@ def test_vllms_compile_cache_is_told_of_adapters_and_of_this_packages_source(mon
     assert all(each.pop("gdn_prefill_backend") == "triton" for each in made)
     assert len({json.dumps(each) for each in made}) == 4
     (tmp_path / "linear.py").write_text("another kernel")
-    monkeypatch.setattr(compiled, "__file__", str(tmp_path / "engine" / "vllm" / "compiled.py"))
-    compiled._source.cache_clear()
+    monkeypatch.setattr(platform, "__file__", str(tmp_path / "engine" / "vllm" / "platform.py"))
+    platform._source.cache_clear()
     assert arguments()["additional_config"] != made[0]
-    compiled._source.cache_clear()
+    platform._source.cache_clear()
 
 
 @pytest.mark.parametrize(("capability", "flash"), [((10, 0), 4), ((11, 0), None), ((12, 1), 2), ((13, 0), 4)])

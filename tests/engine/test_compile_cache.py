@@ -10,7 +10,7 @@ from vllm import envs
 from vllm.compilation.counter import compilation_counter
 
 from testing import engines
-from trl_fp8.engine.vllm.compiled import traced
+from trl_fp8.engine.vllm.platform import traced
 from trl_fp8.features.shared_base import engine_base
 from trl_fp8.upstream.vllm import engine_model
 

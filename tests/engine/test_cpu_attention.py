@@ -7,9 +7,9 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from testing import engines
-from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.cpu.latent import LatentMetadata, ReferenceLatentImpl
-from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, _split_cache
+from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, keys_and_values
+from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.upstream.vllm import engine_model
 
@@ -105,7 +105,7 @@ def test_padding_slots_are_not_written():
     cache = torch.zeros(2, KV_HEADS, BLOCK, 2 * SIZE, dtype=torch.uint8)
     ones = torch.ones(3, KV_HEADS, SIZE)
     implementation().do_kv_cache_update(Layer(), ones, ones, cache, torch.tensor([-1, 33, -1]))
-    keys, values = _split_cache(cache)
+    keys, values = keys_and_values(cache).unbind(2)
     assert keys[1, :, 1].bool().all() and keys.count_nonzero() == KV_HEADS * SIZE
     assert values.count_nonzero() == KV_HEADS * SIZE
 

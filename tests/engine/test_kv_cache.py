@@ -6,8 +6,8 @@ from vllm import SamplingParams
 
 from testing import engines
 from testing.rollouts import calibrated, follow
-from trl_fp8.engine.vllm.attention_layers import attention_layers, quantizes_query
-from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, _split_cache
+from trl_fp8.engine.vllm.cpu.reference_attention import ReferenceAttentionImpl, keys_and_values
+from trl_fp8.engine.vllm.numerics import attention_layers, quantizes_query
 from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.e4m3 import cache_codes
@@ -50,7 +50,7 @@ def decode(generation, prompt=PROMPT):
 
 def cached(generation, layer, slots):
     """Bytes of k and v `[T, G, D]` in vLLM's paged cache."""
-    held = _split_cache(attention_layers(engine_model(generation.llm))[layer].kv_cache)
+    held = keys_and_values(attention_layers(engine_model(generation.llm))[layer].kv_cache).unbind(2)
     return [half[slots // half.shape[2], :, slots % half.shape[2]] for half in held]
 
 

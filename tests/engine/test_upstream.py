@@ -205,7 +205,7 @@ def test_cpu_overrides_are_registered_once_and_scoped():
     kernels = linear_kernels._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
     assert kernels[0] is cpu_kernel.ReferenceFp8BlockKernel
     assert kernels.count(cpu_kernel.ReferenceFp8BlockKernel) == 1
-    with cpu_attention.reference_attention():
+    with cpu_attention.overridden(AttentionBackendEnum.CPU_ATTN, cpu_attention.ReferenceAttention):
         assert AttentionBackendEnum.CPU_ATTN.get_class() is cpu_attention.ReferenceAttention
     assert not AttentionBackendEnum.CPU_ATTN.is_overridden()
 

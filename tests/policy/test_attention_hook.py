@@ -442,6 +442,25 @@ def test_other_models_are_unaffected(implementation, config):
     assert torch.equal(logits(other, batch()), plain)
 
 
+@pytest.mark.parametrize("before,after", [("sdpa", "eager"), ("eager", "sdpa"), ("eager", "eager")])
+def test_a_policy_whose_attention_implementation_changed_gets_another_hook(before, after):
+    model = build(implementation=before)
+    hook = hook_of(model)
+    assert hook_of(model) is hook
+    with hook.watched(lambda *_: None):
+        assert hook_of(model) is hook  # it chose eager attention itself
+    model.set_attn_implementation(after)
+    plain, changed = logits(build(implementation=after), batch()), hook_of(model)
+    assert changed is not hook and changed.implementation == after and hook_of(model) is changed
+    hook.simulate(torch.ones(2, 3))
+    assert torch.equal(logits(model, batch()), plain)
+    changed.simulate(torch.ones(2, 3))
+    assert not torch.equal(logits(model, batch()), plain)
+    changed.remove()
+    assert model.config._attn_implementation == after
+    assert torch.equal(logits(model, batch()), plain)
+
+
 def test_two_hooked_models_do_not_mix():
     first, second = build("qwen3"), build("llama")
     hooks = [AttentionHook(first), AttentionHook(second)]

@@ -14,7 +14,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from testing import engines
 from testing.runs import arguments, column, dataset, reward_digits, rows
 from trl_fp8 import FP8GRPOTrainer
-from trl_fp8.engine.vllm.attention_layers import attention_layers
+from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.sync.writer import Writer
 from trl_fp8.upstream.vllm import engine_model

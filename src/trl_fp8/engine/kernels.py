@@ -1,8 +1,8 @@
 """`EngineKernels`: what an engine computes, part by part, as a policy that shares its forward calls it.
 
-Each part is the engine's own kernel on the engine's own tensors, in BF16 and without gradients. Parts are asked for by
-the names that the policy's modules have in a checkpoint. No kernel gives other bits for a row because of what else is
-in the batch: that is all that a trainer needs to get, from its own batches, what the engine computed when it decoded.
+Each part is the engine's own kernel on the engine's own tensors, in BF16 and without gradients, and is asked for by
+the name that the policy's module has in a checkpoint. No kernel gives other bits for a row because of what else is in
+the batch: so a trainer gets, from its own batches, what the engine computed when it decoded.
 
 Shape letters: T tokens, K in-features, N out-features, H heads, G key heads, D head size, R sequences, V vocabulary.
 """
@@ -16,6 +16,8 @@ from torchao.quantization import Float8Tensor
 
 
 Adapter = tuple[str, Tensor, Tensor]  # one of `Linear.layers`, its A `[r, K]`, and its B `[N, r]` times the scaling
+# positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is
+Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Linear(Protocol):
@@ -37,13 +39,6 @@ class Linear(Protocol):
         """What the engine holds of one layer's weight `[N, K]`, views of it; None if it is not FP8."""
 
 
-class Rotary(Protocol):
-    """The rotary embedding of a decoder layer."""
-
-    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is."""
-
-
 class Attention(Protocol):
     """Attention of a decoder layer over sequences that are packed one after another, as a prefill computes it."""
 
@@ -63,7 +58,10 @@ class Attention(Protocol):
 
 
 class EngineKernels(Protocol):
-    """Parts of an engine. `ValueError` for one that the engine does not have, or whose kernel is not known."""
+    """Parts of an engine. `ValueError` for one that the engine does not have, or whose kernel is not known.
+
+    `angles`, `definition`, `eps` and `scores` are those of any engine, whether or not a trainer can share its kernels.
+    """
 
     def linear(self, layer: str) -> Linear: ...
 
@@ -76,22 +74,18 @@ class EngineKernels(Protocol):
     def rotary(self, layer: int) -> Rotary: ...
 
     def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """cos and sin of a layer's rotary embedding at positions `[P]`, one column for each angle; None if it has no
-        table of them. Of any engine, whether or not a trainer can share its kernels.
-        """
+        """cos and sin at positions `[P]`, one column for each angle; None if the layer has no table of them."""
 
     def attention(self, layer: int) -> Attention: ...
 
     def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
-        """What an activation is, of columns gate and up `[T, 2]` in FP32: `[T, 1]`, by plain torch operations; None if
-        that is not known. Of any engine, likewise.
-        """
+        """An activation by plain torch operations, of gate and up `[T, 2]` in FP32: `[T, 1]`; None if not known."""
 
     def eps(self, module: str) -> float | None:
-        """Of a norm; None for any other module. Of any engine, likewise."""
+        """Of a norm; None for any other module."""
 
     def scores(self, layer: int) -> tuple[float, int | None, float | None]:
-        """`scaling`, `window` and `softcap` of a layer's `Attention`; of any engine, likewise."""
+        """`scaling`, `window` and `softcap` of a layer's `Attention`."""
 
     def router(self, module: str) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
         """x `[T, K]` -> logits `[T, E]`, gate weights FP32 `[T, k]` and chosen experts `[T, k]`."""

@@ -15,9 +15,8 @@
 Outside of the loop all ranks call `policy_tensors` for exports, and ranks of one engine call `prefill`. Ranks of
 different engines do not wait for each other in `generate`.
 
-`RolloutEngine` is what stands at `trainer.vllm_generation`: `FP8VLLMGeneration`, or a small one over transformers in
-`testing/fake_rollout_engine.py`. The seam of a sync is `Delivery`: `InPlaceDelivery` writes into an engine of this
-process, and an engine in another process has one of its own. Kernels that a trainer shares: `engine/kernels.py`.
+`RolloutEngine` stands at `trainer.vllm_generation`; the smallest is in `testing/fake_rollout_engine.py`.
+`InPlaceDelivery` writes into an engine of this process; one in another process has a `Delivery` of its own.
 """
 
 from collections.abc import Iterator, Mapping

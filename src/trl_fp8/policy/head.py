@@ -8,7 +8,6 @@ Shape letters: T tokens, K hidden size, V vocabulary.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import trl.trainer.utils as trl_utils
 from torch import Tensor
@@ -22,14 +21,6 @@ TOKENS = 256  # whose logits over the whole vocabulary are held at a time
 Logits = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
 
 
-class Head(Protocol):
-    """As TRL's `ChunkedLogProbFunction`, of which this is all that is called."""
-
-    def apply(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options
-    ) -> tuple[Tensor | None, ...]: ...
-
-
-def scored_by(head: Head) -> AbstractContextManager[None]:
-    """Inside the block `head` scores, in the place of TRL's function."""
+def scored_by(head: object) -> AbstractContextManager[None]:
+    """Inside the block `head` scores, in the place of TRL's function, of which `apply` is all that is called."""
     return substituted(trl_utils, "_ChunkedLogProbFunction", head)

@@ -1,16 +1,12 @@
 """A hook on the policy's attention: it sees q, k, v where the KV cache does, and hands on what that would hold.
 
 transformers calls one attention function with q, k, v after normalization and RoPE, which is exactly what an engine
-caches. The hook sits in front of that function; the model's code, weights and parameter names are not touched:
+caches. The hook sits in front of that function, and what is in brackets is plugged in from outside:
 
     q, k, v  ->  [observer]  ->  [round trip under scales]  ->  attention, or [replacement]  ->  [watcher]
 
-MLA's k and v are expanded from a latent, and that is what is cached: the hook also sits in front of the expansion.
-
-    latent and rotated key  ->  [observer, as k and as v]  ->  [round trip under k's scale]  ->  k, v  ->  attention
-
-What is in brackets is plugged in from outside; the hook knows none of it by name. A policy has one hook: `hook_of`
-gives the one that is installed to whoever asks next.
+MLA caches the latent, with the rotated key, that its k and v are expanded from. There the hook also sits in front of
+the expansion; the observer gets the latent as k and as v, and its round trip is under k's scale.
 
 Registered implementations (sdpa, flash, kernels) are wrapped under their own name and do nothing for models without a
 hook; eager attention has no entry in transformers' table and gets one of our own.
@@ -46,11 +42,9 @@ _HOOKED: set[Callable] = set()  # registered attention functions that look for a
 
 
 class Observer(Protocol):
-    """What looks at the states of each attention call."""
-
     def add(self, layer: int, states: tuple[Tensor, ...], real_BT: Tensor | None, scaling: float, key: Tensor) -> None:
-        """`states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside of `real_BT` are padding
-        (None: there is none); scores are multiplied by `scaling`; `key` is k as q meets it.
+        """Look at an attention call. `states` are q, k, v `[B, H, T, D]`, k and v as they are cached; tokens outside
+        of `real_BT` are padding (None: there is none); scores are multiplied by `scaling`; `key` is k as q meets it.
         """
 
 
@@ -75,8 +69,9 @@ class AttentionHook:
 
     def __init__(self, model: nn.Module, skip_layers: Collection[int] = ()):
         self.base = transformers_model(model)
-        self.layers: int = self.base.config.get_text_config().num_hidden_layers
-        self.kv_layers = kv_layers(caches_of(self.base.config.get_text_config()))  # those that cache k and v
+        text = self.base.config.get_text_config()
+        self.layers: int = text.num_hidden_layers
+        self.kv_layers = kv_layers(caches_of(text))  # those that cache k and v
         self.scales_L3: Tensor | None = None  # fp32 `[L, 3]` on the model's device, while simulated
         self.observation: Observer | None = None
         self.query_rounded = False  # the simulated cache's attention rounds q, too
@@ -90,8 +85,9 @@ class AttentionHook:
         # What transformers passes to the attention function, and to the cache, is told apart by this attribute. A
         # layer that calls no registered function is not hooked, and calibration then raises for it by number.
         self.attention = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
-        self.implementation = self.base.config.get_text_config()._attn_implementation
-        if self.implementation == "eager":
+        self.implementation = self._used
+        self._hooked = EAGER if self.implementation == "eager" else self.implementation
+        if self._hooked == EAGER:
             self._use(EAGER)
         else:
             _wrap_registered(self.implementation)
@@ -130,7 +126,7 @@ class AttentionHook:
             yield
         finally:
             self._note = None
-            self._use(EAGER if self.implementation == "eager" else self.implementation)
+            self._use(self._hooked)
 
     def round_queries(self, rounded: bool) -> None:
         """While an FP8 cache is simulated, whether its attention rounds q, too."""
@@ -147,12 +143,17 @@ class AttentionHook:
         for module in self.attention:
             delattr(module, _HOOK)
             vars(module).pop("expand_kv", None)
-        if self.implementation == "eager":
+        if self.implementation == "eager" and self._used == EAGER:
             self._use("eager")
 
     @property
     def device(self) -> torch.device:
-        return next(self.base.parameters()).device
+        return self.base.device
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether attention still looks for this hook: `set_attn_implementation` may have chosen another one."""
+        return self._used in (self._hooked, EAGER)
 
     @contextmanager
     def observing(self, observation: Observer) -> Iterator[Observer]:
@@ -181,11 +182,11 @@ class AttentionHook:
             cached = (key, value) if latent is None else (latent, latent)
             self.observation.add(layer, (query, *cached), self._real_BT, scaling, key)
         batch = kwargs.pop(_BATCH, None)
-        states = query, key, value
-        if not hasattr(module, "expand_kv"):
-            states = self._as_cached(layer, *states)
+        states, scales = (query, key, value), self._scales(layer)
+        if scales is not None and not hasattr(module, "expand_kv"):
+            rounded_q = cache_round_trip(query, scales[0]) if self.query_rounded else query
+            states = rounded_q, cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
         if self._is_replaced:
-            scales = self.scales_L3[layer] if self._simulates(layer) else None
             output = self._replacement.attend(layer, (query, key, value), batch, scales, kwargs), None
         else:
             output = attend(module, *states, attention_mask, **kwargs)
@@ -198,24 +199,16 @@ class AttentionHook:
         both = torch.cat([latent, rotated], -1)
         if self.observation is not None:
             self._latents[layer] = both
-        if self._simulates(layer):
-            both = cache_round_trip(both, self.scales_L3[layer, 1])
+        if (scales := self._scales(layer)) is not None:
+            both = cache_round_trip(both, scales[1])
         return expand(*both.split([latent.shape[-1], rotated.shape[-1]], -1))
 
     @property
     def _is_replaced(self) -> bool:
         return self._replacement is not None and self._replacement.on
 
-    def _simulates(self, layer: int) -> bool:
-        return self.scales_L3 is not None and layer not in self.skip_layers
-
-    def _as_cached(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        if self._simulates(layer):
-            q_scale, k_scale, v_scale = self.scales_L3[layer].unbind()
-            key, value = cache_round_trip(key, k_scale), cache_round_trip(value, v_scale)
-            if self.query_rounded:
-                query = cache_round_trip(query, q_scale)
-        return query, key, value
+    def _scales(self, layer: int) -> Tensor | None:
+        return None if self.scales_L3 is None or layer in self.skip_layers else self.scales_L3[layer]
 
     def _note_padding(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         mask = kwargs.get("attention_mask")
@@ -234,6 +227,10 @@ class AttentionHook:
         # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
         return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
 
+    @property
+    def _used(self) -> str:
+        return self.base.config.get_text_config()._attn_implementation
+
     def _use(self, implementation: str) -> None:
         """Set the attention implementation of the language model. The towers of images and sounds keep theirs, which
         may be another one: a string would set all of them.
@@ -245,9 +242,16 @@ class AttentionHook:
 
 
 def hook_of(model: nn.Module) -> AttentionHook:
-    """The hook of a policy: the one that is installed on it, else a new one."""
+    """The hook of a policy: the one that is installed on it, else a new one; a new one, too, after the policy's
+    attention implementation changed.
+    """
     installed = (getattr(module, _HOOK, None) for module in transformers_model(model).get_decoder().modules())
-    return next((hook for hook in installed if hook is not None), None) or AttentionHook(model)
+    hook = next((hook for hook in installed if hook is not None), None)
+    if hook is not None and hook.is_in_place:
+        return hook
+    if hook is not None:
+        hook.remove()
+    return AttentionHook(model)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The trained model: inside its wrappings, as its own reference, and started from a quantized checkpoint.
+"""The trained model: inside its wrappings, as its own reference, started from a quantized checkpoint; its processor.
 
 From an FP8 checkpoint such as Qwen3-8B-FP8, or GPT-OSS with its experts in MXFP4, a policy is trained, and saved, in
 high precision. transformers 5.17 would keep weights that cannot be trained on a GPU, and dequantizes on CPU. Either
@@ -10,7 +10,7 @@ dtype was asked for.
 
 from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel, ProcessorMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.facts import format_stored
@@ -99,3 +99,20 @@ def in_high_precision(model: nn.Module) -> None:
         base._weight_conversions = [one for one in conversions if one not in dequantizing]
         for _, experts in expert_modules(base):
             experts.to(base.dtype)
+
+
+def make_lists(processor: ProcessorMixin) -> None:
+    """From now on `processor` makes a tensor of several prompts only where it is asked for one.
+
+    TRL 1.16 tokenizes prompts of many lengths at once, as lists. Some processors, as Mistral 3's, make one tensor of
+    them unless they are told otherwise, and TRL has no way to say so.
+    """
+    options = getattr(processor, "valid_processor_kwargs", None)
+    defaults = getattr(options, "_defaults", {})
+    if "return_tensors" not in (common := defaults.get("common_kwargs", {})):
+        return
+
+    class Lists(options, total=False):
+        _defaults = defaults | {"common_kwargs": {k: v for k, v in common.items() if k != "return_tensors"}}
+
+    processor.valid_processor_kwargs = Lists

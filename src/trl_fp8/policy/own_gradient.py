@@ -25,8 +25,7 @@ def own_gradient(
     dtype: torch.dtype = torch.float32,
 ) -> Outputs:
     """`engine(*inputs)`, whose gradients are those of `policy(*inputs)` in `dtype`; outputs have the same shapes."""
-    outputs = _OwnGradient.apply(engine, policy, dtype, *inputs)
-    return outputs[0] if len(outputs) == 1 else outputs
+    return _OwnGradient.apply(engine, policy, dtype, *inputs)
 
 
 def with_value(own: Tensor, value: Tensor) -> Tensor:
@@ -49,10 +48,9 @@ def holding(module: nn.Module, parameters: dict[str, Tensor]) -> Iterator[None]:
 class _OwnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, policy, dtype, *inputs):
-        outputs = engine(*inputs)
         ctx.policy, ctx.dtype = policy, dtype
         ctx.save_for_backward(*inputs)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
+        return engine(*inputs)
 
     @staticmethod
     @once_differentiable
@@ -72,7 +70,7 @@ class _OwnGradient(torch.autograd.Function):
         found = iter(torch.autograd.grad(values, wanted, dys, allow_unused=True))
         made = (next(found) if need else None for need in needed)
         given = zip(made, saved, strict=True)
-        return None, None, None, *(gradient if gradient is None else gradient.to(of.dtype) for gradient, of in given)
+        return None, None, None, *(None if gradient is None else gradient.to(of.dtype) for gradient, of in given)
 
 
 class _WithValue(torch.autograd.Function):

@@ -3,17 +3,30 @@
 So parameters, names, state dict, hooks, PEFT wrappers and sharding stay as they are.
 """
 
+from abc import abstractmethod
 from functools import cache
 
 from torch import nn
+from torchao.quantization import Float8Tensor
+
+
+class HoldsCodes:
+    """Mixed into the class of a linear layer, or of all experts of a layer, that holds no weight: it computes with its
+    FP8 codes, which an engine keeps.
+
+    Experts have `dequantized`, too, with the arguments of their forward: what they compute with weights that are
+    dequantized for the call, in the dtype of the hidden states.
+    """
+
+    codes: Float8Tensor | dict[str, Float8Tensor] | None  # of experts by parameter; None until the engine holds them
 
 
 class Swapper:
     """What swapped modules of a policy, and is an attribute of each of them."""
 
+    @abstractmethod
     def remove(self) -> None:
         """Turn the modules back into what they were."""
-        raise NotImplementedError
 
 
 def release(model: nn.Module) -> None:

@@ -48,7 +48,7 @@ register(
         "trl.trainer.utils._ChunkedLogProbFunction": ("policy/head.py", "TRL's output head calls it by this name."),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
         "vllm.model_executor.models.transformers.base.AutoModel": (
-            "engine/vllm/fallback.py",
+            "engine/vllm/environment.py",
             "It gives the policy's class another base.",
         ),
         "torch.ops._C.init_cpu_memory_env": ("engine/vllm/cpu_platform.py", "It warns where nothing is bound."),
@@ -124,7 +124,7 @@ register(
             "vLLM's depends on the batch.",
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (
-            "engine/vllm/cpu/latent.py",
+            "engine/vllm/cpu/reference_attention.py",
             "As its other attention.",
         ),
         "transformers.AttentionInterface": ("policy/hook.py", "No hook of a module sees q, k, v after RoPE."),

@@ -46,18 +46,15 @@ def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
     if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
         parts = f"{kernel.base_type.__name__} or {kernel.fallback_type.__name__}"
         return f"{name} takes {parts} by the number of rows, so that results depend on the batch"
-    spec, shape = (
-        format_stored(layer.weight_block_size),
-        (layer.output_size_per_partition, layer.input_size_per_partition),
-    )
+    spec = format_stored(layer.weight_block_size)
     if spec is None:
         return f"{name} has blocks of {layer.weight_block_size}, which no format has"
+    shape = layer.output_size_per_partition, layer.input_size_per_partition
     weight, scale = _meta(E4M3, *shape), _meta(torch.float32, *spec.scale_shape(shape))
     if spec.weight_block is None:  # vLLM keeps the weight transposed, and its scale without dims
         weight, scale = weight.t(), _meta(torch.float32)
-    return _why_not_as_sent(name, layer, {"weight": weight, f"weight{spec.scale_suffix}": scale}) or _why_not_known(
-        name
-    )
+    expected = {"weight": weight, f"weight{spec.scale_suffix}": scale}
+    return _why_not_as_sent(name, layer, expected) or _why_not_known(name)
 
 
 def _why_unverifiable(module: nn.Module) -> str | None:

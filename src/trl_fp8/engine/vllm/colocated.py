@@ -7,17 +7,18 @@ import torch
 from torch import nn
 from vllm import LLM
 
+from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Part
-from trl_fp8.sync.pieces import Layout
+from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.sync.policy_checks import require_same_tensors
 from trl_fp8.sync.writer import Named
 from trl_fp8.upstream import vllm as upstream
 
 from .auditable import require_auditable
-from .layout import added_pieces, constants_layout, engine_layout
-from .numerics import engine_numerics
+from .layout import SCALES, Added, engine_layout
+from .numerics import activation_scaling, fp8_kernels, quantizes_query
 
 
 class ColocatedEngine:
@@ -34,16 +35,27 @@ class ColocatedEngine:
         buffers = {recipe.engine_name(name) for name, _ in persistent_buffers(policy)}
         of_policy = engine_layout(self.model, recipe.linears, buffers)
         require_same_tensors(policy, recipe, of_policy)
-        self.layout = Layout([*of_policy.pieces.values(), *added_pieces(self.model)])
-        self.numerics = engine_numerics(self.model)
+        added = [piece for each in self.model.modules() if isinstance(each, Added) for piece in each.pieces()]
+        self.layout = Layout([*of_policy.pieces.values(), *added])
+        kernels, linears = fp8_kernels(self.model), activation_scaling(self.model)
+        self.numerics = EngineNumerics(kernels, linears, query_rounded=quantizes_query(self.model))
 
     def constants(self, device: torch.device) -> Part:
-        """The engine's constants, which are written again, as they were found, only after they changed.
+        """Buffers of the engine's model that no policy has: rotary angles, normalizers of embeddings, maps of experts.
+        vLLM makes them at its start and only reads them; they are written again, as they were found, only after they
+        changed.
 
         The copies are on the host: what wrote to the engine's memory by mistake does not reach them. vLLM itself saves
-        buffers before it sleeps and restores them when it wakes.
+        buffers before it sleeps and restores them when it wakes. Scales of k, v and q are left out: `verify_kv_scales`
+        compares those that an FP8 KV cache uses, and nothing reads the others.
         """
-        layout, kept = constants_layout(self.model, self.layout), {}
+        written, kept = {(id(piece.module), piece.attribute) for piece in self.layout.pieces.values()}, {}
+        layout = Layout(
+            Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
+            for prefix, module in self.model.named_modules()
+            for attribute, buffer in module.named_buffers(recurse=False)
+            if (id(module), attribute) not in written and attribute not in SCALES
+        )
 
         def as_found() -> AbstractContextManager[Iterator[Named]]:
             if not kept:

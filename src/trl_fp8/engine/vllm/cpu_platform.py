@@ -6,29 +6,25 @@ from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
-from trl_fp8.upstream.vllm import forget_choices
 
 from .cpu.delta_net import register_cpu_delta_net
-from .cpu.latent import reference_latent_attention
+from .cpu.latent import ReferenceLatentAttention
 from .cpu.ops import PROVIDER, register_cpu_ops
-from .cpu.reference_attention import reference_attention
+from .cpu.reference_attention import ReferenceAttention, overridden
 from .cpu.reference_experts import register_cpu_experts
 from .cpu.reference_linear import register_cpu_kernel
-from .environment import configs_kept, environment_kept
-from .fallback import classes_derived
 from .platform import Platform
 from .separate_kernels import SeparateKernels
 
 
 BLOCK = 128  # tokens per KV cache block
 # Always, because the reference kernels are such: no fused one takes their place
-KERNELS = SeparateKernels(
-    norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER}, custom_ops={"rotary_embedding": False}
-)
+KERNELS = SeparateKernels(norms=PROVIDER, custom_ops={"rotary_embedding": False})
 
 
 class Cpu(Platform):
@@ -40,14 +36,12 @@ class Cpu(Platform):
         return ("auto",)  # the reference kernel stands first
 
     @contextmanager
-    def ready(self, recipe: FP8Recipe) -> Iterator[None]:
-        forget_choices()
+    def _kernels_ready(self) -> Iterator[None]:
         for register in register_cpu_kernel, register_cpu_experts, register_cpu_ops, register_cpu_delta_net:
             register()
-        attentions = reference_attention(), reference_latent_attention()
-        with environment_kept(), configs_kept(), classes_derived(recipe), _memory_bound_quietly():
-            with attentions[0], attentions[1]:
-                yield
+        latent = overridden(AttentionBackendEnum.CPU_MLA, ReferenceLatentAttention)
+        with _memory_bound_quietly(), overridden(AttentionBackendEnum.CPU_ATTN, ReferenceAttention), latent:
+            yield
 
     def _arguments(self, recipe: FP8Recipe, config: PretrainedConfig, seqs: int, length: int | None) -> dict:
         itemsize = 1 if recipe.fp8_kv_cache and not recipe.kv_cache_skip_layers else 2

@@ -1,4 +1,4 @@
-"""The environment of this process around an engine's start: what vLLM sets in it does not stay.
+"""This process around an engine's start: what vLLM changes in it does not stay.
 
 vLLM keeps its settings (`vllm.envs`) from the end of a start on. So an engine has them for as long as it lives, and
 the environment can be what it was before. The next engine reads it anew (`forget_choices`), and from then on
@@ -7,9 +7,16 @@ an engine from before has its settings, too: only the last engine of a process m
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
-from transformers import CONFIG_MAPPING
+import torch
+from transformers import CONFIG_MAPPING, MODEL_MAPPING, PretrainedConfig, PreTrainedModel
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.patches import substituted
 
 
 # vLLM's compiler points the first two at the folder of its model: a trainer that compiles would write there, too. The
@@ -44,3 +51,32 @@ def configs_kept() -> Iterator[None]:
     finally:
         CONFIG_MAPPING._extra_content.clear()
         CONFIG_MAPPING._extra_content.update(before)
+
+
+def classes_derived(recipe: FP8Recipe) -> AbstractContextManager[None]:
+    """Engines that are made inside the block leave the policy's class as it is.
+
+    For a model that vLLM has no class of, its transformers backend builds transformers' own, and gives that class
+    another base and constructor, so that it can be compiled. A policy of the class, which was made before, then has
+    none of what the new base expects ("'Olmo2Model' object has no attribute 'do_not_compile'"). So the backend gets a
+    class that is derived from transformers', whose source and modules it shares.
+    """
+    if not family_of(recipe.model_type).by_transformers:
+        return nullcontext()
+    from vllm.model_executor.models.transformers import base  # no other model needs it
+
+    return substituted(base, "AutoModel", _Derived)
+
+
+class _Derived:
+    """In the place of `transformers.AutoModel`, of which the backend calls nothing else."""
+
+    @staticmethod
+    def from_config(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+        with set_default_torch_dtype(dtype):
+            return _derived(MODEL_MAPPING[type(config)])(config)
+
+
+@cache
+def _derived(cls: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__})

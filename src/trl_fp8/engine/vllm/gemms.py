@@ -12,13 +12,12 @@ All ranks of a job take the same kernel: what one fails, none takes, and the slo
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from time import perf_counter
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate.logging import get_logger
@@ -63,38 +62,20 @@ WITHOUT_NVCC = (
 Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
 
 
-class Candidate(Protocol):
-    """A kernel to choose."""
-
-    name: str
-
-    def check(self) -> None:
-        """Raise what speaks against it: `ValueError` if it is not meant for this device, anything else if it fails."""
-
-    def seconds(self, shape: Shape, rows: int) -> float:
-        """Of one call with a weight of `shape`."""
-
-
 @dataclass(frozen=True)
 class Gemm:
-    """A candidate of vLLM's, without an engine around it.
+    """A kernel of vLLM's to choose, without an engine around it."""
 
-    Attributes:
-        name: Value of vLLM's `linear_backend`.
-        scale_format: Of the weights' scales.
-        config: The policy's; vLLM refuses DeepGEMM for some.
-        alike: No batch may change a row's bits.
-    """
-
-    name: str
+    name: str  # value of vLLM's `linear_backend`
     spec: FormatSpec
-    scale_format: ScaleFormat
+    scale_format: ScaleFormat  # of the weights' scales
     device: torch.device
-    config: PretrainedConfig
-    alike: bool = False
+    config: PretrainedConfig  # the policy's; vLLM refuses DeepGEMM for some
+    alike: bool = False  # no batch may change a row's bits
 
     @torch.no_grad()
     def check(self) -> None:
+        """Raise what speaks against it: `ValueError` if it is not meant for this device, anything else if it fails."""
         generator = torch.Generator().manual_seed(0)
         weight, x = (_uneven(rows, CHECKED[1], generator).to(self.device) for rows in (CHECKED[0], CHECKED_ROWS[-1]))
         kernel, layer = self.made(CHECKED)
@@ -133,6 +114,7 @@ class Gemm:
 
     @torch.no_grad()
     def seconds(self, shape: Shape, rows: int) -> float:
+        """Of one call with a weight of `shape`."""
         kernel, layer = self.made(shape)  # stored as after a start: that was checked
         x = torch.randn(rows, shape[1], dtype=torch.bfloat16, device=self.device)
         return replayed_seconds(partial(kernel.apply_weights, layer, x))
@@ -144,18 +126,16 @@ class Gemm:
             activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
         else:
             weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
-        with self._configured():
+        # As much of an engine's configuration as kernels read; vLLM's own operator quantizes activations in both
+        config = SimpleNamespace(
+            compilation_config=CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"]),
+            kernel_config=SimpleNamespace(linear_backend=self.name, linear_backend_per_quant=None),
+            model_config=SimpleNamespace(hf_text_config=self.config),
+        )
+        with set_current_vllm_config(config):
             dtypes = {"input_dtype": torch.bfloat16, "out_dtype": torch.bfloat16}
             kernel = init_fp8_linear_kernel(activations, weights, weight_shape=shape, **dtypes)
         return kernel, _Layer(shape, self.spec, self.device)
-
-    def _configured(self) -> AbstractContextManager[None]:
-        """As much of an engine's configuration as kernels read; vLLM's own operator quantizes activations in both."""
-        compilation = CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"])
-        kernels = SimpleNamespace(linear_backend=self.name, linear_backend_per_quant=None)
-        model = SimpleNamespace(hf_text_config=self.config)
-        config = SimpleNamespace(compilation_config=compilation, kernel_config=kernels, model_config=model)
-        return set_current_vllm_config(config)
 
 
 class _Layer(nn.Module):
@@ -232,19 +212,15 @@ def pinned_gemm(
 
 
 def fastest(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[Gemm],
     gemms: Mapping[Shape, int],
     agree: Agree = list,
     clock: Callable[[], float] = perf_counter,
-) -> Candidate:
-    """The candidate whose calls with 64 rows take the least time in all layers, among those that pass their check.
+) -> Gemm:
+    """The candidate whose calls with 64 rows take the least time in all layers, among those that pass their check;
+    `RuntimeError` with the reason of each if none does.
 
-    Args:
-        candidates: The same on all ranks.
-        gemms: Shape of a weight -> number of layers that have it.
-
-    Raises:
-        RuntimeError: None passes; the message has the reason of each.
+    `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers that have it.
     """
     reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
     passed = _agreed(candidates, reasons, agree)
@@ -264,7 +240,7 @@ def fastest(
     return chosen
 
 
-def _agreed(candidates: Sequence[Candidate], reasons: Mapping[str, str | None], agree: Agree) -> list[Candidate]:
+def _agreed(candidates: Sequence[Gemm], reasons: Mapping[str, str | None], agree: Agree) -> list[Gemm]:
     """Those that have no reason against them, on any rank."""
     failed = agree([float(reasons[each.name] is not None) for each in candidates])
     if all(failed):
@@ -277,7 +253,7 @@ def _agreed(candidates: Sequence[Candidate], reasons: Mapping[str, str | None], 
     return [each for each, bad in zip(candidates, failed, strict=True) if not bad]
 
 
-def _tried(candidate: Candidate, use: Callable[[], float | None]) -> tuple[float | None, str | None]:
+def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | None, str | None]:
     """What `use` returns, and why it did not."""
     try:
         return use(), None
@@ -297,7 +273,7 @@ def _has_nvcc() -> bool:
     return any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home)))
 
 
-def _table(candidates: Sequence[Candidate], gemms: Mapping[Shape, int], times: Mapping) -> str:
+def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mapping) -> str:
     """A line for each shape and number of rows; "-" where there was no time left."""
     lines = [["layers", "N", "K", "rows", *(each.name for each in candidates)]]
     for (n, k), layers in gemms.items():

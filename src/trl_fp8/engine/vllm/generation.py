@@ -3,8 +3,6 @@
 start:    LLM(dummy weights, quantization_config, kv_cache_dtype)   Platform.arguments, and those of parts
 sync:     InPlaceDelivery.deliver of PolicyWeights.sent
 generate: TRL's own, behind require_whole; verify when the engine is awake
-
-What features need besides are parts of the engine, see `EnginePart`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,17 +46,16 @@ class FP8VLLMGeneration(VLLMGeneration):
     Args:
         recipe: What is FP8 (with nothing FP8: a BF16 engine through the same sync, which is what CPU needs).
         engine_kwargs: The user's `vllm_engine_kwargs`.
-        parts: What features need of the engine.
+        parts: What features need of the engine, see `EnginePart`.
         after_sync: Called after each sync for a generation, before anything is sampled.
         **kwargs: As for TRL's `VLLMGeneration`.
 
-    Attributes:
-        llm, engine, weights, delivery: The engine itself, as a delivery sees it, what its syncs send, and how.
-        pinned: What was chosen on this device, as `vllm_engine_kwargs` would say it.
-        replicas: The ranks that have to hold the same bytes; None on one process.
+    Attributes, beside those of `RolloutEngine`: llm, engine, weights, delivery: the engine itself, as a delivery sees
+    it, what its syncs send, and how.
     """
 
     pinned: dict[str, str]
+    kernels: EngineKernels | None = None
     replicas: Replicas | None = None
 
     def __init__(
@@ -67,11 +64,10 @@ class FP8VLLMGeneration(VLLMGeneration):
         recipe: FP8Recipe,
         engine_kwargs: dict | None = None,
         parts: Sequence[EnginePart] = (),
-        after_sync: Callable[[], None] | None = None,
+        after_sync: Callable[[], None] = lambda: None,
         **kwargs,
     ):
-        self.recipe, self.engine_kwargs, self.parts = recipe, engine_kwargs, parts
-        self.after_sync = after_sync or (lambda: None)
+        self.recipe, self.engine_kwargs, self.parts, self.after_sync = recipe, engine_kwargs, parts, after_sync
         super().__init__(**kwargs)
 
     def _init_vllm(self) -> None:
@@ -107,6 +103,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.delivery.send(constants)
         for part in self.parts:
             part.ready(self)
+        self.kernels = next((part.kernels for part in self.parts if part.kernels is not None), None)
         logger.info(f"engine: {self.numerics}")
 
     def _start_engine(self) -> None:
@@ -129,11 +126,6 @@ class FP8VLLMGeneration(VLLMGeneration):
                 super()._init_vllm()
 
     @property
-    def kernels(self) -> EngineKernels | None:
-        """What the engine computes, if a part has it ready to be called."""
-        return next((part.kernels for part in self.parts if part.kernels is not None), None)
-
-    @property
     def last_sync(self) -> SyncReport | None:
         return self.delivery.last
 
@@ -153,9 +145,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.generation_kwargs = self.generation_kwargs | parameters
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
-        """The policy's `(checkpoint name, full tensor)`, merged and gathered (a collective), in a `with` block. What
-        lives in the engine alone is among them on the main process.
-        """
+        """As in `RolloutEngine`, a collective. What lives in the engine alone is among them on the main process."""
         return self.weights.merged()
 
     def _iter_named_params(self) -> Iterator[Named]:
@@ -177,7 +167,6 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.after_sync()
 
     def send_weights(self) -> None:
-        """Bring the engine to the policy's current weights, and leave what a sync brings beside them as it is."""
         self.delivery.deliver(self.weights.sent, prepare=False)
 
     def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
@@ -214,10 +203,6 @@ class FP8VLLMGeneration(VLLMGeneration):
             )
 
     def prefill(self, tokens: list[int]) -> list[int]:
-        """Let the engine compute its layers for a sequence; ranks that share one do so together, for the first one's.
-
-        Returns that sequence.
-        """
         if self.tensor_parallel_size > 1:
             of_first = [tokens]
             torch.distributed.broadcast_object_list(of_first, group=self.tp_group, group_src=0)

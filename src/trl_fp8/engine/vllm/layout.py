@@ -78,31 +78,10 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
     return Layout(pieces)
 
 
-def added_pieces(model: nn.Module) -> list[Piece]:
-    """Of all `Added` layers of an engine's model."""
-    return [piece for module in model.modules() if isinstance(module, Added) for piece in module.pieces()]
-
-
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
     """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
     scale = layout.held.get(name + spec.scale_suffix)
     return None if scale is None else held_weight(layout.held[name], scale, spec)
-
-
-def constants_layout(model: nn.Module, sent: Layout) -> Layout:
-    """Layout of the buffers of an engine's model that no policy has, by the engine's names: tables of rotary angles,
-    normalizers of embeddings, maps of experts. vLLM makes them at its start and only reads them.
-
-    `sent` is the model's `engine_layout`. Scales of k, v and q are left out: `verify_kv_scales` compares those that an
-    FP8 KV cache uses, and nothing reads the others.
-    """
-    written = {(id(piece.module), piece.attribute) for piece in sent.pieces.values()}
-    return Layout(
-        Piece(f"{prefix}.{attribute}" if prefix else attribute, module, attribute, buffer.dtype)
-        for prefix, module in model.named_modules()
-        for attribute, buffer in module.named_buffers(recurse=False)
-        if (id(module), attribute) not in written and attribute not in SCALES
-    )
 
 
 def _why_packed(module: nn.Module) -> str | None:
@@ -209,22 +188,21 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
         yield prefix, Span(module.tp_rank * heads, heads, module.num_v_heads), None, 0
     elif isinstance(module, linear.ColumnParallelLinear):
         parent, _, leaf = prefix.rpartition(".")
-        names, sizes, ranks, copies = [leaf], [module.output_size_per_partition], [module.tp_rank], [1]
+        rank, ranks, is_one = module.tp_rank, module.tp_size, prefix in linears
         if isinstance(module, linear.QKVParallelLinear):
-            names, sizes = FUSED["qkv_proj"], module.output_partition_sizes
-            ranks += [module.tp_rank // module.num_kv_head_replicas] * 2
-            copies += [module.num_kv_head_replicas] * 2
+            names, sizes, copies = FUSED["qkv_proj"], module.output_partition_sizes, module.num_kv_head_replicas
+            spans = _dealt(sizes[:1], rank, ranks) + _dealt(sizes[1:], rank // copies, ranks // copies)
         elif isinstance(module, linear.MergedColumnParallelLinear):
             names = getattr(model, "packed_modules_mapping", FUSED).get(leaf, ())  # StableLM's class has no mapping
             sizes = module.output_partition_sizes
-            ranks, copies = ranks * len(sizes), copies * len(sizes)
+            spans = _dealt(sizes, rank, ranks)
         elif isinstance(net := model.get_submodule(parent), GatedDeltaNetAttention):  # a convolution of q, k and v
-            sizes = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)]
-            yield prefix, _joined(_dealt(sizes, module.tp_rank, module.tp_size)), None, 0
-            return
-        dealt = zip(sizes, ranks, copies, strict=True)
-        spans = [Span(rank * size, size, module.tp_size // same * size) for size, rank, same in dealt]
-        if prefix in linears:
+            sizes, is_one = [size // net.tp_size for size in (net.key_dim, net.key_dim, net.value_dim)], True
+            spans = _dealt(sizes, rank, ranks)
+        else:
+            names, sizes = [leaf], [module.output_size_per_partition]
+            spans = _dealt(sizes, rank, ranks)
+        if is_one:
             yield prefix, _joined(spans), None, 0
             return
         if sum(PARTS.get(name, 1) for name in names) != len(sizes):

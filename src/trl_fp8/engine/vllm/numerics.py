@@ -1,25 +1,32 @@
-"""`EngineNumerics` of a started vLLM, read off the modules of its model."""
+"""`EngineNumerics` and attention layers of a started vLLM, read off the modules of its model."""
 
 from collections import Counter
 
 from torch import nn
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
-from .attention_layers import quantizes_query
+
+def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
+    """Number of each decoder layer -> its attention; `RuntimeError` if names do not tell the layer."""
+    layers = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (Attention, MLAAttention)):
+            numbers = [int(part) for part in name.split(".") if part.isdigit()]
+            if len(numbers) != 1 or numbers[0] in layers:
+                raise RuntimeError(f"cannot tell the decoder layer of the engine's attention module {name!r}.")
+            layers[numbers[0]] = module
+    return dict(sorted(layers.items()))
 
 
-def engine_numerics(model: nn.Module) -> EngineNumerics:
-    """How a started engine computes."""
-    return EngineNumerics(
-        kernels=fp8_kernels(model),
-        linears=activation_scaling(model),
-        query_rounded=quantizes_query(model),
-    )
+def quantizes_query(model: nn.Module) -> bool:
+    """`EngineNumerics.query_rounded`: FlashAttention 3 and Triton do, MLA's and the CPU references do not."""
+    layers = attention_layers(model).values()
+    return any(module.query_quant is not None for module in layers if isinstance(module, Attention))
 
 
 def fp8_kernels(model: nn.Module) -> Counter[str]:

@@ -29,18 +29,13 @@ if TYPE_CHECKING:
 
 
 class PolicyWeights:
-    """Those of the policy of a generation whose engine has started.
-
-    Attributes:
-        frozen: What is written once, and not by each sync.
-        dealt: Parameters are dealt over ranks.
-    """
+    """Those of the policy of a generation whose engine has started."""
 
     def __init__(self, generation: FP8VLLMGeneration):
         self._generation, self._dist = generation, generation._dist
         self.model, self.recipe, self.layout = generation.model, generation.recipe, generation.engine.layout
-        self.frozen: tuple[Part, ...] = ()
-        self.dealt = self._dist.is_zero3 or self._dist.is_fsdp
+        self.frozen: tuple[Part, ...] = ()  # what is written once, and not by each sync
+        self.dealt = self._dist.is_zero3 or self._dist.is_fsdp  # over ranks
 
     def at_once(self, model: nn.Module) -> bool:
         """Whether what `sent`, or `reference` of a model, yields lasts only until the next tensor is asked for."""

@@ -1,9 +1,9 @@
 """vLLM's engine with a lighter sleep, parts that take notes, and random numbers of its own.
 
 TRL puts the engine to sleep at level 2 after each generation: weights are discarded, and the next generation begins
-with a sync. Between batches of an evaluation and turns of a conversation the weights stay the same: there level 1
-moves them to host memory (half as much in FP8) and back. A trainer that computes with the engine's weights
-(`share_weights`) needs them while the engine sleeps: there they stay where they are, and only the KV cache is freed.
+with a sync. Between batches of an evaluation and turns of a conversation weights stay the same: there level 1 moves
+them to host memory and back. Of a trainer that computes with the engine's weights (`share_weights`) they stay where
+they are, and only the KV cache is freed.
 
 vLLM's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
 engine have to draw the same ones, or they wait for each other for ever; but reward functions draw from it too, each

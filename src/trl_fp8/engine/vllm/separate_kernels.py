@@ -11,25 +11,21 @@ from dataclasses import dataclass
 from vllm.config import VllmConfig
 
 
+NORMS = "rms_norm", "fused_add_rms_norm"
 # Passes of vLLM's compiler that put such an operation into one kernel with its neighbours
 FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduce_rms", "enable_qk_norm_rope_fusion"
 
 
 @dataclass(frozen=True)
 class SeparateKernels:
-    """Which kernels they are.
+    """Which kernels they are."""
 
-    Attributes:
-        norms: vLLM's IR operation -> its provider.
-        custom_ops: Other operations -> True for vLLM's custom operation, False for its torch path.
-    """
-
-    norms: dict[str, str]
-    custom_ops: dict[str, bool]
+    norms: str  # provider of vLLM's IR operations `NORMS`
+    custom_ops: dict[str, bool]  # other operations -> True for vLLM's custom operation, False for its torch path
 
     def arguments(self) -> dict[str, object]:
         """For `vllm.LLM(...)`."""
-        priority = {name: [provider] for name, provider in self.norms.items()}
+        priority = {name: [self.norms] for name in NORMS}
         compilation = {
             "custom_ops": ["all", *(f"-{name}" for name, custom in self.custom_ops.items() if not custom)],
             "pass_config": dict.fromkeys(FUSIONS, False),
@@ -40,8 +36,8 @@ class SeparateKernels:
     def undone(self, config: VllmConfig) -> list[str]:
         """The settings of a running engine that run other kernels."""
         compilation, priority = config.compilation_config, config.kernel_config.ir_op_priority
-        norms = [name for name, provider in self.norms.items() if getattr(priority, name)[0] != provider]
-        found = [f"kernel_config ir_op_priority.{name}={getattr(priority, name)}" for name in norms]
+        others = {name: first for name in NORMS if (first := getattr(priority, name))[0] != self.norms}
+        found = [f"kernel_config ir_op_priority.{name}={first}" for name, first in others.items()]
         found += [
             f"compilation_config custom_ops={compilation.custom_ops} ({'without' if custom else 'with'} {name})"
             for name, custom in self.custom_ops.items()

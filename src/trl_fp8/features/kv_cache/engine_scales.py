@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from trl_fp8.engine.vllm.attention_layers import attention_layers
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales

@@ -35,10 +35,9 @@ from trl_fp8.features.one_forward.modules.followed_experts import (
     require_followable_experts,
 )
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
-from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.policy.swapped import Swapper, restore, swap
+from trl_fp8.policy.swapped import HoldsCodes, Swapper, restore, swap
 from trl_fp8.recipe.from_model import linear_layers, of_adapter, outline_of
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -17,14 +17,14 @@ from vllm import LLM, RequestOutput
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.part import RolloutLog
 from trl_fp8.engine.vllm.platform import Platform
-from trl_fp8.engine.vllm.rollout_log import RolloutLog
 from trl_fp8.recipe.names import NOWHERE
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream import vllm as upstream
 
 
-class RouteLog(RolloutLog[np.ndarray]):
+class RouteLog(RolloutLog):
     """Routes `[T - 1, L, K]` of everything generated since `begin`; `NOWHERE` for tokens that were never fed (a tool's
     last result).
     """

@@ -11,11 +11,10 @@ from torch import nn
 from transformers import PretrainedConfig
 from vllm import envs
 
-from trl_fp8.engine.vllm.compiled import traced
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.part import EnginePart
-from trl_fp8.engine.vllm.platform import Platform
+from trl_fp8.engine.vllm.platform import Platform, traced
 from trl_fp8.engine.vllm.policy_weights import PolicyWeights
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Part

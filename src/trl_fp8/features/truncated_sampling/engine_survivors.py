@@ -15,13 +15,13 @@ from vllm import LLM, RequestOutput
 
 from trl_fp8.engine.protocol import Survivors
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
+from trl_fp8.engine.vllm.part import RolloutLog
 from trl_fp8.engine.vllm.platform import Platform
-from trl_fp8.engine.vllm.rollout_log import RolloutLog
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream import vllm as upstream
 
 
-class SurvivorLog(RolloutLog[Survivors]):
+class SurvivorLog(RolloutLog):
     """Survivors of everything generated since `begin`."""
 
     unknown = "nobody knows which tokens top_p, top_k and min_p left"

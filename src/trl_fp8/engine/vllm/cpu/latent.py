@@ -9,30 +9,17 @@ that weight which it keeps for it. Here every token is a decode: what a sync der
 Shape letters: T tokens, H heads, N their size without rotation, P the rotated rest, L latent size, B blocks.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import AttentionMetadataBuilder, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
-from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from trl_fp8.quantization.codec.e4m3 import cache_codes
 
-from .reference_attention import attend, gather, padded, visible
-
-
-@contextmanager
-def reference_latent_attention() -> Iterator[None]:
-    """As `reference_attention`, of engines whose `attention_backend` is CPU_MLA; vLLM prefers AMX's where there is."""
-    register_backend(AttentionBackendEnum.CPU_MLA, f"{__name__}.{ReferenceLatentAttention.__qualname__}")
-    try:
-        yield
-    finally:
-        AttentionBackendEnum.CPU_MLA.clear_override()
+from .reference_attention import ReferenceMetadataBuilder, attend, gather, padded, visible
 
 
 class ReferenceLatentAttention(CPUMLABackend):
@@ -61,10 +48,7 @@ class LatentMetadata:
         return self.common.num_reqs
 
 
-class LatentMetadataBuilder(AttentionMetadataBuilder[LatentMetadata]):
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-
+class LatentMetadataBuilder(ReferenceMetadataBuilder):
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> LatentMetadata:
         return LatentMetadata(common_attn_metadata)
 

@@ -33,21 +33,21 @@ from trl_fp8.upstream.patches import patch
 PROVIDER = "trl_fp8"
 
 
-class ReferenceSiluAndMul(SiluAndMul):
-    """`silu(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
+def gated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`activation(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate) * up
 
+
+class ReferenceSiluAndMul(SiluAndMul):
     @staticmethod
     def forward_native(x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return silu(gate) * up
+        return gated(silu, x)
 
 
 class ReferenceGeluAndMul(GeluAndMul):
-    """`gelu(x[..., :d]) * x[..., d:]`, each rounded to x's dtype."""
-
     def forward_native(self, x: Tensor) -> Tensor:
-        gate, up = x.chunk(2, dim=-1)
-        return gelu(gate, self.approximate) * up
+        return gated(partial(gelu, approximate=self.approximate), x)
 
 
 class OneGroupRouter(cpu_router.CPURouter):
@@ -71,7 +71,7 @@ def register_cpu_ops() -> None:
     patch(cpu_router, "_grouped_topk", partial(_wide_sigmoid, cpu_router._grouped_topk))
     patch(router_factory, "CPURouter", OneGroupRouter)
     patch(commandr, "layer_norm_func", layer_norm)
-    patch(commandr, "rms_norm_func", _fp32_weight_rms_norm)
+    patch(commandr, "rms_norm_func", lambda x, weight, epsilon: rms_norm(x, weight.float(), epsilon))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -106,13 +106,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: in
 def layer_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """x `[..., K]` less its mean, over its standard deviation, times `weight`; FP32 before the product."""
     wide = x.double()
-    centred = wide - wide.mean(-1, keepdim=True)
-    normalized = (centred * (centred.square().mean(-1, keepdim=True) + epsilon).rsqrt()).float()
-    return (weight.float() * normalized).to(x.dtype)
-
-
-def _fp32_weight_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return rms_norm(x, weight.float(), epsilon)
+    return rms_norm(wide - wide.mean(-1, keepdim=True), weight.float(), epsilon).to(x.dtype)
 
 
 def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:

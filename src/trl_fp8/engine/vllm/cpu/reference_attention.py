@@ -18,7 +18,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -30,13 +36,13 @@ READ_BYTES = 2 * 2**20  # of FP64 keys and values at a time; more of them leave 
 
 
 @contextmanager
-def reference_attention() -> Iterator[None]:
-    """Engines started inside the block use the reference backend (vLLM's public override of a backend)."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{ReferenceAttention.__qualname__}")
+def overridden(backend: AttentionBackendEnum, cls: type[AttentionBackend]) -> Iterator[None]:
+    """Engines started inside the block have `cls` for a backend (vLLM's public override)."""
+    register_backend(backend, f"{cls.__module__}.{cls.__qualname__}")
     try:
         yield
     finally:
-        AttentionBackendEnum.CPU_ATTN.clear_override()
+        backend.clear_override()
 
 
 class ReferenceAttention(CPUAttentionBackend):
@@ -54,8 +60,8 @@ class ReferenceAttention(CPUAttentionBackend):
 class ReferenceMetadataBuilder(AttentionMetadataBuilder[CommonAttentionMetadata]):
     """vLLM's common metadata says all that the reference needs."""
 
-    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+    def __init__(self, *args):  # vLLM's is abstract
+        super().__init__(*args)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> CommonAttentionMetadata:
         return common_attn_metadata
@@ -97,7 +103,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         self, layer: nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
         """Write k and v `[T, G, D]`, as bytes to an FP8 cache, to the slots of `slot_mapping` `[T]` (-1: padding)."""
-        keys, values = _split_cache(kv_cache)
+        keys, values = keys_and_values(kv_cache).unbind(2)
         real = slot_mapping >= 0
         slots = slot_mapping[real]
         block, offset = slots // keys.shape[2], slots % keys.shape[2]
@@ -121,7 +127,7 @@ class ReferenceAttentionImpl(AttentionImpl):
         query_lens = starts.diff()
         is_query_RQ = torch.arange(int(query_lens.max())) < query_lens[:, None]
         q_RQHD = padded(query[:tokens].view(tokens, self.num_heads, self.head_size), is_query_RQ)
-        output_RQHD, cache = torch.empty_like(q_RQHD, dtype=output.dtype), _keys_and_values(kv_cache)
+        output_RQHD, cache = torch.empty_like(q_RQHD, dtype=output.dtype), keys_and_values(kv_cache)
         visible_RQS = visible(query_lens, seq_lens, length, self.sliding_window, attn_metadata.causal)
         for request, images in (attn_metadata.mm_req_doc_ranges or {}).items():
             _see_whole(images, visible_RQS[request], int(seq_lens[request] - query_lens[request]))
@@ -147,17 +153,6 @@ def attend(
     """What each query reads of the keys that are `visible` to it, `[R, Q, H, D]`, and the log of its softmax's
     denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
     """
-    out, lse_RHQ = _attend(q_RQHD, k_RGSD, v_RGSD, visible_RQS, scaling, softcap)
-    if sinks_H is None:
-        return out, lse_RHQ
-    whole_RHQ = torch.logaddexp(lse_RHQ, sinks_H.detach().double()[:, None])
-    return out * (lse_RHQ - whole_RHQ).exp().transpose(1, 2)[..., None], whole_RHQ
-
-
-def _attend(
-    q_RQHD: Tensor, k_RGSD: Tensor, v_RGSD: Tensor, visible_RQS: Tensor, scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    """`attend` without sinks."""
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
     queries = max(1, SCORES_BYTES // (8 * q_RQHD.shape[0] * q_RQHD.shape[2] * k.shape[2]))
     out, lse = [], []
@@ -179,7 +174,11 @@ def _attend(
             read_RGnD = scores.sub_(lse_RGn[..., None]).exp_() @ v
         out.append(read_RGnD.unflatten(2, sizes[2:4]).permute(0, 3, 1, 2, 4).flatten(2, 3))
         lse.append(lse_RGn.unflatten(2, sizes[2:4]).flatten(1, 2))
-    return torch.cat(out, 1), torch.cat(lse, 2)
+    out_RQHD, lse_RHQ = torch.cat(out, 1), torch.cat(lse, 2)
+    if sinks_H is None:
+        return out_RQHD, lse_RHQ
+    whole_RHQ = torch.logaddexp(lse_RHQ, sinks_H.detach().double()[:, None])
+    return out_RQHD * (lse_RHQ - whole_RHQ).exp().transpose(1, 2)[..., None], whole_RHQ
 
 
 def attend_packed(
@@ -192,16 +191,11 @@ def attend_packed(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The engine's causal attention for whole sequences, one after the other, bit for bit.
+    """The engine's causal attention for whole sequences, one after the other, bit for bit: `[N, H, D]` in q's dtype,
+    and the log of the softmax's denominators `[H, N]` in FP64.
 
-    Args:
-        q_NHD, k_NGD, v_NGD: q in the model's dtype; k and v as they are read from the cache.
-        starts: `[sequences + 1]`, int: where each begins, and the number of tokens.
-        window, softcap, sinks_H: Sliding window in tokens, itself included, cap of the logits, and a score for each
-            head of which nothing is read; None: none.
-
-    Returns:
-        `[N, H, D]` in q's dtype, and the log of the softmax's denominators `[H, N]` in FP64.
+    k and v are as they are read from the cache; `starts` `[sequences + 1]` says where each begins, and the number of
+    tokens; `window` is in tokens, itself included; `sinks_H` are a score for each head of which nothing is read.
     """
     if not len(q_NHD):
         return torch.empty_like(q_NHD), q_NHD.new_empty(q_NHD.shape[1::-1], dtype=torch.float64)
@@ -247,11 +241,7 @@ def gather(cache: Tensor, block_table: Tensor, length: int, scale: Tensor | floa
     return e4m3_values(gathered, scale, nan=False) if cache.dtype == torch.uint8 else gathered.nan_to_num_(0)
 
 
-def _split_cache(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    return _keys_and_values(kv_cache).unbind(2)
-
-
-def _keys_and_values(kv_cache: Tensor) -> Tensor:
+def keys_and_values(kv_cache: Tensor) -> Tensor:
     """`[blocks, G, block, 2 D]` -> `[blocks, G, 2, block, D]`, as vLLM's CPU backend lays it out."""
     blocks, heads, block_size, width = kv_cache.shape
     return kv_cache.view(blocks, heads, 2, block_size, width // 2)

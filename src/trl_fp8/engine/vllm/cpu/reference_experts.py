@@ -9,7 +9,8 @@ computes what `TritonExperts` computes on CUDA, with sums in FP64, which no othe
 Shape letters: T tokens, K experts per token, P = T * K pairs, E experts, I intermediate size, H hidden size.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,8 @@ from vllm.model_executor.layers.fused_moe.oracle import unquantized
 
 from trl_fp8.upstream.patches import patch
 
-from .ops import gelu, silu
+from .ops import gated, gelu, silu
 from .reference_linear import linear
-
-
-def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """act(gate) * up of rows of gate, then up; each rounded to their dtype."""
-
-    def gated(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return activation(gate) * up
-
-    return gated
 
 
 def swigluoai(gate_up: Tensor) -> Tensor:
@@ -43,8 +34,8 @@ def swigluoai(gate_up: Tensor) -> Tensor:
 
 SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # GPT-OSS's; vLLM's kernel has them as constants, too
 ACTIVATIONS = {
-    MoEActivation.SILU: _gated(silu),
-    MoEActivation.GELU: _gated(gelu),
+    MoEActivation.SILU: partial(gated, silu),
+    MoEActivation.GELU: partial(gated, gelu),
     MoEActivation.SWIGLUOAI: swigluoai,
 }
 

@@ -72,7 +72,7 @@ class Invariance:
 # With its custom operation of RMS norms, vLLM's switch would go around the providers
 CUDA = Invariance(
     SeparateKernels(
-        norms={"rms_norm": PROVIDER, "fused_add_rms_norm": PROVIDER},
+        norms=PROVIDER,
         custom_ops={"rms_norm": False, "rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
     ),
     attention="FLASH_ATTN",

@@ -14,8 +14,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import Adapter
-from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.own_gradient import with_value
+from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import TRANSFORMERS, checkpoint_name, is_router
 

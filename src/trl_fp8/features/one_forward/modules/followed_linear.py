@@ -28,7 +28,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Adapter, Linear
 from trl_fp8.features.one_forward.backward import BackwardPrecision
-from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.facts.blocks import BLOCK
 

@@ -25,8 +25,8 @@ from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapte
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, tokens_of
 from trl_fp8.features.one_forward.one_forward import OneForward
-from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.own_gradient import holding
+from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 
 from . import bounds
