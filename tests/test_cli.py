@@ -173,8 +173,8 @@ def test_what_the_trainer_refuses_of_a_model_is_refused(name, changes, words, sa
     "content, said",
     [
         (None, "has no config.json. Give the folder"),
-        ('{"model_type":', "its config.json is no JSON"),
-        ("[1, 2]", "its config.json has no model_type"),
+        ('{"model_type":', "is not a valid JSON file"),
+        ("[1, 2]", "its config.json is no JSON of a model"),
         ('{"model_type": 3}', "model_type"),
         ("{}", "its config.json has no model_type"),
         ('{"model_type": "t5"}', "transformers makes no causal language model of"),

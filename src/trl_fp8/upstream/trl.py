@@ -26,6 +26,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
     "transformers.initialization": {"_is_hf_initialized": "features"},
     "transformers.models.auto.configuration_auto._LazyConfigMapping": {"_extra_content": "engine"},
+    "argparse.ArgumentParser": {"_option_string_actions": "commands"},
     "torch": {"_foreach_copy_": "features quantization sync"}
     | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
     "torch.ops.aten": {
