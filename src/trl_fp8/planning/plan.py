@@ -8,16 +8,14 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+
+from torch import nn
 
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .cache import KVCache
 
-
-if TYPE_CHECKING:
-    from torch import nn
 
 GIB = 2**30
 
@@ -44,14 +42,6 @@ class Plan:
     recipe: FP8Recipe
     rows: tuple[PlanRow, ...]
     cache: KVCache
-
-    @property
-    def kv_bytes_per_token_before(self) -> int:
-        return self.cache.token_bytes(fp8=False)
-
-    @property
-    def kv_bytes_per_token_after(self) -> int:
-        return self.cache.token_bytes(fp8=True)
 
     @property
     def bytes_before(self) -> int:
@@ -118,7 +108,7 @@ class Plan:
         return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {cache}"
 
     def _kv_cache(self, scales: str = "") -> str:
-        before, after = self.kv_bytes_per_token_before, self.kv_bytes_per_token_after
+        before, after = self.cache.token_bytes(fp8=False), self.cache.token_bytes(fp8=True)
         if not self.recipe.fp8_kv_cache:
             return f"the model's dtype, {format_bytes(before)} per token"
         skipped = list(self.recipe.kv_cache_skip_layers)
@@ -128,9 +118,9 @@ class Plan:
         return f"e4m3{scales}, {size}{kept}" + (f"; {others} layers cache none" if others else "")
 
 
-def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:
+def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
     """`plan_for` a transformers or PEFT causal LM, also one on the meta device."""
-    from trl_fp8.recipe.from_model import outline_of  # imports torch, and `trl-fp8 report` has `format_bytes` without
+    from trl_fp8.recipe.from_model import outline_of  # transformers takes seconds, and a report needs none of it
 
     return plan_for(outline_of(model), recipe)
 

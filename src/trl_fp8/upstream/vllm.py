@@ -1,6 +1,4 @@
-"""Names of vLLM 0.31 that are no interface, and that this project relies on, as in `upstream.trl`; and the functions
-that use them. vllm is imported inside these: planning works without.
-"""
+"""Functions that use what of vLLM 0.31 is no interface. vllm is imported inside them: planning works without."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,35 +14,6 @@ if TYPE_CHECKING:
     from vllm import LLM
     from vllm.config import VllmConfig
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-
-_LAYERS = "vllm.model_executor.layers"
-PRIVATE_NAMES = {  # owner -> name -> layers that use it
-    "vllm.model_executor.models.registry": dict.fromkeys(["_LazyRegisteredModel", "_RegisteredModel"], "upstream"),
-    "vllm": {"_custom_ops": "engine"},
-    "vllm.multimodal.processing.BaseMultiModalProcessor": dict.fromkeys(
-        ["_apply_prompt_updates", "_find_mm_placeholders"], "engine"
-    ),
-    "torch.ops": {"_C": "engine"},
-    "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
-    "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": dict.fromkeys(
-        ["input_batch", "query_start_loc", "sampler"], "upstream"
-    ),
-    f"{_LAYERS}.attention.Attention": {
-        f"_{which}_scale{copy}": "engine features" if which + copy in ("k_float", "v_float") else "features"
-        for which in "qkv"
-        for copy in ("", "_float", "_cpu")
-        if which + copy != "q_cpu"
-    },
-    f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
-    f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
-    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
-    f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
-    f"{_LAYERS}.mamba.ops.cpu.gdn_attention": {"_cpu_gdn_attention_nonspec": "engine"},
-    "vllm.v1.attention.selector": {"_cached_get_attn_backend": "upstream"},
-    "vllm.distributed.parallel_state": {"_EP": "upstream"},
-}
 
 
 def engine_model(llm: "LLM") -> nn.Module:

@@ -2,8 +2,10 @@
 
 from argparse import ArgumentParser, Namespace
 
+from trl_fp8.run.registration import Command
 
-def add_arguments(parser: ArgumentParser) -> None:
+
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="output_dir of a run, or the log in it; several are compared"
     )
@@ -14,7 +16,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(given: Namespace) -> str:
+def _run(given: Namespace) -> str:
     try:
         from .page import write_report
     except ModuleNotFoundError as error:  # matplotlib, an extra
@@ -29,3 +31,6 @@ def run(given: Namespace) -> str:
     if others := [str(log) for folder in folders for log in earlier_logs(folder) if str(log) not in given.runs]:
         written += f"\nearlier runs in the same folder, which `trl-fp8 report` takes, too: {', '.join(others)}"
     return written
+
+
+REPORT = Command("report", "draw reward, mismatch, KV scales and times of runs", _add_arguments, _run)
