@@ -197,27 +197,26 @@ def make_parser() -> Parser:
     return parser
 
 
-def common_help() -> str:
-    """The flags that most runs set: defaults, choices, and the first sentence of what is said of each."""
-    known, lines = make_parser().by_name, [HEAD]
-    for group, names in COMMON.items():
-        lines += [f"{group}:", *(_entry(known[name], first_sentence=True) for name in names.split())]
-    return "\n".join([*lines, TAIL])
-
-
-def help_of(words: list[str]) -> str:
-    """Everything that is said of some flags, spelled as on the command line or as in YAML. `ValueError` if there is
-    no such flag.
+def help_text(words: list[str]) -> str:
+    """Everything that is said of the flags among words, spelled as on the command line or as in YAML; of all flags
+    for --help-all. Without any, a first sentence on each that most runs set. `ValueError` for a flag that is none.
     """
-    known = make_parser().by_name
-    names = [_name(word) for word in words]
+    parser = make_parser()
+    known, names = parser.by_name, [_name(word) for word in words if word not in ("-h", "--help", "--help-all")]
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=3)
             raise ValueError(
                 f"--help {name}: no flag has this name{'; close are ' + ', '.join(near) if near else ''}."
             )
-    return "\n".join(_entry(known[name]) for name in names)
+    if names:
+        return "\n".join(_entry(known[name]) for name in names)
+    if "--help-all" in words:
+        return parser.format_help()
+    lines = [HEAD]
+    for group, of_group in COMMON.items():
+        lines += [f"{group}:", *(_entry(known[name], first_sentence=True) for name in of_group.split())]
+    return "\n".join([*lines, TAIL])
 
 
 def _entry(action: Action, first_sentence: bool = False) -> str:

@@ -1,14 +1,4 @@
-"""`trl-fp8`: the console script.
-
-trl-fp8 plan MODEL              what of MODEL would be FP8, and what fits on which GPUs then, from its config alone;
-                                or of a run config: trl-fp8 plan --config x.yaml
-trl-fp8 train --config x.yaml   GRPO with FP8 rollouts: the arguments of `trl grpo` and the FP8 flags,
-                                through accelerate
-trl-fp8 report RUN [RUN ...]    pictures and an HTML page of finished or running runs
-trl-fp8 export MODEL FOLDER     MODEL as an FP8 checkpoint, without KV cache scales (those come from a training run)
-trl-fp8 verify FOLDER           whether an exported checkpoint still is what was written
-trl-fp8 push FOLDER REPO_ID     an exported checkpoint to the Hub
-"""
+"""`trl-fp8`: the console script. `trl-fp8 --help` lists its commands."""
 
 import argparse
 import os

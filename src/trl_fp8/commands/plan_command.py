@@ -1,8 +1,6 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config.
 
-A plan reads a run config as `trl-fp8 train` does, with the same parser and checks. Its own flags set TRL's names.
-Without a run config a plan assumes other values than TRL's defaults, and chooses the engine's share and the tensor
-parallel size.
+A run config is read and checked as by `trl-fp8 train`. Without one a plan chooses what TRL has defaults for.
 """
 
 import json
@@ -203,12 +201,6 @@ def _setup(
     completion = _stated(asked, "max_completion_length")
     default = min(CONTEXT, model_context or CONTEXT) if completion is None else completion + MOST_PROMPT
     tokens = args.vllm_max_model_length or default
-    if model_context and tokens > model_context:
-        name = "vllm_max_model_length" if args.vllm_max_model_length else "max_completion_length"
-        raise ValueError(
-            f"{_shown(asked, name)}: the model's config promises {model_context:,} tokens, and vLLM refuses more. "
-            f"Give {model_context} or less."
-        )
     if completions is None:
         completions = COMPLETIONS if asked.given is None else args.generation_batch_size
     elif asked.given is not None and completions % args.num_generations:
@@ -267,7 +259,7 @@ def _check_flags(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> None:
 
 def _against_base(args: FP8GRPOConfig, model: ModelConfig) -> str | None:
     """What adapters on an FP8 base do not go with, and why."""
-    return next((why for group in args.groups() if (why := group.against_base(args, model))), None)
+    return next(filter(None, (group.against_base(args, model) for group in args.groups())), None)
 
 
 def _outline(model: str, fp8_base: bool) -> Outline:

@@ -39,19 +39,14 @@ def launch(words: list[str]) -> int:
     Returns the exit status: 2, after one line, for a mistake of the user's, here or in one of the processes, and 130
     after Ctrl-C. A single process takes the place of this one, so that status and signals are its own.
     """
-    if asked := {"-h", "--help", "--help-all"}.intersection(words):
-        from .arguments import common_help, help_of, make_parser
-
-        try:
-            flags = [word for word in words if word not in asked]
-            everything = make_parser().format_help() if "--help-all" in asked else common_help()
-            sys.stdout.write(help_of(flags) if flags else everything)
-        except ValueError as error:
-            return refuse(error)
-        return 0
     from trl_fp8.run.lines import slow_step
 
     try:
+        if {"-h", "--help", "--help-all"}.intersection(words):
+            from .arguments import help_text
+
+            sys.stdout.write(help_text(words))
+            return 0
         with slow_step("Checking the arguments, the model's config and the dataset."):
             launched = _launched(words)
     except (ValueError, OSError) as error:
@@ -85,13 +80,12 @@ def _become(args: Namespace) -> None:
 def main() -> None:
     """What each process runs."""
     quiet()
-    started = []
+    started = []  # the trainer, once there is one
     with ended_by_ctrl_c(lambda: _stopped(started) if os.environ.get("RANK", "0") == "0" else ""):
         _train(started)
 
 
 def _train(started: list) -> None:
-    """A run from its arguments to its model; the trainer goes into `started` once there is one."""
     from .arguments import make_parser  # imports torch, which `ended_by_ctrl_c` has to come before
 
     try:

@@ -1,8 +1,10 @@
-"""Functions that use what of vLLM 0.31 is no interface. vllm is imported inside them: planning works without."""
+"""Functions that use what of vLLM 0.31 is no interface. vllm is imported inside them: planning works without.
+
+`llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,19 +12,13 @@ from torch import Tensor, nn
 from .patches import patch
 
 
-if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-
-def engine_model(llm: "LLM") -> nn.Module:
-    """This rank's model inside the engine. vLLM 0.31, in-process executors only (`external_launcher`)."""
+def engine_model(llm) -> nn.Module:
+    """This rank's model inside the engine."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
-def engine_config(llm: "LLM") -> "VllmConfig":
-    """The engine's configuration, with vLLM's defaults filled in."""
+def engine_config(llm):
+    """The engine's `VllmConfig`, with vLLM's defaults filled in."""
     return llm.llm_engine.vllm_config
 
 
@@ -57,9 +53,8 @@ def inspect_engine_class(architectures: tuple[str, ...]) -> None:
             ) from error
 
 
-def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
+def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
     """(request, position of its first token, first row, end row) for each request of the forward that is running."""
-    # the first model runner, `v1/worker/gpu_model_runner.py`
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     batch = runner.input_batch
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
@@ -67,14 +62,14 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
 
 
-def sampler(llm: "LLM") -> nn.Module:
+def sampler(llm) -> nn.Module:
     """What draws tokens: (logits, generators, k, p) -> tokens `[R]`, and the log-probs `[R, V]` by which it drew them
-    (`processed_logprobs`); R requests of `scheduled_tokens`. The first model runner.
+    (`processed_logprobs`); R requests of `scheduled_tokens`.
     """
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
-def finish(llm: "LLM") -> None:
+def finish(llm) -> None:
     """Let an engine in this process take note that its requests have finished.
 
     `generate` returns with the last token. The scheduler forgets finished requests in its next step only, and with
@@ -85,7 +80,7 @@ def finish(llm: "LLM") -> None:
         llm.llm_engine.step()
 
 
-def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def choose_experts(runner, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Gate weights `[T, K]` and experts `[T, K]` that a layer's router chooses by its logits `[T, E]`. Nobody who
     records the engine's choices takes note.
     """
