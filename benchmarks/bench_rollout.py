@@ -175,7 +175,7 @@ def measure(options: argparse.Namespace) -> None:
             found
             | {
                 "kv_tokens": cache.num_gpu_blocks * cache.block_size,
-                "kv_bytes_per_token": plan.kv_bytes_per_token_after,
+                "kv_bytes_per_token": plan.cache.token_bytes(fp8=True),
                 "weight_bytes": plan.bytes_after,
                 "parameter_bytes": sum(parameter.nbytes for parameter in model.parameters()),
                 "start_seconds": begun - run.left,

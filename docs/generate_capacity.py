@@ -82,7 +82,7 @@ TAIL = """
 |---|---|
 | trainer | weights, gradients and Adam's two moments in FP32, over all GPUs; inputs of each layer (checkpointing), the output head's gradient; on one GPU autocast's BF16 copies. [trainer_memory.py](../src/trl_fp8/planning/trainer_memory.py), held to a [real training step](../tests/planning/test_trainer_memory.py) |
 | FP8 base | the trainer has what is not FP8, and adapters; the engine has the adapters too, beside its weights |
-| engine | weights as [recipe](../src/trl_fp8/recipe) decides, 3 GiB for vLLM, the rest KV cache: by kind of attention, [cache.py](../src/trl_fp8/planning/cache.py). NeMo-RL's measured tokens come out [within 10 %](../tests/test_cli.py) |
+| engine | weights as [recipe](../src/trl_fp8/recipe) decides, 3 GiB for vLLM, the rest KV cache: by kind of attention, [plan.py](../src/trl_fp8/planning/plan.py). NeMo-RL's measured tokens come out [within 10 %](../tests/test_cli.py) |
 """  # noqa: E501
 
 

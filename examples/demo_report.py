@@ -22,7 +22,7 @@ PANELS = (
         "sampling/sampling_logp_difference/mean", "Mismatch of rollout and trainer", "mean |log-prob difference|, nats"
     ),
     Panel("completions/mean_length", "Completion length", "mean, tokens"),
-    Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", 1000.0, steady=True),
+    Panel("fp8/sync_seconds", "Sync of policy to engine", "milliseconds", factor=1000.0, steady=True),
 )
 
 

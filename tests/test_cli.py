@@ -173,8 +173,8 @@ def test_what_the_trainer_refuses_of_a_model_is_refused(name, changes, words, sa
     "content, said",
     [
         (None, "has no config.json. Give the folder"),
-        ('{"model_type":', "its config.json is no JSON"),
-        ("[1, 2]", "its config.json has no model_type"),
+        ('{"model_type":', "is not a valid JSON file"),
+        ("[1, 2]", "its config.json is no JSON of a model"),
         ('{"model_type": 3}', "model_type"),
         ("{}", "its config.json has no model_type"),
         ('{"model_type": "t5"}', "transformers makes no causal language model of"),
@@ -200,7 +200,7 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
         (["--gpu-memory", "-80"], "--gpu-memory -80.0: give the GiB of one GPU"),
         (["--gpus", "-1"], "--gpus -1: give a number of GPUs, 1 or more"),
         (["--lora", "0"], "--lora 0: give"),
-        (["--context", "50000"], "--context 50000: the model's config promises 40,960 tokens"),
+        (["--context", "50000"], "max_position_embeddings=40960: vLLM serves no longer sequences. Set vllm"),
         (["--config", "missing.yaml"], "--config missing.yaml: there is no such file"),
         (["--gpus", "two"], "--gpus: invalid int value: 'two'"),
         (["--gpu-memory", "much"], "--gpu-memory: invalid float value: 'much'"),
@@ -213,6 +213,14 @@ def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_pat
     assert main(["plan", folder_of("Qwen/Qwen3-8B", tmp_path), *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and said in err
+
+
+def test_a_context_that_the_config_stretches_to_is_planned(tmp_path, capsys):
+    """As the trainer takes it: YaRN scales the angles of positions beyond 40,960."""
+    stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40960}
+    model = folder_of("Qwen/Qwen3-8B", tmp_path, rope_scaling=stretched)
+    found = plan_of(capsys, model, "--context", "100000", "--gpu-memory", "2000")
+    assert found["flags"]["vllm_max_model_length"] == 100_000
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from torch import nn
 
-from trl_fp8.commands.cli import COMMANDS
+from trl_fp8.commands.fp8_checkpoints import COMMANDS
 from trl_fp8.features import registrations
-from trl_fp8.upstream import patches, trl, vllm
+from trl_fp8.upstream import patches
 from trl_fp8.upstream.patches import PATCHES
+from trl_fp8.upstream.private_names import PRIVATE_NAMES
 
 
 ROOT = Path(__file__).parents[1]
@@ -99,13 +100,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",
 }
 # Instance attributes of other libraries' classes
-NAMES_THAT_ARE_WRITTEN = {
-    name
-    for owners in (trl.PRIVATE_NAMES, vllm.PRIVATE_NAMES)
-    for names in owners.values()
-    for name in names
-    if name.startswith("_")
-}
+NAMES_THAT_ARE_WRITTEN = {name for names in PRIVATE_NAMES.values() for name in names if name.startswith("_")}
 
 
 def for_type_checkers(tree):
@@ -302,10 +297,6 @@ def sources():
         yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
 
 
-def layer_of(path):
-    return path.partition("/")[0].removesuffix(".py")
-
-
 def defined(tree):
     """Names of functions, classes, variables and attributes of self that a module makes."""
     for node in ast.walk(tree):
@@ -323,34 +314,26 @@ def private(name):
     return name.startswith("_") and not name.startswith("__")
 
 
-def test_private_names_of_other_libraries_are_listed_with_who_uses_them():
+def test_private_names_of_other_libraries_are_listed_while_they_are_used():
     """An attribute with a leading underscore that nothing here defines is another library's."""
-    listed = {}
-    for owners in (trl.PRIVATE_NAMES, vllm.PRIVATE_NAMES):
-        for name, layers in (item for names in owners.values() for item in names.items()):
-            listed.setdefault(name, set()).update(layers.split())
-    own = {name for _, tree in sources() for name in defined(tree)} - vars(nn.Module()).keys() - listed.keys()
+    listed = {name for names in PRIVATE_NAMES.values() for name in names}
+    own = {name for _, tree in sources() for name in defined(tree)} - vars(nn.Module()).keys() - listed
     own |= {"_replace", "_exit"}  # public, of tuples and os
     for path, tree in sources():
         attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         foreign = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and not node.level]
         attributes |= {alias.name for node in foreign for alias in node.names}
-        missing = [name for name in attributes - own if private(name) and layer_of(path) not in listed.get(name, ())]
-        missing = [name for name in missing if name not in defined(tree)]
-        assert not missing, f"{path} uses {sorted(missing)}: list them in upstream/trl.py or upstream/vllm.py"
-    used = {layer: set() for layer in ALLOWED}
-    for path, tree in sources():
-        used[layer_of(path)] |= set(mentioned(tree))
-    for name, layers in listed.items():
-        for layer in layers:
-            built = "_{which}" + name[2:]  # by an f-string: scales of q, k and v
-            assert {name, built} & used[layer], f"{layer} does not use {name} any more"
+        missing = [name for name in attributes - own - listed if private(name) and name not in defined(tree)]
+        assert not missing, f"{path} uses {sorted(missing)}: list them in upstream/private_names.py"
+    used = {name for path, tree in sources() if path != "upstream/private_names.py" for name in mentioned(tree)}
+    for name in listed:
+        built = "_{which}" + name[2:]  # by an f-string: scales of q, k and v
+        assert {name, built} & used, f"nothing uses {name} any more"
 
 
 def mentioned(tree):
-    """Attributes, imported names, members of classes and whole strings of a module, but for its PRIVATE_NAMES."""
-    statements = [node for node in tree.body if "PRIVATE_NAMES" not in bound_in([node])]
-    for node in (part for statement in statements for part in ast.walk(statement)):
+    """Attributes, imported names, members of classes and whole strings of a module."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.ClassDef):
@@ -498,7 +481,7 @@ def test_readme_commands_exist():
     assert {"demo", "test"} <= targets
     assert all(re.search(rf"(?m)^{target}:", makefile) for target in targets)
     words = set(re.findall(r"(?m)^trl-fp8 (\w+)", readme))
-    assert {"plan", "train"} <= words <= {*COMMANDS, "plan", "train"}
+    assert {"plan", "train"} <= words <= {"plan", "train", *(command.word for command in COMMANDS)}
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", readme) + re.findall(r"--config (\S+)", readme):
         assert (ROOT / link).exists(), f"README names {link}"
 

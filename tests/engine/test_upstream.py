@@ -36,9 +36,8 @@ from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
 from trl_fp8.run.engine_flags import RESERVED_ENGINE_KWARGS, VLLM_NAMES
 from trl_fp8.trainer import FP8GRPOTrainer
 from trl_fp8.upstream import patches
-from trl_fp8.upstream import trl as trl_names
-from trl_fp8.upstream import vllm as vllm_names
 from trl_fp8.upstream.patches import substituted
+from trl_fp8.upstream.private_names import PRIVATE_NAMES
 from trl_fp8.upstream.vllm import forget_choices
 
 
@@ -79,10 +78,9 @@ def has(owner, name):
     return hasattr(owner, name) or any(given.search(inspect.getsource(module)) for module in modules)
 
 
-@pytest.mark.parametrize("owner", sorted(trl_names.PRIVATE_NAMES | vllm_names.PRIVATE_NAMES))
+@pytest.mark.parametrize("owner", sorted(PRIVATE_NAMES))
 def test_private_names_exist(owner):
-    names = (trl_names.PRIVATE_NAMES | vllm_names.PRIVATE_NAMES)[owner]
-    assert [name for name in names if not has(resolved(owner), name)] == []
+    assert [name for name in PRIVATE_NAMES[owner] if not has(resolved(owner), name)] == []
     assert owner == "torch.ops" or not has(resolved(owner), "_no_such_name")  # which has any namespace
 
 
@@ -98,7 +96,7 @@ def test_private_names_that_subclasses_share_with_their_bases_are_listed(ours):
     is_ours = [cls.__module__.startswith("trl_fp8") for cls in classes]
     shared = mentioned(cls for cls, own in zip(classes, is_ours, strict=True) if own)
     shared &= mentioned(cls for cls, own in zip(classes, is_ours, strict=True) if not own)
-    listed = {name for names in trl_names.PRIVATE_NAMES.values() for name in names}
+    listed = {name for names in PRIVATE_NAMES.values() for name in names}
     assert shared <= listed and (shared or ours is RolloutLLM)
 
 

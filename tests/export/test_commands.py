@@ -32,7 +32,7 @@ def test_verify_and_refusals_of_export_say_it_in_a_line(tmp_path):
     *said, result = done.stdout.splitlines()
     assert json.loads(result) == [0, 2, 2, 2, 2, 2], done.stderr
     assert said == [f"{exported}: 1 files are what was exported"]
-    told = ("has no checksums.json", "is not empty", "there is no such folder", "is empty", "is no JSON")
+    told = ("has no checksums.json", "is not empty", "there is no such folder", "is empty", "is not a valid JSON file")
     for line, part in zip(done.stderr.splitlines(), told, strict=True):
         assert part in line
     assert not (tmp_path / "new").exists()

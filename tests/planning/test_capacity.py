@@ -389,6 +389,13 @@ def test_what_changes_the_memory_and_is_not_counted_is_named(tmp_path, capsys):
     assert "watch: not counted: gradient_checkpointing=False, optim='paged_adamw_8bit'." in out
 
 
+def test_a_plan_needs_nothing_that_only_the_host_of_the_run_has(plan):
+    """TF32 is of a GPU, and the file of DeepSpeed lies beside the run."""
+    given = {"vllm_gpu_memory_utilization": 0.4, "num_processes": 8}
+    on_its_host = given | {"tf32": True, "deepspeed": "zero3.json"}
+    assert plan("Qwen/Qwen3-8B", given=on_its_host) == plan("Qwen/Qwen3-8B", given=given)
+
+
 def test_engines_are_not_split_where_their_routes_are_read(tmp_path, capsys):
     published.write("Qwen/Qwen3-30B-A3B", tmp_path / "model")
     given = {"model_name_or_path": str(tmp_path / "model"), "use_peft": True, "lora_r": 16}

@@ -228,7 +228,7 @@ def test_plan_adds_up():
     assert plan.parameters == total and plan.fp8_parameters == fp8
     assert plan.bytes_before == 2 * total
     assert plan.bytes_after == 2 * total - fp8 + 4 * fp8 // 128**2
-    assert plan.kv_bytes_per_token_before == 2 * 2 * 2 * 2 * 64 and plan.kv_bytes_per_token_after * 2 == 1024
+    assert plan.cache.token_bytes(fp8=False) == 2 * 2 * 2 * 2 * 64 and plan.cache.token_bytes(fp8=True) * 2 == 1024
     assert sum(row.count for row in plan.rows) == len(parameters)
 
 
@@ -280,8 +280,8 @@ def test_skipped_kv_layers_are_checked_counted_and_shown():
     plan = plan_for_model(model, recipe)
     assert recipe.kv_cache_skip_layers == (1,)
     per_layer = 2 * 2 * 64  # k and v, 2 heads of 64
-    assert plan.kv_bytes_per_token_before == 2 * per_layer * 2
-    assert plan.kv_bytes_per_token_after == per_layer + 2 * per_layer
+    assert plan.cache.token_bytes(fp8=False) == 2 * per_layer * 2
+    assert plan.cache.token_bytes(fp8=True) == per_layer + 2 * per_layer
     assert "layers [1] stay in BF16" in plan.table()
     with pytest.raises(ValueError, match=r"layers \[2, 5\], but the model's layers are 0 .. 1"):
         recipe_for_model(model, kv_cache_skip_layers=(2, 5))
@@ -298,8 +298,8 @@ def test_layers_without_a_kv_cache_are_neither_skipped_nor_counted():
     outline = qwen3_next_on_meta()
     plan = plan_for(outline, recipe_for(outline, kv_cache_skip_layers=(3,)))
     per_layer = 2 * 2 * 256
-    assert plan.kv_bytes_per_token_before == 2 * per_layer * 2
-    assert plan.kv_bytes_per_token_after == per_layer + 2 * per_layer
+    assert plan.cache.token_bytes(fp8=False) == 2 * per_layer * 2
+    assert plan.cache.token_bytes(fp8=True) == per_layer + 2 * per_layer
     assert "layers [3] stay in BF16; 6 layers cache none" in plan.table()
     with pytest.raises(ValueError, match=r"layers \[0, 1\], which cache no keys.*those that do are \[3, 7\]"):
         recipe_for(outline, kv_cache_skip_layers=(0, 1, 3))

@@ -58,7 +58,7 @@ def test_a_plan_refuses_what_the_trainer_would_in_one_line(model_type, named, ca
     assert main(["plan", str(tmp_path), "--kv-cache-dtype", cache]) == 2
     out, err = capsys.readouterr()
     (line,) = [line for line in err.splitlines() if line.startswith("trl-fp8: ")]
-    assert out == "" and named in line and f"type '{model_type}'" in line and line.endswith(f"{servable.REMEDY}.")
+    assert out == "" and named in line and f"type '{model_type}'" in line and f"{servable.REMEDY}." in line
 
 
 def test_a_plan_asks_vllm_for_classes_that_it_does_not_know_itself(tmp_path, capsys):

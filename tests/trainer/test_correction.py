@@ -18,7 +18,7 @@ from trl_fp8.features.correction.measures import BIN_EDGES
 from trl_fp8.features.correction.presets import PRESETS, correction_from
 from trl_fp8.features.correction.rejection import Rejection
 from trl_fp8.features.run_log.log_file import read_run
-from trl_fp8.features.run_log.rollout_sample import BINS
+from trl_fp8.features.run_log.run_log import BINS
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
 from trl_fp8.run import batch as batch_module
 from trl_fp8.run.batch import Batch

@@ -156,10 +156,12 @@ def no_models(monkeypatch):
 
 def test_what_accelerate_knows_goes_to_accelerate_and_the_rest_to_the_script(here, no_models, monkeypatch):
     path = settings(num_processes=2)
-    args = launched(monkeypatch, "--config", path, "--num_machines", 1, "--learning_rate", "1e-3")
+    words = ["--config", path, "--num_machines", "1", "--learning_rate", "1e-3", "--no_tpu_cluster"]
+    args = launched(monkeypatch, *words)
     assert args.num_processes == 2 and args.num_machines == 1 and args.quiet
     assert args.module and args.training_script == train.__name__
-    assert args.training_script_args == ["--config", path, "--learning_rate", "1e-3"]
+    assert args.training_script_args == words and args.tpu_use_cluster is False
+    assert make_parser().read(words).values.learning_rate == 1e-3  # as each process does, and leaves the others
     args = launched(monkeypatch, f"--config={path}", "--accelerate_config", "fsdp2")
     assert args.config_file.endswith("fsdp2.yaml") and Path(args.config_file).exists()
 

@@ -3,7 +3,7 @@
 import os
 import re
 import textwrap
-from argparse import Action, ArgumentTypeError, Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from json import JSONDecodeError
@@ -117,15 +117,9 @@ class Parser(TrlParser):
     """TRL's parser whose complaints are a `ValueError`, and which looks at the types in a run config, too."""
 
     def __init__(self, *types: Any, **options: Any):
-        self.by_word: dict[str, Action] = {}
         super().__init__(*types, **options)
         # --help has no type, nor has --no_... of what is on by default
-        self.by_name = {action.dest: action for action in self.by_word.values() if action.type is not None}
-
-    def add_argument(self, *names: str, **options: Any) -> Action:
-        action = super().add_argument(*names, **options)
-        self.by_word |= dict.fromkeys(action.option_strings, action)
-        return action
+        self.by_name = {each.dest: each for each in self._option_string_actions.values() if each.type is not None}
 
     def read(self, words: list[str], launches: bool = True) -> Asked:
         """What words and the run config that they name ask for; the words win. As `parse_args_and_config`, in two
@@ -147,11 +141,10 @@ class Parser(TrlParser):
         for word in words:
             flag_word = word.partition("=")[0]
             if flag_word.startswith("--") and " " not in flag_word:  # what has spaces is a value
-                action = self.by_word.get(flag_word)
+                action = self._option_string_actions.get(flag_word)
                 spelled[action.dest if action else _name(flag_word)] = flag_word
         for_launch = launch_names()
-        flags = {_name(word) for word in self.by_word} | {action.dest for action in self.by_word.values()}
-        flags |= for_launch if launches else set()
+        flags = _names(self) | (for_launch if launches else set())
         keys = {*self.by_name, *for_launch, "env"}
         unknown = [(key, keys, f"key {key!r} in {path}") for key in given or () if key not in keys]
         unknown += [(name, flags, f"flag --{name}") for name in spelled if name not in flags]
@@ -186,7 +179,7 @@ class LaunchParser(CustomArgumentParser):
 
 def launch_names() -> set[str]:
     """Names of all flags of `accelerate launch`."""
-    return set(vars(launch_command_parser().parse_args(["script.py"])))
+    return _names(launch_command_parser())
 
 
 def parse_launch(words: list[str]) -> Namespace:
@@ -204,27 +197,26 @@ def make_parser() -> Parser:
     return parser
 
 
-def common_help() -> str:
-    """The flags that most runs set: defaults, choices, and the first sentence of what is said of each."""
-    known, lines = make_parser().by_name, [HEAD]
-    for group, names in COMMON.items():
-        lines += [f"{group}:", *(_entry(known[name], first_sentence=True) for name in names.split())]
-    return "\n".join([*lines, TAIL])
-
-
-def help_of(words: list[str]) -> str:
-    """Everything that is said of some flags, spelled as on the command line or as in YAML. `ValueError` if there is
-    no such flag.
+def help_text(words: list[str]) -> str:
+    """Everything that is said of the flags among words, spelled as on the command line or as in YAML; of all flags
+    for --help-all. Without any, a first sentence on each that most runs set. `ValueError` for a flag that is none.
     """
-    known = make_parser().by_name
-    names = [_name(word) for word in words]
+    parser = make_parser()
+    known, names = parser.by_name, [_name(word) for word in words if word not in ("-h", "--help", "--help-all")]
     for name in names:
         if name not in known:
             near = get_close_matches(name, known, n=3)
             raise ValueError(
                 f"--help {name}: no flag has this name{'; close are ' + ', '.join(near) if near else ''}."
             )
-    return "\n".join(_entry(known[name]) for name in names)
+    if names:
+        return "\n".join(_entry(known[name]) for name in names)
+    if "--help-all" in words:
+        return parser.format_help()
+    lines = [HEAD]
+    for group, of_group in COMMON.items():
+        lines += [f"{group}:", *(_entry(known[name], first_sentence=True) for name in of_group.split())]
+    return "\n".join([*lines, TAIL])
 
 
 def _entry(action: Action, first_sentence: bool = False) -> str:
@@ -271,6 +263,12 @@ def _wanted(action: Action) -> str:
 def _without_spellings(message: str) -> str:
     """What argparse says of --a_flag/--a-flag, of --a_flag."""
     return re.sub(r"argument (--[\w-]+)\S*:", r"\1:", message)
+
+
+def _names(parser: ArgumentParser) -> set[str]:
+    """Names of all flags, --no_... included, and those that their values get."""
+    actions = parser._option_string_actions
+    return {_name(word) for word in actions} | {action.dest for action in actions.values()}
 
 
 def _name(word: str) -> str:

@@ -1,44 +1,19 @@
-"""`trl-fp8`: the console script.
-
-trl-fp8 plan MODEL              what of MODEL would be FP8, and what fits on which GPUs then, from its config alone;
-                                or of a run config: trl-fp8 plan --config x.yaml
-trl-fp8 train --config x.yaml   GRPO with FP8 rollouts: the arguments of `trl grpo` and the FP8 flags,
-                                through accelerate
-trl-fp8 report RUN [RUN ...]    pictures and an HTML page of finished or running runs
-trl-fp8 export MODEL FOLDER     MODEL as an FP8 checkpoint, without KV cache scales (those come from a training run)
-trl-fp8 verify FOLDER           whether an exported checkpoint still is what was written
-trl-fp8 push FOLDER REPO_ID     an exported checkpoint to the Hub
-"""
+"""`trl-fp8`: the console script. `trl-fp8 --help` lists its commands."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from importlib.metadata import version
 
 from trl_fp8.features import registrations
 from trl_fp8.upstream.quiet import quiet
 from trl_fp8.upstream.versions import require_versions
 
-from . import fp8_checkpoints as checkpoints
 from . import train
+from .fp8_checkpoints import COMMANDS
 from .interrupt import ended_by_ctrl_c
-
-
-# word -> (help, arguments, what it does); further ones come from features
-COMMANDS = {
-    "export": (
-        "write a model as an FP8 checkpoint that vLLM and transformers load",
-        checkpoints.add_export_arguments,
-        checkpoints.export,
-    ),
-    "verify": (
-        "compare an exported checkpoint with its checksums",
-        checkpoints.add_verify_arguments,
-        checkpoints.verify,
-    ),
-    "push": ("upload an exported checkpoint to the Hub", checkpoints.add_push_arguments, checkpoints.push),
-}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -54,8 +29,7 @@ def _run(words: list[str]) -> int:
         try:
             require_versions()
         except ImportError as error:
-            print(f"trl-fp8: {error}", file=sys.stderr)
-            return 2
+            return train.refuse(error)
         return train.launch(words[1:]) if words[0] == "train" else _answered(lambda: _plan(words[1:]))
     parser, commands = _parsers()
     if not words:
@@ -82,36 +56,23 @@ def _answered(answer: Callable[[], str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:  # OSError: transformers found no such model, or a disk is full
-        print(f"trl-fp8: {error}", file=sys.stderr)
-        return 2
+        return train.refuse(error)
     return 0
-
-
-class Version(argparse.Action):
-    """Prints the installed version and ends."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        print(f"trl-fp8 {version('trl-fp8')}")
-        parser.exit()
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of all words, and those of each command, whose usage its errors show."""
     parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
-    parser.add_argument("--version", action=Version, nargs=0, help="show the version")
+    parser.add_argument("--version", action="version", version=f"trl-fp8 {version('trl-fp8')}")
     added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     added.add_parser("plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags")
     added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")
-    commands = {}
     of_features = [each for registration in registrations() for each in registration.commands]
-    known = COMMANDS | {each.word: (each.text, each.add_arguments, each.run) for each in of_features}
-    for word, (text, add_arguments, run) in known.items():
-        commands[word] = added.add_parser(word, help=text, description=text)
-        add_arguments(commands[word])
-        commands[word].set_defaults(run=run)
-    return parser, commands
+    for each in (*COMMANDS, *of_features):
+        command = added.add_parser(each.word, help=each.text, description=each.text)
+        each.add_arguments(command)
+        command.set_defaults(run=each.run)
+    return parser, added.choices
 
 
 if __name__ == "__main__":

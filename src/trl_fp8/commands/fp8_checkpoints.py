@@ -3,61 +3,69 @@
 from argparse import ArgumentParser, Namespace
 
 from trl_fp8.export.file_checksums import verify_export
-from trl_fp8.export.folder import free_folder
 from trl_fp8.quantization.facts import FORMATS
 from trl_fp8.quantization.facts.scaling import SCALE_FORMATS
+from trl_fp8.run.registration import Command
 
-from .model_config import model_config
 
-
-def add_export_arguments(parser: ArgumentParser) -> None:
+def _add_export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("model", help="model id or folder; an FP8 checkpoint is dequantized first")
     parser.add_argument("folder", help="must not exist yet")
     parser.add_argument("--weight-format", choices=FORMATS, default="blocks")
     parser.add_argument("--scale-format", choices=SCALE_FORMATS, default="pow2")
 
 
-def export(options: Namespace) -> str:
-    folder = free_folder(options.folder)
-    model_config(options.model)  # refused before torch is imported, which takes seconds
-
+def _export(options: Namespace) -> str:
+    # Imported here, for transformers takes seconds that no other command needs
     import torch
     from transformers import AutoProcessor
     from trl.trainer.utils import create_model_from_path
 
-    from trl_fp8.export.export import export_fp8
+    from trl_fp8.export.export import export_fp8, free_folder
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.policy.model import dequantizing_config
     from trl_fp8.recipe.recipe import recipe_for_model
 
+    from .model_config import model_config
+
+    folder = free_folder(options.folder)  # refused before the model is loaded
+    model_config(options.model)
     stored = dequantizing_config(options.model)
     # By the class that the config names: AutoModelForCausalLM would leave a vision tower out
     loading = {"dtype": torch.bfloat16, "quantization_config": stored, "device_map": None}
     model = create_model_from_path(options.model, **loading)
     formats = {"weight_format": options.weight_format, "scale_format": options.scale_format}
     recipe = recipe_for_model(model, kv_cache_dtype="auto", **formats)
-    folder = export_fp8(model, AutoProcessor.from_pretrained(options.model), folder, recipe=recipe)
+    export_fp8(model, AutoProcessor.from_pretrained(options.model), folder, recipe=recipe)
     return f"{plan_for_model(model, recipe).table()}\n\nwritten: {folder}"
 
 
-def add_verify_arguments(parser: ArgumentParser) -> None:
+def _add_verify_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder")
 
 
-def verify(options: Namespace) -> str:
+def _verify(options: Namespace) -> str:
     return f"{options.folder}: {verify_export(options.folder)} files are what was exported"
 
 
-def add_push_arguments(parser: ArgumentParser) -> None:
+def _add_push_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("folder", help="of an export; compared with its checksums first")
     parser.add_argument("repo_id", help="as in user/name; made if it does not exist")
     parser.add_argument("--private", action="store_true", default=None, help="if it is made")
     parser.add_argument("--revision", help="branch to commit to (default: the repository's main branch)")
 
 
-def push(options: Namespace) -> str:
+def _push(options: Namespace) -> str:
     from trl_fp8.export.push import push_export
 
-    return (
-        f"pushed: {push_export(options.folder, options.repo_id, private=options.private, revision=options.revision)}"
-    )
+    url = push_export(options.folder, options.repo_id, private=options.private, revision=options.revision)
+    return f"pushed: {url}"
+
+
+COMMANDS = (
+    Command(
+        "export", "write a model as an FP8 checkpoint that vLLM and transformers load", _add_export_arguments, _export
+    ),
+    Command("verify", "compare an exported checkpoint with its checksums", _add_verify_arguments, _verify),
+    Command("push", "upload an exported checkpoint to the Hub", _add_push_arguments, _push),
+)

@@ -1,71 +1,57 @@
-"""The config.json of the model that a command names, found without torch, which takes seconds to import."""
+"""The config.json of the model that a command names."""
 
 import json
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 
 ADAPTERS = "adapter_config.json"  # PEFT's, in a folder of adapters
 
 
-def model_config(model: str) -> Any:
-    """What the model's config.json holds; `ValueError` if there is none of that name, or it is no JSON."""
-    folder = Path(model)
-    if folder.is_file():
-        raise ValueError(f"MODEL={model!r} is a file. Give its folder, or the id of a model on the Hub.")
-    require_model(model, "MODEL")
-    if (folder / ADAPTERS).is_file() and not (folder / "config.json").is_file():
-        base = json.loads((folder / ADAPTERS).read_text()).get("base_model_name_or_path")
-        raise ValueError(
-            f"MODEL={model!r} holds adapters of {base!r}, and no model. Give that model; or merge them into it first: "
-            "trainer.merge_and_export(folder) in the run, or PEFT's AutoPeftModelForCausalLM.from_pretrained("
-            f"{model!r}).merge_and_unload(), saved with its tokenizer."
-        )
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        inside = "is empty" if not any(folder.iterdir()) else "has no config.json"
-        raise ValueError(
-            f"MODEL={model!r} {inside}. Give the folder of a checkpoint, or the id of a model on the Hub."
-        )
-    path = folder / "config.json" if folder.is_dir() else _downloaded(model)
-    try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"MODEL={model!r}: its config.json is no JSON ({error}). Download it again.") from error
-
-
-def require_model(model: str, said: str = "model_name_or_path") -> None:
-    """Raise `ValueError` for what can only be a folder and is none, before anybody asks the Hub for it.
+def model_config(model: str, said: str = "MODEL", revision: str | None = None) -> dict[str, Any]:
+    """What the config.json of a folder or of an id on the Hub holds.
 
     Args:
         model: The folder of a model, or an id of the Hub, which has one slash at most.
         said: What the user calls it.
+        revision: Of the repository on the Hub.
+
+    Raises:
+        ValueError: There is no such folder, it holds no model, or its config.json is no JSON.
+        OSError: The Hub has no such model, or is out of reach.
     """
-    if not Path(model).exists() and (model.count("/") > 1 or model.startswith((".", "/", "~"))):
-        raise ValueError(f"{said}={model!r}: there is no such folder, seen from {Path.cwd()}{_meant(model) or '.'}")
-
-
-def missing_model(model: str, said: str, error: Exception) -> str:
-    """What to say of a model of which the Hub had no config: `error`, unless a folder here has nearly that name."""
-    if not Path(model).exists() and (meant := _meant(model)):
-        return f"{said}={model!r}: there is no such folder, seen from {Path.cwd()}{meant}"
-    return f"{said}={model!r}: {error}"
-
-
-def _meant(model: str) -> str:
-    """A question for the folder whose name is nearly that of `model`; empty if there is none."""
-    beside = Path(model).parent
-    folders = [path.name for path in beside.iterdir() if path.is_dir()] if beside.is_dir() else []
-    close = get_close_matches(Path(model).name, folders, n=1)
-    return f": did you mean {beside / close[0]}?" if close else ""
-
-
-def _downloaded(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
+    folder, named = Path(model), f"{said}={model!r}"
+    if folder.is_file():
+        raise ValueError(f"{named} is a file. Give its folder, or the id of a model on the Hub.")
+    if not folder.exists() and (model.count("/") > 1 or model.startswith((".", "/", "~"))):
+        raise ValueError(f"{named}: there is no such folder, seen from {Path.cwd()}{_meant(folder) or '.'}")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        if (folder / ADAPTERS).is_file():
+            base = json.loads((folder / ADAPTERS).read_text()).get("base_model_name_or_path")
+            raise ValueError(
+                f"{named} holds adapters of {base!r}, and no model. Give that model; or merge them into it first: "
+                "trainer.merge_and_export(folder) in the run, or PEFT's AutoPeftModelForCausalLM.from_pretrained("
+                f"{model!r}).merge_and_unload(), saved with its tokenizer."
+            )
+        inside = "has no config.json" if any(folder.iterdir()) else "is empty"
+        raise ValueError(f"{named} {inside}. Give the folder of a checkpoint, or the id of a model on the Hub.")
     try:
-        return Path(hf_hub_download(model, "config.json"))
+        return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
+    except (TypeError, RecursionError) as error:  # transformers takes any JSON for a dictionary
+        raise ValueError(f"{named}: its config.json is no JSON of a model ({error}). Download it again.") from error
     except (OSError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
-        reason = ValueError(f"no folder here, and no config.json of that name came from the Hub: {said}")
-        raise ValueError(missing_model(model, "MODEL", reason)) from error
+        if not folder.exists() and (meant := _meant(folder)):
+            raise ValueError(f"{named}: there is no such folder, seen from {Path.cwd()}{meant}") from error
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{named}: {error}") from error
+
+
+def _meant(folder: Path) -> str:
+    """A question for the folder that has nearly that name; empty if there is none."""
+    beside = folder.parent
+    folders = [path.name for path in beside.iterdir() if path.is_dir()] if beside.is_dir() else []
+    close = get_close_matches(folder.name, folders, n=1)
+    return f": did you mean {beside / close[0]}?" if close else ""

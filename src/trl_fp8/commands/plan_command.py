@@ -1,37 +1,36 @@
 """`trl-fp8 plan`: what of a model would be FP8, and what fits on which GPUs, from its config.
 
-A plan reads a run config as `trl-fp8 train` does, with the same parser and checks. Its own flags set TRL's names.
-Without a run config a plan assumes other values than TRL's defaults, and chooses the engine's share and the tensor
-parallel size.
+A run config is read and checked as by `trl-fp8 train`. Without one a plan chooses what TRL has defaults for.
 """
 
 import json
 import math
 import reprlib
-import sys
 from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
+from transformers import CONFIG_MAPPING
 from trl import ModelConfig
 
-from trl_fp8.commands.plan_text import as_json, as_text
 from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.planning.capacity import COMPLETIONS, CONTEXT, LORA_RANK, MOST_PROMPT, SIZES, Planner, Setup
 from trl_fp8.planning.plan import GIB, Plan, format_bytes, plan_for
 from trl_fp8.planning.trainer_memory import BYTES, Training
 from trl_fp8.quantization.facts import FORMATS
+from trl_fp8.recipe import from_model
 from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import formats_for, recipe_for
-from trl_fp8.recipe.servable import Resolve, require_same_positions, require_servable
+from trl_fp8.recipe.servable import require_same_positions, require_servable
+from trl_fp8.upstream.vllm import engine_class
 
 from .arguments import Asked, make_parser
 from .model_config import model_config
+from .plan_text import as_json, as_text
 
 
 # Line of a run config that changes the trainer's memory -> the values that are counted
@@ -96,9 +95,8 @@ def _add_arguments(parser: ArgumentParser) -> None:
     for flag, (name, metavar, kind, text) in FLAGS.items():
         options = {"dest": name, "type": kind, "metavar": metavar, "default": SUPPRESS}
         options |= {"nargs": "?", "const": LORA_RANK} if flag == "--lora" else {}
-        parser.add_argument(flag, help=text, **options)
-        if "-" in flag[2:]:
-            parser.add_argument("--" + flag[2:].replace("-", "_"), help=SUPPRESS, **options)
+        spellings = dict.fromkeys((flag, "--" + flag[2:].replace("-", "_")))
+        parser.add_argument(*spellings, help=text, **options)
     parser.add_argument("--engine", choices=("cuda", "cpu"), default="cuda", help="on CPU vLLM has no FP8 experts")
     parser.add_argument("--modules", action="store_true", help="which modules are FP8, and why others are not")
     parser.add_argument("--json", action="store_true", help="figures for scripts")
@@ -203,12 +201,6 @@ def _setup(
     completion = _stated(asked, "max_completion_length")
     default = min(CONTEXT, model_context or CONTEXT) if completion is None else completion + MOST_PROMPT
     tokens = args.vllm_max_model_length or default
-    if model_context and tokens > model_context:
-        name = "vllm_max_model_length" if args.vllm_max_model_length else "max_completion_length"
-        raise ValueError(
-            f"{_shown(asked, name)}: the model's config promises {model_context:,} tokens, and vLLM refuses more. "
-            f"Give {model_context} or less."
-        )
     if completions is None:
         completions = COMPLETIONS if asked.given is None else args.generation_batch_size
     elif asked.given is not None and completions % args.num_generations:
@@ -267,36 +259,13 @@ def _check_flags(asked: Asked, args: FP8GRPOConfig, model: ModelConfig) -> None:
 
 def _against_base(args: FP8GRPOConfig, model: ModelConfig) -> str | None:
     """What adapters on an FP8 base do not go with, and why."""
-    return next((why for group in args.groups() if (why := group.against_base(args, model))), None)
+    return next(filter(None, (group.against_base(args, model) for group in args.groups())), None)
 
 
 def _outline(model: str, fp8_base: bool) -> Outline:
+    """The outline of a model that the trainer takes and an engine can serve; `ValueError` for others."""
     config = model_config(model)
-    _check_stored(model, config, fp8_base)
-    kind = config.get("model_type") if isinstance(config, Mapping) else None
-    if not isinstance(kind, str):
-        raise ValueError(f"MODEL={model!r}: its config.json has no model_type. Give the folder of a whole checkpoint.")
-    with redirect_stdout(sys.stderr):  # DeepSpeed, for one, logs to stdout, which --json is alone on
-        from transformers import CONFIG_MAPPING  # seconds, which `trl-fp8 --help` does without
-
-        from trl_fp8.recipe.from_model import outline_of_pretrained
-        from trl_fp8.upstream.vllm import engine_class
-
-        if "auto_map" in config and kind not in CONFIG_MAPPING:
-            raise ValueError(
-                f"MODEL={model!r}: models of type {kind!r} bring their own code (auto_map), which a plan does not "
-                "run. FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM can "
-                "serve it."
-            )
-        outline = outline_of_pretrained(model)
-        # vLLM knows best what it knows, and takes seconds to import
-        knows = engine_class if find_spec("vllm") and not family_of(outline.config_type).tested else None
-        return _served(outline, knows)
-
-
-def _check_stored(model: str, config: Any, fp8_base: bool) -> None:
-    """Raise `ValueError` for a checkpoint that is quantized, and not as the trainer takes it."""
-    stored = config.get("quantization_config") if isinstance(config, Mapping) else None
+    stored, kind = config.get("quantization_config"), config.get("model_type")
     method = stored.get("quant_method") if isinstance(stored, Mapping) else None
     if method not in (None, "fp8", "mxfp4") or (method == "fp8" and stored.get("weight_block_size") is None):
         kind = "fp8 without weight_block_size" if method == "fp8" else reprlib.repr(method).strip("'")
@@ -306,15 +275,21 @@ def _check_stored(model: str, config: Any, fp8_base: bool) -> None:
         )
     if fp8_base and method == "mxfp4":
         raise ValueError(f"--fp8-base with MODEL={model!r}, a checkpoint in MXFP4: leave the FP8 base out.")
-
-
-def _served(outline: Outline, resolve: Resolve | None) -> Outline:
-    """The outline, if an engine can serve the model; the error says what it takes in BF16, too."""
+    if not isinstance(kind, str):
+        raise ValueError(f"MODEL={model!r}: its config.json has no model_type. Give the folder of a whole checkpoint.")
+    if "auto_map" in config and kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"MODEL={model!r}: models of type {kind!r} bring their own code (auto_map), which a plan does not run. "
+            "FP8GRPOTrainer runs it with trust_remote_code=True, and says at its start whether vLLM can serve it."
+        )
+    outline = from_model.outline_of_pretrained(model)
+    # vLLM knows best what it knows, and takes seconds to import
+    knows = engine_class if find_spec("vllm") and not family_of(outline.config_type).tested else None
     try:
-        require_servable(outline, resolve)
-    except ValueError as error:
+        require_servable(outline, knows)
+    except ValueError as error:  # which says what the model takes in BF16, too
         plan = plan_for(outline, recipe_for(outline, fp8_weights=False, kv_cache_dtype="auto"))
         size, token = format_bytes(plan.bytes_before), format_bytes(plan.cache.token_bytes(False))
         in_bf16 = f"In BF16 {outline.name} takes {size} of weights, and {token} of KV cache per token."
-        raise ValueError(f"{error}\n{in_bf16}") from error
+        raise ValueError(f"{error} {in_bf16}") from error
     return outline

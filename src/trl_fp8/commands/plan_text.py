@@ -52,9 +52,8 @@ def recommended_flags(capacity: Capacity, outline: Outline, given: Given = None)
     }
     usual = DEFAULTS | ({"dtype": "bfloat16"} if training.fp8_base else {})
     for name, value in chosen.items():
-        if name in usual and (
-            value != usual[name] or (given or {}).get(name) not in (None, value)
-        ):  # what a run config has otherwise
+        is_otherwise = (given or {}).get(name) not in (None, value)  # in the run config
+        if name in usual and (value != usual[name] or is_otherwise):
             flags[name] = value
     for risk in _risks(capacity, outline, given):
         flags |= {name: value for name, value in risk.flags.items() if name in DEFAULTS}
@@ -69,12 +68,13 @@ def as_json(capacity: Capacity, ways: list[Capacity], outline: Outline, given: G
     """The plan's figures under fixed names, for scripts."""
     plan, recipe = capacity.plan, capacity.plan.recipe
     kept = [name for name, reason in recipe.kept_modules.items() if reason != "router"]
+    experts = sum(name.endswith(".experts") for name in kept)
     return {
         "model": plan.model_name,
         "weights_gib": {"bf16": plan.bytes_before / GIB, "fp8": plan.bytes_after / GIB},
         "kv_bytes_per_token": {"bf16": plan.cache.token_bytes(False), "fp8": plan.cache.token_bytes(True)},
-        "linears": {"fp8": len(recipe.fp8_modules), "high_precision": sum(not n.endswith(".experts") for n in kept)},
-        "experts": {"fp8": len(recipe.fp8_experts), "high_precision": sum(n.endswith(".experts") for n in kept)},
+        "linears": {"fp8": len(recipe.fp8_modules), "high_precision": len(kept) - experts},
+        "experts": {"fp8": len(recipe.fp8_experts), "high_precision": experts},
         "weight_format": recipe.format.name,
         "fp8_share_of_parameters": plan.fp8_share,
         "risks": [risk.text for risk in _risks(capacity, outline, given)],
@@ -115,7 +115,10 @@ def as_text(
         lines += [_read(capacity), *_watch(capacity, outline, given), f"flags: {words}"]
     elif ways:
         lines += ["What fits instead:"]
-        lines += [f"  {_way(way)}\n    flags: {_words(way, outline, given)}" for way in ways]
+        for way in ways:
+            total = f"{way.total_bytes / GIB:.0f} of {way.limit_bytes / GIB:.0f} GiB"
+            lines += [f"  {_how(way)}: {total}, {way.held_tokens:,} tokens of KV cache"]
+            lines += [f"    flags: {_words(way, outline, given)}"]
         lines += [_read(ways[0]), *_watch(ways[0], outline, given)]
     else:
         tried = f"LoRA, an FP8 base, FSDP2 over up to {MOST_GPUS} GPUs, tensor parallel sizes up to {SIZES[-1]}"
@@ -163,23 +166,19 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
     asleep = "the engine's are" if setup.weights_sleep else "its KV cache is"
     sleeping = f", of which {asleep} free while it trains" if setup.sleeps else ""
+    codes, base = _gib(sum(row.bytes_after for row in plan.rows if row.precision == "fp8")), []
+    if training.fp8_base and capacity.ranks > 1:
+        base = [f"The trainer holds the FP8 base ({codes}) whole on each GPU, and each rank of the engine its part."]
+    elif training.fp8_base:
+        base = [f"The FP8 base ({codes}) is held once, by the engine; the trainer reads it there."]
     return [
         f"{_how(capacity)}, sequences of {training.tokens:,} tokens, {setup.completions:,} completions a generation.",
         "GiB per GPU, computed, not measured:",
         f"  trainer {_gib(trainer.total):>6}  {parts}".rstrip(),
         f"  engine  {_gib(capacity.engine_bytes):>6}  share {capacity.utilization:g}: {engine}",
         f"  total   {_gib(capacity.total_bytes):>6}  of {where}{sleeping}: {verdict}",
-        *([_shared_base(capacity)] if training.fp8_base else []),
+        *base,
     ]
-
-
-def _shared_base(capacity: Capacity) -> str:
-    codes = sum(row.bytes_after for row in capacity.plan.rows if row.precision == "fp8")
-    if capacity.ranks > 1:
-        return (
-            f"The trainer holds the FP8 base ({_gib(codes)}) whole on each GPU, and each rank of the engine its part."
-        )
-    return f"The FP8 base ({_gib(codes)}) is held once, by the engine; the trainer reads it there."
 
 
 def _gib(size: float) -> str:
@@ -196,11 +195,6 @@ def _how(capacity: Capacity) -> str:
     sharded = ", FSDP2" if training.gpus > 1 else ""
     split = f", tensor parallel size {capacity.ranks}" if capacity.ranks > 1 else ""
     return f"{kind} ({policy}) on {gpus} of {setup.gpu_bytes / GIB:g} GiB{sharded}{split}"
-
-
-def _way(capacity: Capacity) -> str:
-    total = f"{capacity.total_bytes / GIB:.0f} of {capacity.limit_bytes / GIB:.0f} GiB"
-    return f"{_how(capacity)}: {total}, {capacity.held_tokens:,} tokens of KV cache"
 
 
 def _read(capacity: Capacity) -> str:

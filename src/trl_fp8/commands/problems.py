@@ -27,7 +27,7 @@ def load_problems(script: TaskArguments, mixture: DatasetMixtureConfig, evaluate
         asked["dataset_test_split"] = script.dataset_test_split
     for flag, split in asked.items():
         if split not in splits:
-            raise ValueError(f"{flag}={split!r}: {_name(script)} has {_listed(splits)}. Set {flag} to one of them.")
+            raise _unknown(flag, split, script, splits)
     return [_as_problems(splits[split], script) for split in asked.values()] + ([] if evaluated else [None])
 
 
@@ -73,7 +73,7 @@ def _as_problems(split: Split, script: TaskArguments) -> Split:
         needed["solution_column"] = script.solution_column or "solution"
     for flag, column in needed.items():
         if column not in columns:
-            raise ValueError(f"{flag}={column!r}: {_name(script)} has {_listed(columns)}. Set {flag} to one of them.")
+            raise _unknown(flag, column, script, columns)
     reshaped = (script.prompt_column, script.system_prompt, script.solution_column, script.solution_marker)
     is_changed = any(reshaped) or _reads_messages(script)
     return split.map(as_problem, fn_kwargs={"script": script}) if is_changed else split
@@ -87,5 +87,6 @@ def _name(script: TaskArguments) -> str:
     return f"dataset_name={script.dataset_name!r}" if script.dataset_name else "the mixture of datasets"
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(map(repr, names))
+def _unknown(flag: str, value: str, script: TaskArguments, known: Iterable[str]) -> ValueError:
+    there = ", ".join(map(repr, known))
+    return ValueError(f"{flag}={value!r}: {_name(script)} has {there}. Set {flag} to one of them.")

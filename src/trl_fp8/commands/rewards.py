@@ -1,11 +1,11 @@
 """The rewards of `trl-fp8 train`: TRL's by their names, anybody's by a dotted path."""
 
-import ast
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from symtable import symtable
 
 from .run_config import did_you_mean
 
@@ -71,21 +71,12 @@ def _bound_in(module: str) -> set[str] | None:
     if source is None or not source.endswith(".py"):
         return None
     try:
-        nodes = list(_outside_of_functions(ast.parse(Path(source).read_text())))
+        text = Path(source).read_text()
+        symbols = symtable(text, source, "exec").get_symbols()
     except (SyntaxError, UnicodeDecodeError):  # the import shows where
         return None
-    bound = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    bound |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imported = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
-    bound |= {alias.asname or alias.name.partition(".")[0] for alias in imported}
-    return None if bound & {"*", "__getattr__"} else bound
-
-
-def _outside_of_functions(node: ast.AST) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            yield from _outside_of_functions(child)
+    bound = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    return None if "import *" in text or "__getattr__" in bound else bound  # a table has no names of a star
 
 
 def _found(module: str) -> bool:

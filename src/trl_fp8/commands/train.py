@@ -10,25 +10,15 @@ from argparse import Namespace
 from importlib.resources import files
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trl_fp8.planning.trainer_memory import BYTES, adapter_width
-from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.servable import require_servable
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.quiet import quiet
 
 from .interrupt import ended_by_ctrl_c
-from .model_config import missing_model, require_model
 from .rewards import check_rewards, reward_functions
-
-
-if TYPE_CHECKING:
-    from trl import ModelConfig
-
-    from trl_fp8.trainer import FP8GRPOTrainer
-
-    from .arguments import Asked
 
 
 # What `accelerate launch` takes, and warns that it does, where nothing says how to launch
@@ -49,23 +39,18 @@ def launch(words: list[str]) -> int:
     Returns the exit status: 2, after one line, for a mistake of the user's, here or in one of the processes, and 130
     after Ctrl-C. A single process takes the place of this one, so that status and signals are its own.
     """
-    if asked := {"-h", "--help", "--help-all"}.intersection(words):
-        from .arguments import common_help, help_of, make_parser
-
-        try:
-            flags = [word for word in words if word not in asked]
-            everything = make_parser().format_help() if "--help-all" in asked else common_help()
-            sys.stdout.write(help_of(flags) if flags else everything)
-        except ValueError as error:
-            return _refuse(error)
-        return 0
     from trl_fp8.run.lines import slow_step
 
     try:
+        if {"-h", "--help", "--help-all"}.intersection(words):
+            from .arguments import help_text
+
+            sys.stdout.write(help_text(words))
+            return 0
         with slow_step("Checking the arguments, the model's config and the dataset."):
             launched = _launched(words)
     except (ValueError, OSError) as error:
-        return _refuse(error)
+        return refuse(error)
     from accelerate.commands import launch as accelerate_launch
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -95,13 +80,12 @@ def _become(args: Namespace) -> None:
 def main() -> None:
     """What each process runs."""
     quiet()
-    started = []
+    started = []  # the trainer, once there is one
     with ended_by_ctrl_c(lambda: _stopped(started) if os.environ.get("RANK", "0") == "0" else ""):
         _train(started)
 
 
-def _train(started: "list[FP8GRPOTrainer]") -> None:
-    """A run from its arguments to its model; the trainer goes into `started` once there is one."""
+def _train(started: list) -> None:
     from .arguments import make_parser  # imports torch, which `ended_by_ctrl_c` has to come before
 
     try:
@@ -128,7 +112,7 @@ def _train(started: "list[FP8GRPOTrainer]") -> None:
         trainer.push_to_hub(dataset_name=script.dataset_name)
 
 
-def _stopped(started: "list[FP8GRPOTrainer]") -> str:
+def _stopped(started: list) -> str:
     """Where Ctrl-C stopped a run, and how to go on."""
     if not started:
         return "stopped before the first step"
@@ -144,47 +128,48 @@ def _stopped(started: "list[FP8GRPOTrainer]") -> str:
 
 
 def _refused(error: Exception) -> int:
-    """`_refuse` by one of the processes: a mistake of the user's is told once on each machine, for folders and disks
+    """`refuse` by one of the processes: a mistake of the user's is told once on each machine, for folders and disks
     are a machine's own; what is wrong with a process by itself.
     """
     same_on_all = not isinstance(error, OSError)
-    return 2 if same_on_all and os.environ.get("LOCAL_RANK", "0") != "0" else _refuse(error)
+    return 2 if same_on_all and os.environ.get("LOCAL_RANK", "0") != "0" else refuse(error)
 
 
-def prepare(asked: "Asked", processes: int | None = None) -> Run:
+def prepare(asked: Any, processes: int | None = None) -> Run:
     """All of a run but its rewards and engine.
 
     Args:
-        asked: What the user asks for.
+        asked: What the user asks for, an `Asked` of arguments.py.
         processes: On all machines together, if they do not run yet; None in one of them.
 
     Raises:
         ValueError: Something is set that cannot be; the message names it, and what to set instead.
         OSError: A file, model or dataset is not there, or out of reach.
     """
-    from transformers import PreTrainedConfig
     from trl import get_peft_config, get_quantization_config
 
     from trl_fp8.recipe.from_model import outline_of_pretrained
     from trl_fp8.run.checkpoints import checkpoint_to_resume, require_ranks
     from trl_fp8.run.output import require_output
 
+    from .model_config import model_config
     from .problems import load_problems
 
     _require_task(asked.values)
     script, args, model, mixture = asked.made(processes)
     if checkpoint := checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint):
         require_ranks(checkpoint, args.world_size)
-    name, outline = model.model_name_or_path, None
-    require_model(name)
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(name, revision=model.model_revision)
-        if args.own_engine and not (args.trust_remote_code and "auto_map" in config):
+    name, weights = model.model_name_or_path, 0
+    config = model_config(name, "model_name_or_path", model.model_revision)
+    if args.own_engine and not (args.trust_remote_code and "auto_map" in config):
+        try:
             require_servable(outline := outline_of_pretrained(name, model.model_revision))
-    except (OSError, ValueError) as error:
-        kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(missing_model(name, "model_name_or_path", error)) from error
-    weights = _weight_bytes(outline, model) if outline else 0
+        except ValueError as error:
+            raise ValueError(f"model_name_or_path={name!r}: {error}") from error
+        if model.use_peft:  # adapters in FP32 on all linear layers
+            weights = 4 * model.lora_r * adapter_width(outline)
+        else:
+            weights = BYTES.get(model.dtype, min(BYTES.values())) * sum(map(prod, outline.parameters.values()))
     require_output(args, weights, weights)
     training, evaluation = load_problems(script, mixture, evaluated=args.eval_strategy != "no")
     loading = dict(revision=model.model_revision, dtype=model.dtype, attn_implementation=model.attn_implementation)
@@ -202,13 +187,6 @@ def prepare(asked: "Asked", processes: int | None = None) -> Run:
     return Run(script, args, trained)
 
 
-def _weight_bytes(outline: Outline, model: "ModelConfig") -> int:
-    """Of a checkpoint's weights, which are all trained: the policy's, or adapters in FP32 on all linear layers."""
-    if model.use_peft:
-        return 4 * model.lora_r * adapter_width(outline)
-    return BYTES.get(model.dtype, min(BYTES.values())) * sum(map(prod, outline.parameters.values()))
-
-
 def _require_task(values: Namespace) -> None:
     """Raise `ValueError` for what a run cannot do without: a model, a dataset, and rewards that are there."""
     if not values.model_name_or_path:
@@ -224,12 +202,12 @@ def _require_task(values: Namespace) -> None:
 
 
 def _launched(words: list[str]) -> Namespace:
-    """The words split as `trl grpo` does: what the dataclasses know goes to the script, the rest to accelerate."""
+    """What `accelerate launch` gets: its own words, and behind the module all words, of which the module reads its."""
     from .arguments import make_parser, parse_launch
 
     asked = make_parser().read(words)
     of_file, of_words = asked.launch_words
-    script = [*of_file, *of_words, "--module", __name__, *_without(words, of_words)]
+    script = [*of_file, *of_words, "--module", __name__, *words]
     stated = parse_launch(script)
     launcher = _launcher(asked.values.accelerate_config or stated.config_file)
     processes = _processes(stated.num_processes, launcher)
@@ -277,20 +255,10 @@ def _processes(asked: int | None, launcher: str | None) -> int:
         raise ValueError(f"--accelerate_config {launcher}: {error}") from error
 
 
-def _refuse(error: Exception) -> int:
+def refuse(error: Exception) -> int:
+    """Tell a mistake of the user's in one line; returns the exit status."""
     sys.stderr.write(f"trl-fp8: {' '.join(str(error).split())}\n")
     return 2
-
-
-def _without(words: list[str], removed: list[str]) -> list[str]:
-    """`words` without `removed`, which are some of them in the same order."""
-    left, kept = list(removed), []
-    for word in words:
-        if left and word == left[0]:
-            left.pop(0)
-        else:
-            kept.append(word)
-    return kept
 
 
 if __name__ == "__main__":

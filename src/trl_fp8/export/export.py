@@ -35,11 +35,11 @@ from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Named
 
 from .file_checksums import write_checksums
-from .folder import free_folder
 from .model_card import export_card, merged_card
 
 
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
 
 
 def export_fp8(
@@ -52,7 +52,7 @@ def export_fp8(
     parameters: Iterable[Named] | None = None,
     card: str = "",
     merge: str = "",
-    shard_bytes: int = 5 * 10**9,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """Write `model` as an FP8 checkpoint and return `folder`.
 
@@ -97,6 +97,16 @@ def export_fp8(
     return _write(free_folder(folder), model, tokenizer, recipe, stream, text, shard_bytes)
 
 
+def free_folder(folder: str | Path) -> Path:
+    """`folder`, which does not exist or is empty; `ValueError` if it holds files."""
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
+        )
+    return folder
+
+
 def export_merged(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -105,12 +115,11 @@ def export_merged(
     *,
     card: str,
     merge: str,
-    shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write `parameters` as a BF16 checkpoint and return `folder`; arguments and errors are those of `export_fp8`."""
     recipe = recipe_for_model(model, fp8_weights=False, kv_cache_dtype="auto")
     stream = weight_stream(parameters, recipe, None, persistent_buffers(model))
-    return _write(free_folder(folder), model, tokenizer, recipe, stream, merged_card(card, merge), shard_bytes)
+    return _write(free_folder(folder), model, tokenizer, recipe, stream, merged_card(card, merge))
 
 
 def _write(
@@ -120,7 +129,7 @@ def _write(
     recipe: FP8Recipe,
     stream: Iterable[Named],
     card: str,
-    shard_bytes: int,
+    shard_bytes: int = SHARD_BYTES,
 ) -> Path:
     """All files of a checkpoint of what `stream` has by the engine's names."""
     folder.parent.mkdir(parents=True, exist_ok=True)

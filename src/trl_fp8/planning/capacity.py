@@ -23,7 +23,6 @@ SHARES = tuple(share / 20 for share in range(18, 0, -1))  # of a GPU that an eng
 SIZES = (1, 2, 4, 8)  # tensor parallel
 LORA_RANK = 32
 CONTEXT, COMPLETIONS, MOST_PROMPT = 4096, 256, 512  # tokens, samples, tokens: planned for where nothing is said
-PRECISIONS = {"bf16": (False, False), "fp8_linears": (True, False), "fp8_linears_kv": (True, True)}
 
 
 @dataclass(frozen=True)
@@ -91,26 +90,22 @@ class Capacity:
         return self.plan.bytes_after / self.ranks + self.adapter_bytes
 
     @property
-    def precisions(self) -> dict[str, tuple[bool, bool]]:
-        """Name -> whether weights and KV cache are FP8, as far as the plan has it."""
-        recipe = self.plan.recipe
-        return {
-            name: (weights, cache)
-            for name, (weights, cache) in PRECISIONS.items()
-            if (not weights or recipe.fp8_weights) and (not cache or recipe.fp8_kv_cache)
-        } | ({} if recipe.fp8_weights or not recipe.fp8_kv_cache else {"fp8_kv": (False, True)})
-
-    @property
     def kv_tokens(self) -> dict[str, int]:
-        """Tokens, of sequences of full length, that the KV cache holds at each precision."""
-        return {name: self._tokens(*fp8) for name, fp8 in self.precisions.items()}
+        """Precision -> tokens that the KV cache holds then: of a BF16 engine, and as far as the plan has FP8."""
+        recipe, found = self.plan.recipe, {"bf16": self._tokens(False, False)}
+        if recipe.fp8_weights:
+            found["fp8_linears"] = self._tokens(True, False)
+        if recipe.fp8_kv_cache:
+            found["fp8_linears_kv" if recipe.fp8_weights else "fp8_kv"] = self.held_tokens
+        return found
 
     @property
     def held_tokens(self) -> int:
         """Tokens that the plan's own KV cache holds."""
-        return self._tokens(*list(self.precisions.values())[-1])
+        return self._tokens(self.plan.recipe.fp8_weights, self.plan.recipe.fp8_kv_cache)
 
     def _tokens(self, fp8_weights: bool, fp8_kv: bool) -> int:
+        """Of sequences of full length."""
         length = self.setup.training.tokens
         size = self.plan.cache.sequence_bytes(length, fp8_kv)
         room = max(0.0, self.kv_bytes(fp8_weights))
@@ -147,8 +142,12 @@ class Planner:
         """What fits in place of a setup that does not: another split, LoRA, LoRA on an FP8 base, more GPUs; at most
         one of each kind.
         """
-        found = (self._first(setups) for setups in self._changes(setup))
-        ways = [capacity for capacity in found if capacity is not None]
+        ways = []
+        for setups in self._changes(setup):
+            for way in map(self.capacity, setups):
+                if way.why_not is None:
+                    ways.append(way)
+                    break
         on_one = [way for way in ways if way.setup.training.gpus == setup.training.gpus]
         is_lora = any(way.setup.training.lora_rank for way in on_one)
         return [way for way in ways if way in on_one or not (way.setup.training.lora_rank and is_lora)]
@@ -161,16 +160,10 @@ class Planner:
             lora.append(replace(training, lora_rank=rank, dtype="bfloat16", fp8_base=True))
         lora.append(replace(training, lora_rank=rank, dtype="bfloat16", fp8_base=False))
         more = [training.gpus * 2**power for power in range(1, 7) if training.gpus * 2**power <= MOST_GPUS]
-        if not training.lora_rank:
-            yield [free]
-        yield [replace(free, training=one) for one in lora]
-        if not training.lora_rank:
-            yield [replace(free, training=replace(training, gpus=gpus)) for gpus in more]
-        yield [replace(free, training=replace(one, gpus=gpus)) for gpus in more for one in lora]
-
-    def _first(self, setups: list[Setup]) -> Capacity | None:
-        found = (self.capacity(setup) for setup in setups)
-        return next((capacity for capacity in found if capacity.why_not is None), None)
+        for counts in ([training.gpus], more):
+            if not training.lora_rank:
+                yield [replace(free, training=replace(training, gpus=gpus)) for gpus in counts]
+            yield [replace(free, training=replace(one, gpus=gpus)) for gpus in counts for one in lora]
 
     def _sizes(self, gpus: int) -> list[int]:
         """Tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
@@ -197,10 +190,9 @@ class Planner:
         plan, training = self.plan_at(size), setup.training
         trainer = trainer_memory(self.outline, training, plan.recipe, setup.shares_kernels)
         adapters = 2 * engine_adapters(self.outline, training.lora_rank) if training.fp8_base else 0
-        shares = SHARES if setup.utilization is None else (setup.utilization,)
-        made = [Capacity(plan, trainer, setup, share, adapters) for share in shares]
         if setup.utilization is not None:
-            return made[0]
+            return Capacity(plan, trainer, setup, setup.utilization, adapters)
+        made = [Capacity(plan, trainer, setup, share, adapters) for share in SHARES]
         if fitting := [capacity for capacity in made if capacity.why_not is None]:
             ample = [c for c in fitting if c.kv_tokens["bf16"] >= c.sequences * setup.training.tokens]
             return ample[-1] if ample else fitting[0]

@@ -5,19 +5,17 @@ in high precision stands out.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING
 
+from torch import nn
+
+from trl_fp8.recipe.caches import LayerCache
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .cache import KVCache
-
-
-if TYPE_CHECKING:
-    from torch import nn
 
 GIB = 2**30
 
@@ -37,6 +35,47 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
+class KVCache:
+    """Bytes of an engine's KV cache, by what each decoder layer keeps of a sequence.
+
+    attention of all tokens    k and v of each, their heads divided over the tensor parallel ranks
+    sliding windows            the same, of the last tokens alone
+    MLA                        one latent vector per token, which every rank holds whole
+    linear attention, ...      a state of the sequence, however long it is, divided over the ranks
+    """
+
+    layers: tuple[LayerCache, ...]
+    kv_heads: int  # 0 where layers differ in them
+    ranks: int = 1  # the tensor parallel size
+    fp8_layers: frozenset[int] = frozenset()  # of an engine with an FP8 KV cache
+
+    def sequence_bytes(self, tokens: int, fp8: bool) -> float:
+        """Bytes on each rank of a sequence of that many tokens."""
+        shares = min(self.ranks, self.kv_heads or self.ranks)  # further ranks hold copies of the KV heads
+        total = 0.0
+        for (layer, is_fp8), count in self._alike.items():
+            kept = min(tokens, layer.window or tokens) * layer.elements * (1 if is_fp8 and fp8 else 2)
+            total += count * ((kept if layer.is_latent else kept / shares) + layer.state_bytes / self.ranks)
+        return total
+
+    def token_bytes(self, fp8: bool) -> int:
+        """Bytes in all layers of a token that every layer still keeps."""
+        return sum(
+            count * layer.elements * (1 if is_fp8 and fp8 else 2) for (layer, is_fp8), count in self._alike.items()
+        )
+
+    @property
+    def windows(self) -> dict[int, int]:
+        """Window -> number of layers that keep no more tokens than that."""
+        return Counter(layer.window for layer in self.layers if layer.window and layer.elements)
+
+    @cached_property
+    def _alike(self) -> Counter[tuple[LayerCache, bool]]:
+        """(layer, whether an FP8 cache has it in FP8) -> how many there are."""
+        return Counter((layer, index in self.fp8_layers) for index, layer in enumerate(self.layers))
+
+
+@dataclass(frozen=True)
 class Plan:
     """A model's plan: `rows`, and the totals over them. Bytes before are those of a BF16 engine."""
 
@@ -44,14 +83,6 @@ class Plan:
     recipe: FP8Recipe
     rows: tuple[PlanRow, ...]
     cache: KVCache
-
-    @property
-    def kv_bytes_per_token_before(self) -> int:
-        return self.cache.token_bytes(fp8=False)
-
-    @property
-    def kv_bytes_per_token_after(self) -> int:
-        return self.cache.token_bytes(fp8=True)
 
     @property
     def bytes_before(self) -> int:
@@ -118,7 +149,7 @@ class Plan:
         return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {cache}"
 
     def _kv_cache(self, scales: str = "") -> str:
-        before, after = self.kv_bytes_per_token_before, self.kv_bytes_per_token_after
+        before, after = self.cache.token_bytes(fp8=False), self.cache.token_bytes(fp8=True)
         if not self.recipe.fp8_kv_cache:
             return f"the model's dtype, {format_bytes(before)} per token"
         skipped = list(self.recipe.kv_cache_skip_layers)
@@ -128,9 +159,9 @@ class Plan:
         return f"e4m3{scales}, {size}{kept}" + (f"; {others} layers cache none" if others else "")
 
 
-def plan_for_model(model: "nn.Module", recipe: FP8Recipe) -> Plan:
+def plan_for_model(model: nn.Module, recipe: FP8Recipe) -> Plan:
     """`plan_for` a transformers or PEFT causal LM, also one on the meta device."""
-    from trl_fp8.recipe.from_model import outline_of  # imports torch, and `trl-fp8 report` has `format_bytes` without
+    from trl_fp8.recipe.from_model import outline_of  # transformers takes seconds, and a report needs none of it
 
     return plan_for(outline_of(model), recipe)
 

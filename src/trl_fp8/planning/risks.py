@@ -52,24 +52,20 @@ def _risks(plan: Plan, outline: Outline, fp8_base: bool) -> list[Risk]:
     if recipe.fp8_kv_cache and any(key_biases):
         text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."
         if fp8_base:
-            remedy = "kv_cache_skip_layers takes their numbers, which a run without fp8_base finds with 'auto'."
+            text += " kv_cache_skip_layers takes their numbers, which a run without fp8_base finds with 'auto'."
+            found.append(Risk(text, {}))
         else:
-            remedy = "kv_cache_skip_layers='auto' looks for them before the first rollout."
-        found.append(Risk(f"{text} {remedy}", {} if fp8_base else {"kv_cache_skip_layers": "auto"}))
-    if recipe.has_experts and outline.top_k_routers and recipe.tensor_parallel_size == 1:
-        text = (
-            "Mixture of experts: routers of engine and trainer can disagree. router_replay='monitor' measures it, "
-            "'rollout' removes it."
-        )
-        found.append(Risk(text, {"router_replay": "monitor"}))
-    elif recipe.has_experts:
-        ranks = f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}"
-        where = ranks if outline.top_k_routers else "of this model"
-        text = (
-            "Mixture of experts: routers of engine and trainer can disagree, which router_replay can neither measure "
-            f"nor remove {where}."
-        )
-        found.append(Risk(text, {}))
+            text += " kv_cache_skip_layers='auto' looks for them before the first rollout."
+            found.append(Risk(text, {"kv_cache_skip_layers": "auto"}))
+    if recipe.has_experts:
+        text = "Mixture of experts: routers of engine and trainer can disagree"
+        if outline.top_k_routers and recipe.tensor_parallel_size == 1:
+            text += ". router_replay='monitor' measures it, 'rollout' removes it."
+            found.append(Risk(text, {"router_replay": "monitor"}))
+        else:
+            ranks = f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}"
+            where = ranks if outline.top_k_routers else "of this model"
+            found.append(Risk(f"{text}, which router_replay can neither measure nor remove {where}.", {}))
     if not family.experts_counted:
         text = "router_aux_loss_coef: TRL's load-balancing loss finds no num_experts in its config, and has to be off."
         found.append(Risk(text, {"router_aux_loss_coef": 0.0}))

@@ -31,7 +31,7 @@ def run_facts(trainer: "FP8Rollouts") -> dict:
         "fp8_share": trainer.plan.fp8_share if trainer.plan else 0.0,
         "weight_bytes": trainer.plan and [trainer.plan.bytes_before, trainer.plan.bytes_after],
         "kv_bytes_per_token": trainer.plan
-        and [trainer.plan.kv_bytes_per_token_before, trainer.plan.kv_bytes_per_token_after],
+        and [trainer.plan.cache.token_bytes(fp8=False), trainer.plan.cache.token_bytes(fp8=True)],
         "weight_format": recipe.format.description if recipe and recipe.fp8_weights else None,
         "scale_format": recipe.scale_format if recipe and recipe.fp8_weights else None,
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",

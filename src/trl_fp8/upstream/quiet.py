@@ -48,10 +48,8 @@ def without_noise() -> Iterator[None]:
     if _shows_all():
         yield
         return
-    loggers = [logging.getLogger(name) for name in {noise.where for noise in LOGGED}]
-    loggers = [logger for logger in loggers if is_news not in logger.filters]
     before = list(warnings.filters)
-    _filter(loggers)
+    loggers = _filter()
     ours = [each for each in warnings.filters if each not in before]
     try:
         yield
@@ -63,11 +61,10 @@ def without_noise() -> Iterator[None]:
 
 def quiet() -> None:
     """Leave out what `LOGGED` and `WARNED` name, in this process."""
-    if _shows_all():
-        return
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
-    _filter([logging.getLogger(name) for name in {noise.where for noise in LOGGED}])
+    if not _shows_all():
+        for name, value in SETTINGS.items():
+            os.environ.setdefault(name, value)
+        _filter()
 
 
 def is_news(record: logging.LogRecord) -> bool:
@@ -76,11 +73,15 @@ def is_news(record: logging.LogRecord) -> bool:
     return not any(noise.where == record.name and re.match(noise.text, text) for noise in LOGGED)
 
 
-def _filter(loggers: list[logging.Logger]) -> None:
+def _filter() -> list[logging.Logger]:
+    """Add the filters; returns the loggers that had none."""
+    loggers = [logging.getLogger(noise.where) for noise in LOGGED]
+    loggers = [logger for logger in loggers if is_news not in logger.filters]
     for logger in loggers:
         logger.addFilter(is_news)
     for noise in WARNED:
         warnings.filterwarnings("ignore", noise.text, noise.where)
+    return loggers
 
 
 def _shows_all() -> bool:

@@ -1,10 +1,10 @@
-"""Names of vLLM 0.31 that are no interface, and that this project relies on, as in `upstream.trl`; and the functions
-that use them. vllm is imported inside these: planning works without.
+"""Functions that use what of vLLM 0.31 is no interface. vllm is imported inside them: planning works without.
+
+`llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
 """
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,48 +12,13 @@ from torch import Tensor, nn
 from .patches import patch
 
 
-if TYPE_CHECKING:
-    from vllm import LLM
-    from vllm.config import VllmConfig
-    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-
-
-_LAYERS = "vllm.model_executor.layers"
-PRIVATE_NAMES = {  # owner -> name -> layers that use it
-    "vllm.model_executor.models.registry": dict.fromkeys(["_LazyRegisteredModel", "_RegisteredModel"], "upstream"),
-    "vllm": {"_custom_ops": "engine"},
-    "vllm.multimodal.processing.BaseMultiModalProcessor": dict.fromkeys(
-        ["_apply_prompt_updates", "_find_mm_placeholders"], "engine"
-    ),
-    "torch.ops": {"_C": "engine"},
-    "vllm.model_executor.kernels.linear": {"_POSSIBLE_FP8_BLOCK_KERNELS": "engine", "_POSSIBLE_FP8_KERNELS": "engine"},
-    "vllm.model_executor.custom_op.CustomOp": {"_forward_method": "engine"},
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": dict.fromkeys(
-        ["input_batch", "query_start_loc", "sampler"], "upstream"
-    ),
-    f"{_LAYERS}.attention.Attention": {
-        f"_{which}_scale{copy}": "engine features" if which + copy in ("k_float", "v_float") else "features"
-        for which in "qkv"
-        for copy in ("", "_float", "_cpu")
-        if which + copy != "q_cpu"
-    },
-    f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": {"_supports_activation": "engine"},
-    f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": {"_compute_routing": "upstream"},
-    f"{_LAYERS}.fused_moe.router.cpu_router": {"_softmax_topk": "engine", "_grouped_topk": "engine"},
-    f"{_LAYERS}.rotary_embedding": {"_ROPE_DICT": "upstream"},
-    f"{_LAYERS}.mamba.ops.cpu.gdn_attention": {"_cpu_gdn_attention_nonspec": "engine"},
-    "vllm.v1.attention.selector": {"_cached_get_attn_backend": "upstream"},
-    "vllm.distributed.parallel_state": {"_EP": "upstream"},
-}
-
-
-def engine_model(llm: "LLM") -> nn.Module:
-    """This rank's model inside the engine. vLLM 0.31, in-process executors only (`external_launcher`)."""
+def engine_model(llm) -> nn.Module:
+    """This rank's model inside the engine."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model
 
 
-def engine_config(llm: "LLM") -> "VllmConfig":
-    """The engine's configuration, with vLLM's defaults filled in."""
+def engine_config(llm):
+    """The engine's `VllmConfig`, with vLLM's defaults filled in."""
     return llm.llm_engine.vllm_config
 
 
@@ -88,9 +53,8 @@ def inspect_engine_class(architectures: tuple[str, ...]) -> None:
             ) from error
 
 
-def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
+def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
     """(request, position of its first token, first row, end row) for each request of the forward that is running."""
-    # the first model runner, `v1/worker/gpu_model_runner.py`
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     batch = runner.input_batch
     bounds = runner.query_start_loc.np[: batch.num_reqs + 1].tolist()
@@ -98,14 +62,14 @@ def scheduled_tokens(llm: "LLM") -> Iterator[tuple[str, int, int, int]]:
         yield batch.req_ids[index].rpartition("-")[0], int(batch.num_computed_tokens_cpu[index]), start, end
 
 
-def sampler(llm: "LLM") -> nn.Module:
+def sampler(llm) -> nn.Module:
     """What draws tokens: (logits, generators, k, p) -> tokens `[R]`, and the log-probs `[R, V]` by which it drew them
-    (`processed_logprobs`); R requests of `scheduled_tokens`. The first model runner.
+    (`processed_logprobs`); R requests of `scheduled_tokens`.
     """
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler
 
 
-def finish(llm: "LLM") -> None:
+def finish(llm) -> None:
     """Let an engine in this process take note that its requests have finished.
 
     `generate` returns with the last token. The scheduler forgets finished requests in its next step only, and with
@@ -116,7 +80,7 @@ def finish(llm: "LLM") -> None:
         llm.llm_engine.step()
 
 
-def choose_experts(runner: "MoERunner", x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+def choose_experts(runner, x: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Gate weights `[T, K]` and experts `[T, K]` that a layer's router chooses by its logits `[T, E]`. Nobody who
     records the engine's choices takes note.
     """

@@ -14,8 +14,7 @@ from trl_fp8.features.run_log.log_file import append, begin, read_run, read_runs
 from trl_fp8.features.run_log.report.checks import checks
 from trl_fp8.features.run_log.report.curves import Panel, panel_figure
 from trl_fp8.features.run_log.report.page import write_report
-from trl_fp8.features.run_log.report.results import results, summary
-from trl_fp8.features.run_log.report.runs_compared import compared, differences
+from trl_fp8.features.run_log.report.results import compared, differences, results, summary
 
 
 FACTS = {

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from trl_fp8.features.run_log.rollout_sample import BINS, LIMIT, PAIRS, rollout_sample
+from trl_fp8.features.run_log.run_log import BINS, LIMIT, PAIRS, rollout_sample
 from trl_fp8.run.log_ratio import log_ratio
 
 

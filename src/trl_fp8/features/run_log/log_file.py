@@ -18,7 +18,6 @@ from typing import Any
 
 FILE = "fp8_run.jsonl"
 NEW = "fp8_run.new.jsonl"  # of a run whose first step is not done, where there is a file of an earlier run
-_EARLIER = re.compile(r"fp8_run\.(\d+)\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,8 @@ def settle(folder: str | Path) -> None:
     folder = Path(folder)
     new = folder / NEW
     if new.exists():
-        numbers = [int(_EARLIER.fullmatch(path.name)[1]) for path in earlier_logs(folder)]
-        (folder / FILE).rename(folder / f"fp8_run.{max(numbers, default=0) + 1}.jsonl")
+        number = max(map(_number, earlier_logs(folder)), default=0) + 1
+        (folder / FILE).rename(folder / f"fp8_run.{number}.jsonl")
         new.rename(folder / FILE)
 
 
@@ -76,13 +75,13 @@ def begin(folder: str | Path, step: int, facts: Mapping[str, Any]) -> None:
 
 def earlier_logs(folder: str | Path) -> list[Path]:
     """Files of the runs that were in the folder before, the oldest first."""
-    found = (path for path in Path(folder).glob("fp8_run.*.jsonl") if _EARLIER.fullmatch(path.name))
-    return sorted(found, key=lambda path: int(_EARLIER.fullmatch(path.name)[1]))
+    return sorted(filter(_number, Path(folder).glob("fp8_run.*.jsonl")), key=_number)
 
 
-def run_folder(path: str | Path) -> Path:
-    """The folder of a run that is named by it, or by a run's file in it."""
-    return _file_of(path).parent
+def _number(path: Path) -> int:
+    """Of an earlier run's file; 0 for other files."""
+    match = re.fullmatch(r"fp8_run\.(\d+)\.jsonl", path.name)
+    return int(match[1]) if match else 0
 
 
 def read_run(folder: str | Path) -> Run:
@@ -91,7 +90,7 @@ def read_run(folder: str | Path) -> Run:
     Raises:
         ValueError: There is none, or it does not begin with a run's facts.
     """
-    path = _file_of(folder)
+    path = file_of(folder)
     folder = path.parent
     if not path.exists():
         raise ValueError(
@@ -117,7 +116,7 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     Raises:
         ValueError: As `read_run`, or a folder is named twice.
     """
-    paths = [_run_path(_file_of(folder)) for folder in folders]
+    paths = [_run_path(file_of(folder)) for folder in folders]
     if twice := [str(folder) for folder, path in zip(folders, paths, strict=True) if paths.count(path) > 1]:
         raise ValueError(f"RUN={twice[0]!r} is named twice. Name each run once.")
     depths = range(1, max(len(path.parts) for path in paths) + 1)
@@ -126,10 +125,10 @@ def read_runs(folders: Sequence[str | Path]) -> list[Run]:
     return [replace(read_run(folder), name=name) for folder, name in zip(folders, names, strict=True)]
 
 
-def _file_of(path: str | Path) -> Path:
+def file_of(path: str | Path) -> Path:
     """The file of a run that is named by its folder or by the file."""
     path = Path(path)
-    return path if path.name in (FILE, NEW) or _EARLIER.fullmatch(path.name) else path / FILE
+    return path if path.name in (FILE, NEW) or _number(path) else path / FILE
 
 
 def _run_path(file: Path) -> Path:

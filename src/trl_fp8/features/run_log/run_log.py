@@ -1,23 +1,21 @@
 """Writes `fp8_run.jsonl` while a run goes. A line about a generation is of the main process's batch."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+import torch
 from accelerate.logging import get_logger
 
 from trl_fp8.run.batch import Batch
 from trl_fp8.run.facts import run_facts
 from trl_fp8.run.feature import Feature
+from trl_fp8.run.log_ratio import LogRatio
 
 from .log_file import FILE, append, begin, settle
-from .rollout_sample import rollout_sample
-
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
 
 
 logger = get_logger(__name__)
+BINS, LIMIT = 120, 3.0  # of log r in [-LIMIT, LIMIT], and an open bin on either side
+POSITIONS, PAIRS = 1024, 256  # looked at, evenly over the batch; kept at most
 
 
 class RunLog(Feature):
@@ -25,7 +23,7 @@ class RunLog(Feature):
 
     keeps_log = True
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         self.writes = trainer.accelerator.is_main_process
 
@@ -58,3 +56,21 @@ class RunLog(Feature):
         except OSError as error:
             self.writes = False
             logger.warning(f"{folder}/{FILE} cannot be written, and there will be no more of it: {error}")
+
+
+def rollout_sample(ratio: LogRatio) -> dict[str, list | float]:
+    """The histogram and the pairs (trainer, rollout) of one rank's batch. Waits for the device once."""
+    scored = ratio.scored_BT.flatten().double()
+    bins = ((ratio.values_BT.flatten() + LIMIT) * (BINS / (2 * LIMIT))).floor().long() + 1
+    counts = scored.new_zeros(BINS + 2).scatter_add_(0, bins.clamp(0, BINS + 1), scored)
+    chosen = torch.linspace(0, max(scored.numel() - 1, 0), min(POSITIONS, scored.numel()), device=scored.device).long()
+    sides = [side.flatten()[chosen].double() for side in (ratio.trainer_BT, ratio.rollout_BT)]
+    # one vector, so that all of it travels to the host in one copy
+    counts, tokens = torch.cat([counts, *sides, scored[chosen]]).cpu().tensor_split([BINS + 2])
+    columns = tokens.view(3, len(chosen)).T.tolist()
+    pairs = [[round(trainer, 5), round(rollout, 5)] for trainer, rollout, is_scored in columns if is_scored]
+    return {
+        "log_ratio_limit": LIMIT,
+        "log_ratio_counts": counts.long().tolist(),
+        "log_probs": pairs[:: -(-len(pairs) // PAIRS) or 1],  # every n-th, n rounded up
+    }

@@ -20,6 +20,7 @@ class Panel:
     key: str
     title: str
     unit: str  # label of the axis
+    meaning: str = ""  # for somebody who sees the words for the first time
     factor: float = 1.0  # from what was logged to `unit`
     steady: bool = False  # expected to stay put: a median, which one slow step does not move, not a moving mean
 

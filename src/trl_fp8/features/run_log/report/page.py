@@ -14,8 +14,7 @@ from trl_fp8.features.run_log.log_file import Run
 from .canvas import SERIES, inline_svg, save
 from .checks import checks
 from .pictures import Picture, run_pictures, training_pictures
-from .results import correction_name, model_name, results, summary
-from .runs_compared import compared, differences
+from .results import compared, correction_name, differences, model_name, results, summary
 
 
 def write_report(runs: Sequence[Run], folder: str | Path) -> Path:

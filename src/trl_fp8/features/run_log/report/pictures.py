@@ -8,9 +8,41 @@ from trl_fp8.features.run_log.report.canvas import Figure
 
 from .curves import Panel, lines_figure, panel_figure
 from .results import mismatch_key
-from .rollout_pictures import log_prob_figure, position_figure, ratio_figure
-from .scales import saturation_figure, scales_figure
+from .rollout_pictures import log_prob_figure, position_figure, ratio_figure, saturation_figure, scales_figure
 from .series import series
+
+
+REWARD = Panel("reward", "Reward", "reward", "Mean over the completions of a step.")
+MISMATCH = Panel(
+    "",  # of each run, by its `mismatch_key`
+    "Mismatch",
+    "nats",
+    "How far engine and trainer are apart: mean difference of their log-probs for the sampled tokens.",
+)
+LENGTH = Panel("completions/mean_length", "Completion length", "tokens", "Mean over the completions of a step.")
+TIME = Panel("step_time", "Step time", "seconds", "Sampling, scoring and training.", steady=True)
+KL = Panel("mismatch/k3_kl", "KL of engine and trainer", "nats a token", "The mismatch as a divergence (k3 estimate).")
+LARGEST = Panel(
+    "mismatch/logp_difference_max", "Largest log-prob difference", "nats", "Of a single token in each step."
+)
+SAMPLE_SIZE = Panel(
+    "correction/effective_sample_size",
+    "Effective sample size",
+    "share of the tokens",
+    "How many tokens the weighted ones are worth; 1 is all of them.",
+)
+MASKED = Panel(
+    "correction/fraction_masked_tokens",
+    "Masked tokens",
+    "share of the tokens",
+    "What the correction does not train on.",
+)
+SYNC = Panel("", "Sync", "milliseconds", "Time to give the engine the new weights, and parts of it.", steady=True)
+SYNC_PARTS = {
+    "whole sync": "fp8/sync_seconds",
+    "quantizing and writing": "fp8/quantize_seconds",
+    "calibrating KV scales": "fp8/calibration_seconds",
+}
 
 
 @dataclass(frozen=True)
@@ -25,73 +57,33 @@ class Picture:
 def training_pictures(runs: Sequence[Run]) -> list[Picture]:
     """How it went, a line a run."""
     apart = {run.name: series(run.logs, key) for run in runs if (key := mismatch_key(run))}
-    return [
-        _logged(runs, Panel("reward", "Reward", "reward"), "Mean over the completions of a step."),
-        Picture(
-            "Mismatch",
-            "How far engine and trainer are apart: mean difference of their log-probs for the sampled tokens.",
-            lines_figure(apart, Panel("", "Mismatch", "nats"), [run.name for run in runs]),
-        ),
-        _logged(
-            runs,
-            Panel("completions/mean_length", "Completion length", "tokens"),
-            "Mean over the completions of a step.",
-        ),
-        _logged(runs, Panel("step_time", "Step time", "seconds", steady=True), "Sampling, scoring and training."),
-    ]
+    mismatch = lines_figure(apart, MISMATCH, [run.name for run in runs])
+    reward, length, time = (_logged(runs, panel) for panel in (REWARD, LENGTH, TIME))
+    return [reward, Picture(MISMATCH.title, MISMATCH.meaning, mismatch), length, time]
 
 
 def run_pictures(run: Run) -> dict[str, list[Picture]]:
     """What only one run can show, under headings."""
-    masked = Panel("correction/fraction_masked_tokens", "Masked tokens", "share of the tokens")
+    ratio = "Probability of each sampled token in the trainer over that in the engine; 1 is no mismatch."
     mismatch = [
-        Picture(
-            "Importance ratio",
-            "Probability of each sampled token in the trainer over that in the engine; 1 is no mismatch.",
-            ratio_figure(run),
-        ),
+        Picture("Importance ratio", ratio, ratio_figure(run)),
         Picture("Log-probs", "Of the latest sampled tokens; on the line both agree.", log_prob_figure(run)),
-        _logged(
-            [run],
-            Panel("mismatch/k3_kl", "KL of engine and trainer", "nats a token"),
-            "The mismatch as a divergence (k3 estimate).",
-        ),
+        _logged([run], KL),
         Picture("Mismatch by position", "The same KL, early and late in a completion.", position_figure(run)),
-        _logged(
-            [run],
-            Panel("mismatch/logp_difference_max", "Largest log-prob difference", "nats"),
-            "Of a single token in each step.",
-        ),
-        _logged(
-            [run],
-            Panel("correction/effective_sample_size", "Effective sample size", "share of the tokens"),
-            "How many tokens the weighted ones are worth; 1 is all of them.",
-        ),
-        _logged(
-            [run] if any(series(run.logs, masked.key)[1]) else [], masked, "What the correction does not train on."
-        ),
+        _logged([run], LARGEST),
+        _logged([run], SAMPLE_SIZE),
     ]
+    if any(series(run.logs, MASKED.key)[1]):
+        mismatch.append(_logged([run], MASKED))
+    scales = "FP8 numbers are stored with a scale; each layer has one for q, k and v, set anew at every sync."
     cache = [
-        Picture(
-            "Scales of the KV cache",
-            "FP8 numbers are stored with a scale; each layer has one for q, k and v, set anew at every sync.",
-            scales_figure(run),
-        ),
+        Picture("Scales of the KV cache", scales, scales_figure(run)),
         Picture("Clipped keys and values", "Share that was larger than its scale allows.", saturation_figure(run)),
     ]
-    parts = {
-        "whole sync": "fp8/sync_seconds",
-        "quantizing and writing": "fp8/quantize_seconds",
-        "calibrating KV scales": "fp8/calibration_seconds",
-    }
-    times = {name: points for name, key in parts.items() if (points := series(run.logs, key, 1000.0))[0]}
-    sync = Picture(
-        "Sync",
-        "Time to give the engine the new weights, and parts of it.",
-        lines_figure(times, Panel("", "Sync", "milliseconds", steady=True), list(parts)),
-    )
+    times = {name: points for name, key in SYNC_PARTS.items() if (points := series(run.logs, key, 1000.0))[0]}
+    sync = Picture(SYNC.title, SYNC.meaning, lines_figure(times, SYNC, list(SYNC_PARTS)))
     return {"Engine and trainer": mismatch, "KV cache": cache, "Sync of the weights": [sync]}
 
 
-def _logged(runs: Sequence[Run], panel: Panel, meaning: str) -> Picture:
-    return Picture(panel.title, meaning, panel_figure(runs, panel))
+def _logged(runs: Sequence[Run], panel: Panel) -> Picture:
+    return Picture(panel.title, panel.meaning, panel_figure(runs, panel))

@@ -2,8 +2,10 @@
 
 from argparse import ArgumentParser, Namespace
 
+from trl_fp8.run.registration import Command
 
-def add_arguments(parser: ArgumentParser) -> None:
+
+def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN", help="output_dir of a run, or the log in it; several are compared"
     )
@@ -14,18 +16,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run(given: Namespace) -> str:
+def _run(given: Namespace) -> str:
     try:
         from .page import write_report
     except ModuleNotFoundError as error:  # matplotlib, an extra
         raise ValueError(error) from error
-    from trl_fp8.features.run_log.log_file import earlier_logs, read_runs, run_folder
+    from trl_fp8.features.run_log.log_file import earlier_logs, file_of, read_runs
 
-    first = run_folder(given.runs[0])
+    folders = dict.fromkeys(file_of(run).parent for run in given.runs)
+    first = next(iter(folders))
     beside = first / "report" if len(given.runs) == 1 else first.resolve().parent / "report"
     page = write_report(read_runs(given.runs), given.output or beside)
     written = f"written: {page} (open it in a browser), and its pictures beside it as PNG"
-    folders = dict.fromkeys(run_folder(run) for run in given.runs)
     if others := [str(log) for folder in folders for log in earlier_logs(folder) if str(log) not in given.runs]:
         written += f"\nearlier runs in the same folder, which `trl-fp8 report` takes, too: {', '.join(others)}"
     return written
+
+
+REPORT = Command("report", "draw reward, mismatch, KV scales and times of runs", _add_arguments, _run)

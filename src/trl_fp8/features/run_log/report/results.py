@@ -1,6 +1,6 @@
-"""What a run came to in a few figures, each with its unit and the steps that it is of."""
+"""What runs came to in a few figures, each with unit and steps, and in which settings they differ."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -12,6 +12,7 @@ from trl_fp8.planning.plan import format_bytes
 from .series import ends, series, span
 
 
+PLACES = ("output_dir", "run_name")  # flags that differ because the runs do
 # Mean absolute log-prob difference of a step; TRL's own where no correction of ours reports
 MISMATCH = ("mismatch/logp_difference_mean", "sampling/sampling_logp_difference/mean")
 
@@ -58,6 +59,32 @@ def results(run: Run) -> list[Result]:
     skipped = f"; not layers {skip}" if (skip := facts.get("kv_cache_skip_layers")) else ""
     found.append(Result("KV cache", "the engine's memory of past tokens", cache, f"{sizes}{skipped}"))
     return found
+
+
+def compared(runs: Sequence[Run]) -> Iterator[list[Result | None]]:
+    """A row of results: one for each run, None where it was not measured."""
+    found = [{result.label: result for result in results(run)} for run in runs]
+    for label in dict.fromkeys(label for each in found for label in each):
+        yield [each.get(label) for each in found]
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[str]]:
+    """Settings that are not the same in all of `runs` -> their values. A flag that was not given is `default`."""
+    settings = [_settings(run) for run in runs]
+    names = dict.fromkeys(name for each in settings for name in each if name not in PLACES)
+    rows = {name: [str(each.get(name, "default")) for each in settings] for name in names}
+    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    facts = run.facts
+    shown = {
+        "correction of the loss": correction_name(facts),
+        "model": model_name(facts),
+        "processes": facts["processes"],
+        "hardware": facts["hardware"],
+    }
+    return shown | facts.get("fp8_flags", {}) | facts["flags"]
 
 
 def mismatch_key(run: Run) -> str | None:

@@ -1,0 +1,43 @@
+"""Names of vLLM 0.31, TRL 1.16, transformers, torch and argparse that are no interface, and that this project uses.
+
+A contract test holds each to the installed version. Another finds what is missing here, and what nothing uses.
+"""
+
+_LAYERS = "vllm.model_executor.layers"
+_ATTENTION_SCALES = "_q_scale _q_scale_float _k_scale _k_scale_float _k_scale_cpu _v_scale _v_scale_float _v_scale_cpu"
+_NAMES = {  # owner -> names
+    "trl.GRPOTrainer": (
+        "_generate _generate_and_score_completions _generate_single_turn _tokenize_prompts _metrics "
+        "_get_per_token_logps_and_entropies _batch_environments _buffered_inputs _last_loaded_step _name "
+        "_step _tokenizer"
+    ),
+    "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
+    "trl.kernels.chunked_logprob": "_addmm_fp32",
+    "trl.trainer.utils": "_use_triton",
+    "transformers.Trainer": "_get_output_dir _load_optimizer_and_scheduler _save_checkpoint",
+    "transformers.PreTrainedConfig": "_attn_implementation",
+    "transformers.PreTrainedModel": "_keys_to_ignore_on_load_unexpected",
+    "transformers.core_model_loading": "_weight_conversions",
+    "transformers.initialization": "_is_hf_initialized",
+    "transformers.models.auto.configuration_auto._LazyConfigMapping": "_extra_content",
+    "argparse.ArgumentParser": "_option_string_actions",
+    "torch": "_foreach_copy_ _foreach_max _foreach_neg",
+    "torch.ops": "_C",
+    "torch.ops.aten": "_flash_attention_backward _flash_attention_forward _scaled_dot_product_flash_attention_for_cpu",
+    "torch.nn.Module": "_modules _non_persistent_buffers_set _parameters",
+    "vllm": "_custom_ops",
+    "vllm.distributed.parallel_state": "_EP",
+    "vllm.model_executor.custom_op.CustomOp": "_forward_method",
+    "vllm.model_executor.kernels.linear": "_POSSIBLE_FP8_BLOCK_KERNELS _POSSIBLE_FP8_KERNELS",
+    f"{_LAYERS}.attention.Attention": _ATTENTION_SCALES,
+    f"{_LAYERS}.fused_moe.experts.cpu_moe.CPUUnquantizedExperts": "_supports_activation",
+    f"{_LAYERS}.fused_moe.router.base_router.BaseRouter": "_compute_routing",
+    f"{_LAYERS}.fused_moe.router.cpu_router": "_softmax_topk _grouped_topk",
+    f"{_LAYERS}.mamba.ops.cpu.gdn_attention": "_cpu_gdn_attention_nonspec",
+    f"{_LAYERS}.rotary_embedding": "_ROPE_DICT",
+    "vllm.model_executor.models.registry": "_LazyRegisteredModel _RegisteredModel",
+    "vllm.multimodal.processing.BaseMultiModalProcessor": "_apply_prompt_updates _find_mm_placeholders",
+    "vllm.v1.attention.selector": "_cached_get_attn_backend",
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": "input_batch query_start_loc sampler",
+}
+PRIVATE_NAMES = {owner: names.split() for owner, names in _NAMES.items()}
