@@ -104,7 +104,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, sta
     assert off().max() < ROUNDING
     found = witnessed(forward, generation.model)
     assert not found.differences and found.compared > 30, found.differences
-    assert {kind for kind, at in found.agreements.items() if at.excess == 0} <= {"embedding"}
+    assert {kind for kind, excess in found.excesses.items() if excess == 0} <= {"embedding"}
     assert max(part.max() for part in differences(scored(forward, generation.model, sequences), theirs)) < ROUNDING
     apart = {}
     for part in PARTS:

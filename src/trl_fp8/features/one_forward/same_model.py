@@ -85,9 +85,7 @@ class SameModel(Feature):
             found = int(most)
         if not found:
             return
-        differ = (
-            listed(map(str, self.witness.findings.differences.values()), SHOWN, "\n  ") or "modules on another rank"
-        )
+        differ = listed(self.witness.findings.lines(), SHOWN, "\n  ") or "modules on another rank"
         kind = self.trainer.recipe.model_type
         if not follows:
             logger.warning(
