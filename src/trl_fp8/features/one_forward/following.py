@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.one_forward.modules.gemm import require_backend
 from trl_fp8.policy.head import Logits, scored_by
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.swapped import release
@@ -26,7 +25,7 @@ from trl_fp8.run.batch import Batch, Rollouts
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.run.metric import quotient
 
-from .backward import BackwardPrecision
+from .backward import BackwardPrecision, require_backend
 from .comparison import Comparison
 from .followed_head import engine_logits, followed_head
 from .followed_reference import FollowedReference

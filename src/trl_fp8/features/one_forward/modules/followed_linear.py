@@ -27,12 +27,10 @@ from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Adapter, Linear
-from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.backward import BackwardPrecision, gemm_dtype
 from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.facts.blocks import BLOCK
-
-from .gemm import gemm_for
 
 
 class FusedCall:
@@ -188,7 +186,7 @@ def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: Backwa
     codes = weight if isinstance(weight, Float8Tensor) else precision.quantize_weights([weight])[0]
     # Blocks transposed are the same blocks: no second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
-    return gemm_for(precision.backend)(precision.quantize_for_backward(dy), transposed)
+    return precision.gemm(precision.quantize_for_backward(dy), transposed)
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: BackwardPrecision | None) -> Tensor:
@@ -197,7 +195,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: Bac
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
     along_tokens = _float8(x, scale, [1, BLOCK])
-    return gemm_for(precision.backend)(precision.quantize_for_backward(dy.t()), along_tokens)
+    return precision.gemm(precision.quantize_for_backward(dy.t()), along_tokens)
 
 
 def _state(weight: Tensor) -> tuple:
@@ -207,11 +205,6 @@ def _state(weight: Tensor) -> tuple:
 def tokens_of(x: Tensor) -> Tensor:
     """`[..., K]` in BF16, `[T, K]`."""
     return x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-
-
-def gemm_dtype(device: torch.device) -> torch.dtype:
-    """Of a GEMM in a backward: BF16, but FP32 on CPU, where those without 16-bit units emulate it ten times slower."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _split(operand: Float8Tensor | Tensor, parts: int) -> list[Float8Tensor | Tensor]:
