@@ -27,25 +27,23 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedScaledEmbedding,
     Turning,
 )
-from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter, require_sums
 from trl_fp8.features.one_forward.modules.followed_attention import FollowedAttention
-from trl_fp8.features.one_forward.modules.followed_experts import (
-    FollowedExperts,
-    FollowedRouter,
-    require_followable_experts,
+from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
+from trl_fp8.features.one_forward.modules.followed_linear import (
+    FollowedAdapter,
+    FollowedLinear,
+    FusedCall,
+    tokens_of,
 )
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
-from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.policy.swapped import Swapper, restore, swap
-from trl_fp8.recipe.from_model import linear_layers, of_adapter, outline_of
+from trl_fp8.recipe.from_model import linear_layers, of_adapter
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.upstream.patches import PATCHES, patch
+from trl_fp8.upstream.patches import patch
 
 from .backward import BackwardPrecision
-from .forward_flags import require_followed
 
 
 MLPS = {
@@ -81,7 +79,7 @@ class OneForward(FollowedAttention, Swapper):
         family = sys.modules[type(base).__module__]
         if not isinstance(turn := getattr(family, TURN), Turning):
             patch(family, TURN, Turning(turn))
-        ours = _computing(base)
+        ours = computing(base)
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
         self._experts = {experts for _, experts in expert_modules(model)}
         self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
@@ -137,7 +135,7 @@ class OneForward(FollowedAttention, Swapper):
         elif module in self._experts:
             self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
-            self._swap(path, module, _embedding(module))
+            self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
@@ -191,51 +189,12 @@ def is_rotary(module: nn.Module) -> bool:
     return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
 
 
-def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
-    """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
-    require_sums(model, recipe.tensor_parallel_size)
-    require_followable_experts(recipe, fp8_backward)
-    require_followed(outline_of(model))
-    base = transformers_model(model)
-    if f"{type(base).__module__}.{TURN}" not in PATCHES:  # of another file than transformers' own for this type
-        raise ValueError(
-            f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: which operations "
-            "of its layers an engine computes is known of transformers' own classes. Set fp8_forward='off'."
-        )
-    if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
-        raise ValueError(
-            f"fp8_forward='one_forward' with attention_dropout={dropout} in the model's config: the engine's "
-            "attention drops nothing. Load the model with attention_dropout=0.0 "
-            "(model_init_kwargs={'attention_dropout': 0.0}, or from_pretrained(..., attention_dropout=0.0)), or set "
-            "fp8_forward='off'."
-        )
-    computing = _computing(base)
-    for name, module in model.named_modules():
-        if module in computing and isinstance(module, nn.Embedding):
-            _embedding(module)
-        elif module in computing and isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
-            raise ValueError(
-                f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
-                "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
-                "0.0}), or set fp8_forward='off'."
-            )
-        elif module in computing and isinstance(module, nn.Linear) and not _is_plain(module):
-            raise ValueError(
-                f"fp8_forward='one_forward': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward "
-                "would be lost. Set fp8_forward='off'."
-            )
-
-
-def _is_plain(linear: nn.Linear) -> bool:
-    return type(linear).forward is nn.Linear.forward or isinstance(linear, HoldsCodes)
-
-
-def _computing(base: PreTrainedModel) -> set[nn.Module]:
+def computing(base: PreTrainedModel) -> set[nn.Module]:
     """The modules between tokens and logits."""
     return {base.get_output_embeddings(), *base.get_decoder().modules()}
 
 
-def _embedding(module: nn.Embedding) -> type:
+def followed_embedding(module: nn.Embedding) -> type:
     if type(module).forward is nn.Embedding.forward:
         return FollowedEmbedding
     if type(module).__name__.endswith("ScaledWordEmbedding"):

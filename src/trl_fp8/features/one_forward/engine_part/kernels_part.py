@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platform import Platform
-from trl_fp8.features.one_forward.reference_weights import ReferenceWeights
+from trl_fp8.features.one_forward.followed_reference import ReferenceWeights
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Part
 from trl_fp8.upstream import vllm as upstream

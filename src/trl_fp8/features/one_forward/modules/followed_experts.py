@@ -18,29 +18,13 @@ from torch.overrides import TorchFunctionMode
 from trl_fp8.features.one_forward.backward import gemm_dtype
 from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
-from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import TRANSFORMERS
-from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
 from .followed_linear import StraightThrough, tokens_of
 
 
 BIASES = tuple(f"{name}_bias" for name in TRANSFORMERS.fused)
-
-
-def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
-    """`ValueError` for experts that no policy can follow, or not with this `fp8_backward`."""
-    if recipe.has_experts and recipe.tensor_parallel_size > 1:
-        raise ValueError(
-            f"fp8_forward='one_forward' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: "
-            "each rank of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
-        )
-    if recipe.fp8_experts and backward == "fp8":
-        raise ValueError(
-            f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): they have a straight-through "
-            "backward only. Set fp8_backward='bf16', or keep them in high precision with fp8_ignored_modules."
-        )
 
 
 class FollowedRouter:

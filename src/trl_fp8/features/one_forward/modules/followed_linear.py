@@ -11,7 +11,7 @@ engine's kernel on them. A change shows in the weight's identity, version counte
 in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights calls
 `OneForward.invalidate`.
 
-Under LoRA the engine holds the sum of base and adapters (followed_adapter.py), or the adapters beside a base that it
+Under LoRA the engine holds the sum of base and adapters, or the adapters beside a base that it
 shares with the policy: then W is that base, dequantized for the backward.
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
@@ -29,6 +29,7 @@ from torchao.quantization import Float8Tensor
 from trl_fp8.engine.kernels import Adapter, Linear
 from trl_fp8.features.one_forward.backward import BackwardPrecision, gemm_dtype
 from trl_fp8.policy.held_codes import HoldsCodes
+from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.facts.blocks import BLOCK
 
@@ -134,6 +135,32 @@ class FollowedLinear(nn.Linear):
             self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
         ]
         return sum(product.float() for product in products).to(torch.bfloat16)
+
+
+class FollowedAdapter:
+    """Mixed into PEFT's wrapper of a followed linear: values of the engine, gradients of base and adapters apart.
+
+        forward    y = engine(x)                          which holds Q(W + s B A), or Q(W) and A, s B beside it
+        backward   that of x W.T + s drop(x) A.T B.T      PEFT's own, so that A and B are trained as without an engine
+
+    Dropout has no part in the forward. The gradient is that of a sum, which needs no value of the base alone: the
+    engine never computes that.
+    """
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        base = self.base_layer
+        if not base.one_forward.on:
+            return super().forward(x, *args, **kwargs)
+        value = base.value(x, self._active())
+        return with_value(super().forward(x, *args, **kwargs), value)
+
+    def _active(self) -> Adapter | None:
+        """The adapter in force, if this layer has it."""
+        for name in () if self.disable_adapters else self.active_adapters:
+            if name in self.lora_A:
+                a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
+                return self.base_layer.name, a, b * self.scaling[name]
+        return None
 
 
 class StraightThrough(torch.autograd.Function):

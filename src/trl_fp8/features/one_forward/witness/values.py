@@ -21,9 +21,8 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedParallelLayer,
     side_by_side,
 )
-from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, tokens_of
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedAdapter, FollowedLinear, tokens_of
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.own_gradient import holding
