@@ -1,10 +1,10 @@
 """One forward: a policy whose modules compute what the engine's modules of the same names compute.
 
-    made         each linear, norm, MLP and embedding of the decoder is told whom to call (modules/)
+    made         each linear, norm, MLP and embedding of the decoder gets the engine's call (modules/)
     on           while the policy scores or trains, and while the reference of `beta > 0` does (followed_reference.py)
-    up to date   as long as the engine holds the policy's weights: following.py sees to it
+    up to date   as long as the engine holds the policy's weights, which following.py keeps so
 
-Modules stay the objects that they are: only their class is exchanged (policy/swapped.py).
+Modules stay the same objects: only their class is exchanged (policy/swapped.py).
 """
 
 import sys
@@ -56,8 +56,8 @@ TURN = "apply_rotary_pos_emb"
 class OneForward(FollowedAttention, Swapper):
     """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
 
-    The policy has passed `require_followable`. `ValueError` names what the engine has nothing to call for; the policy
-    is as it was then.
+    The policy has passed `require_followable`. `ValueError` names a module that the engine has no call for, and leaves
+    the policy as it was.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class OneForward(FollowedAttention, Swapper):
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
         base = transformers_model(model)
-        # Attention of this family calls its module's function for rotary embeddings by name: it stays patched for good
-        # and does nothing until it is handed a `Turn`
+        # Attention calls the rotary function of its family's file by name. The patch stays for good and does nothing
+        # without a `Turn`
         family = sys.modules[type(base).__module__]
         if not isinstance(turn := getattr(family, TURN), Turning):
             patch(family, TURN, Turning(turn))
@@ -127,7 +127,7 @@ class OneForward(FollowedAttention, Swapper):
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
         elif isinstance(module, ParamWrapper):
-            return  # lends its sums to the module inside, which follows
+            return  # puts its sums into the module inside, which follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
         elif is_router(module):
@@ -154,8 +154,8 @@ class OneForward(FollowedAttention, Swapper):
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
-        # What the engine fused is one call, whose output is read once by each layer, and by an adapted one twice: for
-        # its value, and by PEFT's own forward, which gives the gradient
+        # Layers that the engine fused share one call. Each reads its output once, an adapted layer twice: for its
+        # value, and in PEFT's own forward, which gives the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (

@@ -1,7 +1,5 @@
 """The kernels of an engine, for a policy: to be compared with it, or to compute with them."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -21,15 +19,13 @@ from .vllm_kernels import VLLMKernels
 
 
 # Largest mean |log-prob difference| of a trainer that calls the same kernels. On CPU reductions in FP64 have one
-# result, whatever the batch; the room is for log-softmax, in FP32 on both sides. On CUDA it is a third of what BF16
-# rollouts leave at 2 layers; it has not been measured
+# result, whatever the batch, and both sides compute log-softmax in FP32. The bound of CUDA is a third of what BF16
+# rollouts leave at 2 layers, and has not been measured
 MISMATCH_BOUNDS = {"cpu": 1e-5, "cuda": 1e-3}
 
 
 class KernelsPart(EnginePart):
-    """They can be called as soon as the engine is there."""
-
-    kernels: VLLMKernels | None = None
+    """`kernels` can be called as soon as the engine is there."""
 
     def ready(self, generation: FP8VLLMGeneration) -> None:
         if generation.platform.name == "cuda":

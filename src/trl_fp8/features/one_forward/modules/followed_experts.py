@@ -4,8 +4,8 @@
               softmax, top-k and normalization: transformers' code at these logits, in FP32, around the engine's choice
     experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
 
-The engine's choice is taken as it is, so that a tie is broken once. Router replay has the last word: experts that it
-gives get gate weights of the engine's logits.
+The policy takes the engine's choice, so that only the engine breaks a tie. Router replay comes last: the experts that
+it chooses get gate weights of the engine's logits.
 
 Shape letters: T tokens, E experts, K experts per token.
 """
@@ -47,7 +47,7 @@ class FollowedRouter:
 
 
 class _Routing(TorchFunctionMode):
-    """Around a router's own code: its top-k gives the engine's choice."""
+    """Around a router's own code: its top-k returns the engine's choice."""
 
     def __init__(self, chosen_TK: Tensor, shape: torch.Size):
         super().__init__()
@@ -57,7 +57,7 @@ class _Routing(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **(kwargs or {}))
         # The router asks for the top k of its scores and gets that of a ranking: K, K - 1, ..., 1 for the engine's
-        # choice, 0 for other experts. `func` is called on it, so that router replay, which wraps it, has its say, too
+        # choice, 0 for other experts. `func` ranks it, because router replay may have wrapped `func`
         rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
         ranking_TE = torch.zeros(self.shape, device=self.chosen_TK.device)
         ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))

@@ -4,15 +4,16 @@
     backward   "bf16"  dX = dY @ W, dW = dY.T @ X                   straight through, unquantized operands
                "fp8"   dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(X.T).T   Jet-RL, arXiv 2601.14243, of FP8 layers
 
-What the backward keeps decides its memory: straight through x in BF16, in FP8 the codes of x along its tokens, 1 byte
-an element. Neither keeps a copy of the weight. Where several ranks share an engine (tensor parallelism) each holds a
-part of a layer: there the trainer quantizes the weight itself, keeps the codes until the weight changes, and calls the
-engine's kernel on them. A change shows in the weight's identity, version counter or storage. Fused optimizers and
-in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights calls
-`OneForward.invalidate`.
+Straight through, the backward keeps x in BF16; in FP8 it keeps the codes of x along its tokens, 1 byte an element. It
+never keeps a copy of the weight.
 
-Under LoRA the engine holds the sum of base and adapters, or the adapters beside a base that it
-shares with the policy: then W is that base, dequantized for the backward.
+Each rank of an engine with tensor parallelism holds a part of a layer. There the trainer quantizes the weight itself,
+keeps the codes until the weight changes, and calls the engine's kernel on them. A change shows in the weight's
+identity, version counter or storage. Fused optimizers and in-place writes to `.data` (PEFT's merge and unmerge) change
+none of them, so whoever changes weights calls `OneForward.invalidate`.
+
+Under LoRA the engine holds the sum of base and adapters, or the adapters beside a base that it shares with the policy.
+In the second case W is that base, dequantized for the backward.
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """
@@ -35,7 +36,7 @@ from trl_fp8.quantization.facts.blocks import BLOCK
 
 
 class FusedCall:
-    """One call of the engine for all policy layers that it fused, which get the same tensor in a row."""
+    """One call of the engine for all policy layers that it fused, which read the same tensor one after another."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], readers: int):
         self._call, self._readers = call, readers
@@ -44,8 +45,8 @@ class FusedCall:
         self._version, self._to_come = 0, 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`call(x)`, from the reader before if that got this very tensor, unchanged since."""
-        if x.is_inference():  # has no version, so that a change would not be seen
+        """`call(x)`, or what the reader before got if it read this very tensor, which has not changed since."""
+        if x.is_inference():  # it has no version, which would show a change
             return self._call(x)
         if self._output is None or self._input() is not x or self._version != x._version:
             self._output, self._input, self._version = self._call(x), ref(x), x._version
@@ -63,7 +64,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class FollowedLinear(nn.Linear):
-    """An `nn.Linear` whose values are the engine's, made by `OneForward` of an existing layer."""
+    """An `nn.Linear` whose values are the engine's. `OneForward` makes it of an existing layer."""
 
     name: str  # checkpoint name
     is_fp8: bool
@@ -92,7 +93,7 @@ class FollowedLinear(nn.Linear):
         return y.view(*input.shape[:-1], y.shape[-1])
 
     def lasting_codes(self) -> Float8Tensor | None:
-        """Codes of the weight that somebody keeps anyway; None if nobody does."""
+        """Codes of the weight that are kept anyway, by the engine or by this layer; None if there are none."""
         if isinstance(self, HoldsCodes):
             return self.codes
         if self.adapted:
@@ -102,7 +103,7 @@ class FollowedLinear(nn.Linear):
         return self.quantized_weight() if self.one_forward.backward.cache_weights else None
 
     def quantized_weight(self) -> Float8Tensor:
-        """Q(W), codes `[N, K]`, of this rank's own: the kept ones if they are current, else made now."""
+        """Q(W), codes `[N, K]` of this rank's own weight: the kept ones if they are current, else new ones."""
         if isinstance(self, HoldsCodes):
             return self.codes
         if (codes := self.cached_weight()) is None or any(peer.cached_weight() is None for peer in self.peers):
@@ -130,7 +131,7 @@ class FollowedLinear(nn.Linear):
             layer, a, b = adapter
             adapters = [(layer, part, b) for part in a.chunk(self.parts, 1)]
         pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), adapters, strict=True)
-        # As ranks do it: the first one adds the bias, partial sums are BF16, and an all-reduce of two rounds once
+        # As on the engine's ranks: the first adds the bias, partial sums are BF16, an all-reduce of two rounds once
         products = [
             self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
         ]
@@ -164,7 +165,7 @@ class FollowedAdapter:
 
 
 class StraightThrough(torch.autograd.Function):
-    """`value(x)` with the gradients of `x @ weight.T + bias`, as `in_fp8` quantizes its operands if it is given."""
+    """`value(x)` with the gradients of `x @ weight.T + bias`; a layer `in_fp8` quantizes the backward's operands."""
 
     @staticmethod
     def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
