@@ -7,7 +7,7 @@ before: in a norm, an activation function, attention, a router.
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -38,13 +38,10 @@ class Comparison:
     @contextmanager
     def policy(self) -> Iterator[None]:
         """Watch what the policy computes in the block."""
-        linears = self._linears.items()
-        handles = [linear.register_forward_hook(partial(self._note_policy, name)) for name, linear in linears]
-        try:
+        with ExitStack() as handles:
+            for name, linear in self._linears.items():
+                handles.enter_context(linear.register_forward_hook(partial(self._note_policy, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @property
     def layers(self) -> int:

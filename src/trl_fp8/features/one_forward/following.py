@@ -1,9 +1,9 @@
 """The policy computes what the engine computes (`fp8_forward="one_forward"`), and it is checked that it does.
 
-engine started     the policy's modules are told whom to call in the engine
-scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
-first rollouts     compared: beyond what the platform guarantees is an error that names where the two part. On an FP8
-                   base also the first ones that adapters moved: before, they add zeros, and no comparison shows them
+engine started     the policy's modules get the engine's calls
+scoring, loss      the policy follows; after an optimizer step without a sync the weights are sent to the engine first
+first rollouts     compared: a difference beyond what the platform guarantees is an error that names the first layer.
+                   With an FP8 base again once B of an adapter is not zero, because zeros show no missing adapter
 """
 
 import math

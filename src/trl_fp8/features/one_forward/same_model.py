@@ -2,7 +2,7 @@
 
 The policy runs one short sequence, and its modules are compared with the engine's (witness/). With one forward a
 difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
-another, and no mismatch would show it. Without it a difference is a warning, because `mismatch/*` shows it, too.
+another, without a mismatch. Without one forward a difference is a warning, because `mismatch/*` shows it, too.
 """
 
 from contextlib import ExitStack

@@ -5,7 +5,7 @@ Modules are found by the tensors that a sync writes to them (`Layout`), and so b
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 
 import torch
@@ -210,13 +210,10 @@ class VLLMKernels:
         def noted(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
             note(layers, args[0], output[0] if isinstance(output, tuple) else output)
 
-        calls = self._linears.items()
-        handles = [module.register_forward_hook(partial(noted, call.layers)) for module, call in calls]
-        try:
+        with ExitStack() as handles:
+            for module, call in self._linears.items():
+                handles.enter_context(module.register_forward_hook(partial(noted, call.layers)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _holding(self, name: str) -> nn.Module:
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")

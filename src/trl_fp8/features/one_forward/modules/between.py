@@ -78,12 +78,8 @@ class FollowedParallelLayer:
         def note(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
             outputs.append((output[0] if isinstance(output, tuple) else output).detach())
 
-        handles = [module.register_forward_hook(note) for module in (self.self_attn, self.mlp)]
-        try:
+        with self.self_attn.register_forward_hook(note), self.mlp.register_forward_hook(note):
             own = super().forward(hidden_states, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
         return with_value(own, hidden_states.detach() + (outputs[0] + outputs[1]))
 
 

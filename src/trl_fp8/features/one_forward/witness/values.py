@@ -7,7 +7,7 @@ Shape letters: T tokens, K in-features, N out-features, E experts, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -19,7 +19,6 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedMLP,
     FollowedNorm,
     FollowedParallelLayer,
-    side_by_side,
 )
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedAdapter, FollowedLinear, tokens_of
@@ -93,19 +92,17 @@ class Values:
             seen["product"] = args[0].flatten(0, -2)
             return (args[0].to(x.dtype),)
 
-        names = ("gate_up_proj",) if isinstance(module, FollowedFusedMLP) else ("gate_proj", "up_proj")
-        linears = [getattr(module, name) for name in names]
-        handles = [linear.register_forward_hook(rounded) for linear in linears]
-        handles.append(module.down_proj.register_forward_pre_hook(reached))
-        try:
+        fused = isinstance(module, FollowedFusedMLP)
+        linears = [module.gate_up_proj] if fused else [module.gate_proj, module.up_proj]
+        with ExitStack() as handles:
+            for linear in linears:
+                handles.enter_context(linear.register_forward_hook(rounded))
+            handles.enter_context(module.down_proj.register_forward_pre_hook(reached))
             own(x)
-        finally:
-            for handle in handles:
-                handle.remove()
-        gate, up = torch.cat([seen[linear] for linear in linears], -1).flatten(0, -2).chunk(2, -1)
-        found, computed = module.engine(side_by_side(gate, up)), seen["product"]
-        bound = activation_bound(computed, gate.float(), up.float())
-        self._note("activation", module, found, computed, bound, quantity="activation, act(gate) * up")
+        gate_up = torch.cat([seen[linear] for linear in linears], -1).flatten(0, -2)
+        bound = activation_bound(seen["product"], *gate_up.float().chunk(2, -1))
+        found = module.engine(gate_up)
+        self._note("activation", module, found, seen["product"], bound, quantity="activation, act(gate) * up")
 
     def _sum(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         hidden = args[0].float()

@@ -77,7 +77,7 @@ class Witness:
             for module, compare in compared.items():
                 # Before the hooks of FSDP2 and ZeRO-3, which shard the weights again
                 hook = partial(self._call, compare)
-                handles.callback(module.register_forward_hook(hook, prepend=True, with_kwargs=True).remove)
+                handles.enter_context(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
             try:
                 yield
             finally:
