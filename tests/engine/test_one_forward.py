@@ -15,10 +15,10 @@ from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, calls_of, differences, follow, left_out, sampled, scored, witnessed
 from trl_fp8.engine.vllm.numerics import activation_scaling
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.followable import require_followable
 from trl_fp8.features.one_forward.modules.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
-from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.quantization.codec.blockwise import quantize_activation
 from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.recipe.families import types_with
@@ -104,7 +104,7 @@ def test_the_policys_log_probs_are_the_engines(architecture, options, flags, sta
     assert off().max() < ROUNDING
     found = witnessed(forward, generation.model)
     assert not found.differences and found.compared > 30, found.differences
-    assert {kind for kind, at in found.agreements.items() if at.excess == 0} <= {"embedding"}
+    assert {kind for kind, excess in found.excesses.items() if excess == 0} <= {"embedding"}
     assert max(part.max() for part in differences(scored(forward, generation.model, sequences), theirs)) < ROUNDING
     apart = {}
     for part in PARTS:

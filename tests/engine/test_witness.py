@@ -28,7 +28,7 @@ def synced(request, checkpoint):
 
 def eps(layer, patch):
     patch.setattr(layer.input_layernorm, "variance_epsilon", 1e-5)
-    return f"{LAYER}.input_layernorm: eps (output for rows whose mean square is 1e-06"
+    return f"{LAYER}.input_layernorm: eps (the policy's 1e-06, the engine's 1e-05)"
 
 
 def soft_cap(layer, patch):
@@ -92,7 +92,7 @@ def test_each_is_named(synced, subtests):
     for broken in BROKEN[architecture]:
         with subtests.test(broken.__name__), pytest.MonkeyPatch.context() as patch:
             said = broken(model.layers[1], patch)
-            found = [str(one) for one in witnessed(forward, generation.model).differences.values()]
+            found = witnessed(forward, generation.model).lines()
             assert len(found) == 1 and found[0].startswith(said), found
     assert not witnessed(forward, generation.model).differences
 
@@ -111,7 +111,7 @@ def test_structure_of_a_policy_that_does_not_follow(synced):
         witness = Witness(generation.model, kernels, forward.hook, 64)
         with witness.watching():
             generation.model(input_ids=torch.tensor(engines.PROMPTS[-1:]))
-    found = {name: one.quantity for name, one in witness.findings.differences.items()}
+    found = witness.findings.differences
     wrong = {f"model.layers.{n}.self_attn": "rotary angles (from position 50 on)" for n in range(2)}
     wrong[f"{LAYER}.input_layernorm"] = "eps (the policy's 1e-06, the engine's 1e-05)"
     if architecture == "gemma2":

@@ -2,16 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from trl_fp8.run.registration import Construction, Registration
 
 from . import forward_patches  # noqa: F401, adds to the register of patches
 from .forward_flags import ForwardFlags
-
-
-if TYPE_CHECKING:
-    from trl_fp8.run.feature import Feature
 
 
 @contextmanager
@@ -24,7 +19,7 @@ def _construct(making: Construction) -> Iterator[None]:
     yield
 
 
-def _features(trainer) -> "Iterator[Feature]":
+def _features(trainer) -> Iterator:
     args = trainer.args
     if args.one_forward:
         from .following import Following

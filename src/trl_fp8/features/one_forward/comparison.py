@@ -1,13 +1,13 @@
-"""Where a policy that calls an engine's kernels parts from it: at the first linear layer with another input or output.
+"""The first linear layer whose input or output differs between an engine and a policy that calls its kernels.
 
-Both compute the same sequence. Of each linear layer's input and output a checksum per token is kept, 8 bytes in the
-place of a row, and compared in the order in which the policy computed them. What differs in an input arose between
-that layer and the one before: in a norm, an activation function, attention, a router.
+Both compute the same sequence. Each linear layer's input and output leave one checksum per token, 8 bytes instead of a
+row, compared in the order in which the policy computed them. A difference in an input arose after the linear layer
+before: in a norm, an activation function, attention, a router.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
@@ -38,21 +38,18 @@ class Comparison:
     @contextmanager
     def policy(self) -> Iterator[None]:
         """Watch what the policy computes in the block."""
-        linears = self._linears.items()
-        handles = [linear.register_forward_hook(partial(self._note_policy, name)) for name, linear in linears]
-        try:
+        with ExitStack() as handles:
+            for name, linear in self._linears.items():
+                handles.enter_context(linear.register_forward_hook(partial(self._note_policy, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @property
     def layers(self) -> int:
-        """Number of layers that were seen on both sides. 0: the engine is compiled, and calls none of them."""
+        """Number of layers that ran on both sides. 0: the engine is compiled, and calls none of them."""
         return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
 
     def first_difference(self) -> str | None:
-        """What differs first, to be read as a noun; None if nothing does."""
+        """What differs first, as a noun; None if nothing differs."""
         for place, mine in self._policy.items():
             if place in self._engine:
                 theirs = torch.cat(self._engine[place])[: len(mine)]
@@ -64,7 +61,7 @@ class Comparison:
     def _note_engine(self, layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
         linears = [self._linears[layer] for layer in layers]
         for linear in linears:
-            if x.shape[-1] == linear.in_features:  # else it is the part of a tensor parallel rank
+            if x.shape[-1] == linear.in_features:  # else x is the part of a tensor parallel rank
                 self._engine[linear.name, "input"].append(checksums(x))
             if self._shares:
                 self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
@@ -76,7 +73,7 @@ class Comparison:
 
 
 def checksums(rows: Tensor) -> Tensor:
-    """int64 `[T]` of `[..., N]` in BF16: keys of the columns are odd, so that any one other element shows."""
+    """int64 `[T]` of `[..., N]` in BF16. Columns are multiplied by odd keys, so that any one other element shows."""
     bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
     keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
     return (bits.long() * keys).sum(-1)

@@ -1,16 +1,15 @@
 """The policy computes what the engine computes (`fp8_forward="one_forward"`), and it is checked that it does.
 
-engine started     the policy's modules are told whom to call in the engine
-scoring, loss      on; after an optimizer step without a sync the engine is sent the weights first
-first rollouts     compared: beyond what the platform guarantees is an error that names where the two part. On an FP8
-                   base also the first ones that adapters moved: before, they add zeros, and no comparison shows them
+engine started     the policy's modules get the engine's calls
+scoring, loss      the policy follows; after an optimizer step without a sync the weights are sent to the engine first
+first rollouts     compared: a difference beyond what the platform guarantees is an error that names the first layer.
+                   With an FP8 base again once B of an adapter is not zero, because zeros show no missing adapter
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.one_forward.modules.gemm import require_backend
 from trl_fp8.policy.head import Logits, scored_by
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.swapped import release
@@ -26,17 +24,13 @@ from trl_fp8.run.batch import Batch, Rollouts
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.run.metric import quotient
 
-from .backward import BackwardPrecision
+from .backward import BackwardPrecision, require_backend
 from .comparison import Comparison
+from .followable import require_followable
 from .followed_head import engine_logits, followed_head
 from .followed_reference import FollowedReference
-from .one_forward import OneForward, require_followable
+from .one_forward import OneForward
 
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .engine_part.kernels_part import SharedKernelsPart
 
 logger = get_logger(__name__)
 
@@ -44,19 +38,28 @@ logger = get_logger(__name__)
 class Following(Feature):
     """`ValueError` for flags that no policy could follow, or a policy whose modules the engine does not have."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         self.forward: OneForward | None = None  # until the engine is there to be called
         self.followed_reference: FollowedReference | None = None  # likewise; None without beta
         self._outdated, self._checked = True, False
-        # What can be refused before an engine is started
+        self._sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        # Refuse what can be refused before an engine is started
         release(trainer.model)
-        require_followable(trainer.model, trainer.recipe, trainer.args.fp8_backward)
+        args, recipe = trainer.args, trainer.recipe
+        require_followable(trainer.model, recipe, args.fp8_backward)
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        require_backend(trainer.args.fp8_gemm_backend, capability)
-        self._require_whole_weights()
+        require_backend(args.fp8_gemm_backend, capability)
+        fused = recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale
+        if fused and self._sharded and not args.fp8_base:
+            raise ValueError(
+                f"fp8_weight_format={recipe.format.name!r} with fp8_forward={args.fp8_forward!r} and "
+                f"vllm_tensor_parallel_size={recipe.tensor_parallel_size} under FSDP2 or ZeRO-3: layers that vLLM "
+                "fuses share a scale, and a forward sees one gathered weight at a time. Set fp8_weight_format="
+                "'blocks', or vllm_tensor_parallel_size=1."
+            )
 
-    def engine_part(self) -> "SharedKernelsPart":
+    def engine_part(self):
         from .engine_part.kernels_part import SharedKernelsPart  # needs vllm
 
         self.in_engine = SharedKernelsPart()
@@ -90,21 +93,6 @@ class Following(Feature):
         self.forward.switch(on=False)
         if trainer.args.beta:
             self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
-
-    def _require_whole_weights(self) -> None:
-        args, recipe = self.trainer.args, self.trainer.recipe
-        fused = recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale
-        if fused and self._sharded and not args.fp8_base:
-            raise ValueError(
-                f"fp8_weight_format={recipe.format.name!r} with fp8_forward={args.fp8_forward!r} and "
-                f"vllm_tensor_parallel_size={recipe.tensor_parallel_size} under FSDP2 or ZeRO-3: layers that vLLM "
-                "fuses share a scale, and a forward sees one gathered weight at a time. Set fp8_weight_format="
-                "'blocks', or vllm_tensor_parallel_size=1."
-            )
-
-    @property
-    def _sharded(self) -> bool:
-        return self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled
 
     def __str__(self) -> str:
         weights = "its tensors" if self.forward.shares else "codes of its own"
@@ -182,9 +170,10 @@ class Following(Feature):
         distance, scored, broken = of_ranks.sum(0).tolist()
         mismatch = quotient(distance, scored)  # mean |log r|; NaN if no token was scored
         measured = not math.isnan(mismatch) or broken > 0  # broken: the log-prob is no number on the trainer's side
-        checked = measured and (not self.trainer.args.fp8_base or self._adapters_add())
-        if not (mismatch > self._bound or broken > 0):
-            self._checked = checked
+        differs = mismatch > self._bound or broken > 0
+        if not (differs and args.fp8_forward_check == "error"):
+            self._checked = measured and (not args.fp8_base or self._adapters_add())
+        if not differs:
             return
         text = (
             "fp8_forward='one_forward', but the mean difference of log-probs of the first rollouts is "
@@ -192,9 +181,8 @@ class Following(Feature):
             f"type {self.trainer.recipe.model_type!r}). {self._where(batch)} Set fp8_forward='off' (rollout "
             "correction works without it), or fp8_forward_check='warn' to go on as it is."
         )
-        if self.trainer.args.fp8_forward_check == "error":
+        if args.fp8_forward_check == "error":
             raise RuntimeError(text)
-        self._checked = checked
         logger.warning(text)
 
     def _adapters_add(self) -> bool:
@@ -230,8 +218,6 @@ class Following(Feature):
 def worst_rollout(batch: Batch) -> list[int]:
     """Prompt and completion of the rollout with the largest mismatch, but the last token, after which nothing came."""
     row = int(batch.ratio.values_BT.abs().sum(-1).argmax())
-    parts = [
-        batch.tensors[f"{part}_ids"][row][batch.tensors[f"{part}_mask"][row].bool()]
-        for part in ("prompt", "completion")
-    ]
+    given = batch.tensors
+    parts = [given[f"{part}_ids"][row][given[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")]
     return torch.cat(parts)[:-1].tolist()

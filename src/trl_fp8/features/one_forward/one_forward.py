@@ -1,10 +1,10 @@
 """One forward: a policy whose modules compute what the engine's modules of the same names compute.
 
-    made         each linear, norm, MLP and embedding of the decoder is told whom to call (modules/)
+    made         each linear, norm, MLP and embedding of the decoder gets the engine's call (modules/)
     on           while the policy scores or trains, and while the reference of `beta > 0` does (followed_reference.py)
-    up to date   as long as the engine holds the policy's weights: following.py sees to it
+    up to date   as long as the engine holds the policy's weights, which following.py keeps so
 
-Modules stay the objects that they are: only their class is exchanged (policy/swapped.py).
+Modules stay the same objects: only their class is exchanged (policy/swapped.py).
 """
 
 import sys
@@ -27,24 +27,23 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedScaledEmbedding,
     Turning,
 )
-from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter, require_sums
 from trl_fp8.features.one_forward.modules.followed_attention import FollowedAttention
-from trl_fp8.features.one_forward.modules.followed_experts import (
-    FollowedExperts,
-    FollowedRouter,
-    require_followable_experts,
+from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
+from trl_fp8.features.one_forward.modules.followed_linear import (
+    FollowedAdapter,
+    FollowedLinear,
+    FusedCall,
+    tokens_of,
 )
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.policy.swapped import HoldsCodes, Swapper, restore, swap
-from trl_fp8.recipe.from_model import linear_layers, of_adapter, outline_of
+from trl_fp8.policy.swapped import Swapper, restore, swap
+from trl_fp8.recipe.from_model import linear_layers, of_adapter
 from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.upstream.patches import PATCHES, patch
+from trl_fp8.upstream.patches import patch
 
 from .backward import BackwardPrecision
-from .forward_flags import require_followed
 
 
 MLPS = {
@@ -57,8 +56,8 @@ TURN = "apply_rotary_pos_emb"
 class OneForward(FollowedAttention, Swapper):
     """Installed on a policy before it is wrapped for training, and on from then on; `modules`: those that follow.
 
-    The policy has passed `require_followable`. `ValueError` names what the engine has nothing to call for; the policy
-    is as it was then.
+    The policy has passed `require_followable`. `ValueError` names a module that the engine has no call for, and leaves
+    the policy as it was.
     """
 
     def __init__(
@@ -75,12 +74,12 @@ class OneForward(FollowedAttention, Swapper):
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
         base = transformers_model(model)
-        # Attention of this family calls its module's function for rotary embeddings by name: it stays patched for good
-        # and does nothing until it is handed a `Turn`
+        # Attention calls the rotary function of its family's file by name. The patch stays for good and does nothing
+        # without a `Turn`
         family = sys.modules[type(base).__module__]
         if not isinstance(turn := getattr(family, TURN), Turning):
             patch(family, TURN, Turning(turn))
-        ours = _computing(base)
+        ours = computing(base)
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
         self._experts = {experts for _, experts in expert_modules(model)}
         self._adapted = {module.base_layer for module in ours if isinstance(module, BaseTunerLayer)}
@@ -128,7 +127,7 @@ class OneForward(FollowedAttention, Swapper):
         if isinstance(module, nn.Linear):
             self._swap(path, module, FollowedLinear, **self._linear(name, module))
         elif isinstance(module, ParamWrapper):
-            return  # lends its sums to the module inside, which follows
+            return  # puts its sums into the module inside, which follows
         elif isinstance(module, BaseTunerLayer):
             self._swap(path, module, FollowedAdapter)
         elif is_router(module):
@@ -136,7 +135,7 @@ class OneForward(FollowedAttention, Swapper):
         elif module in self._experts:
             self._swap(path, module, FollowedExperts, engine=kernels.experts(name))
         elif isinstance(module, nn.Embedding):
-            self._swap(path, module, _embedding(module))
+            self._swap(path, module, followed_embedding(module))
         elif is_rotary(module):
             types = getattr(module.config, "layer_types", None) or []
             first = {None: 0} | {kind: types.index(kind) for kind in types}
@@ -155,8 +154,8 @@ class OneForward(FollowedAttention, Swapper):
         engine = self.kernels.linear(name)
         peers = [self._linears[layer] for layer in engine.layers]
         start = sum(peer.out_features for peer in peers[: engine.layers.index(name)])
-        # What the engine fused is one call, whose output is read once by each layer, and by an adapted one twice: for
-        # its value, and by PEFT's own forward, which gives the gradient
+        # Layers that the engine fused share one call. Each reads its output once, an adapted layer twice: for its
+        # value, and in PEFT's own forward, which gives the gradient
         if engine not in self._calls:
             readers = sum(2 if peer in self._adapted else 1 for peer in peers)
             self._calls[engine] = (
@@ -190,51 +189,12 @@ def is_rotary(module: nn.Module) -> bool:
     return any(buffer.endswith("inv_freq") for buffer, _ in module.named_buffers(recurse=False))
 
 
-def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
-    """Raise `ValueError` for a policy that no engine's kernels can be called for, as far as it shows by itself."""
-    require_sums(model, recipe.tensor_parallel_size)
-    require_followable_experts(recipe, fp8_backward)
-    require_followed(outline_of(model))
-    base = transformers_model(model)
-    if f"{type(base).__module__}.{TURN}" not in PATCHES:  # of another file than transformers' own for this type
-        raise ValueError(
-            f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: which operations "
-            "of its layers an engine computes is known of transformers' own classes. Set fp8_forward='off'."
-        )
-    if dropout := getattr(base.config.get_text_config(), "attention_dropout", 0):
-        raise ValueError(
-            f"fp8_forward='one_forward' with attention_dropout={dropout} in the model's config: the engine's "
-            "attention drops nothing. Load the model with attention_dropout=0.0 "
-            "(model_init_kwargs={'attention_dropout': 0.0}, or from_pretrained(..., attention_dropout=0.0)), or set "
-            "fp8_forward='off'."
-        )
-    computing = _computing(base)
-    for name, module in model.named_modules():
-        if module in computing and isinstance(module, nn.Embedding):
-            _embedding(module)
-        elif module in computing and isinstance(module, nn.Dropout) and module.p and not of_adapter(name, model):
-            raise ValueError(
-                f"fp8_forward='one_forward': {checkpoint_name(name)} drops {module.p:g} of its input, and the engine "
-                "nothing. Load the model with a config that has no dropout (Phi-3: model_init_kwargs={'resid_pdrop': "
-                "0.0}), or set fp8_forward='off'."
-            )
-        elif module in computing and isinstance(module, nn.Linear) and not _is_plain(module):
-            raise ValueError(
-                f"fp8_forward='one_forward': {checkpoint_name(name)} is a {type(module).__name__}, whose own forward "
-                "would be lost. Set fp8_forward='off'."
-            )
-
-
-def _is_plain(linear: nn.Linear) -> bool:
-    return type(linear).forward is nn.Linear.forward or isinstance(linear, HoldsCodes)
-
-
-def _computing(base: PreTrainedModel) -> set[nn.Module]:
+def computing(base: PreTrainedModel) -> set[nn.Module]:
     """The modules between tokens and logits."""
     return {base.get_output_embeddings(), *base.get_decoder().modules()}
 
 
-def _embedding(module: nn.Embedding) -> type:
+def followed_embedding(module: nn.Embedding) -> type:
     if type(module).forward is nn.Embedding.forward:
         return FollowedEmbedding
     if type(module).__name__.endswith("ScaledWordEmbedding"):

@@ -2,11 +2,10 @@
 
 The policy runs one short sequence, and its modules are compared with the engine's (witness/). With one forward a
 difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
-another, and no mismatch would show it. Without it a difference is a warning, because `mismatch/*` shows it, too.
+another, without a mismatch. Without one forward a difference is a warning, because `mismatch/*` shows it, too.
 """
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 from accelerate.logging import get_logger
@@ -25,11 +24,6 @@ from .following import Following
 from .one_forward import OneForward
 
 
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .engine_part.kernels_part import KernelsPart
-
 logger = get_logger(__name__)
 
 TEXT = "In 1969 three people flew to the moon: 2 + 1 = 3. They came back after eight days, and the sea was calm."
@@ -40,12 +34,12 @@ SHOWN = 6  # differences in a message
 class SameModel(Feature):
     """`RuntimeError` for a policy that follows an engine which computes another model."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer):
         super().__init__(trainer)
         self.witness: Witness | None = None  # of the latest comparison
         self._compared = False
 
-    def engine_part(self) -> "KernelsPart | None":
+    def engine_part(self):
         if self.trainer.feature(Following):  # which has its own
             return None
         from .engine_part.kernels_part import KernelsPart  # needs vllm
@@ -85,9 +79,7 @@ class SameModel(Feature):
             found = int(most)
         if not found:
             return
-        differ = (
-            listed(map(str, self.witness.findings.differences.values()), SHOWN, "\n  ") or "modules on another rank"
-        )
+        differ = listed(self.witness.findings.lines(), SHOWN, "\n  ") or "modules on another rank"
         kind = self.trainer.recipe.model_type
         if not follows:
             logger.warning(

@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.policy.model import transformers_model
-from trl_fp8.policy.swapped import restore
+from trl_fp8.policy.swapped import HoldsCodes, restore
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.weights import quantize_fused
 from trl_fp8.recipe.recipe import FP8Recipe

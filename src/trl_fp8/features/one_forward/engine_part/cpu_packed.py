@@ -1,4 +1,4 @@
-"""Attention of a CPU engine's layer over whole sequences, for a trainer that has no cache to read from."""
+"""Attention of a CPU engine's layer over whole sequences."""
 
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention

@@ -1,12 +1,12 @@
 """FlashAttention 3 with one kernel for prefill, decode and the trainer: vLLM's backend, and a call over sequences.
 
-FlashAttention takes the keys of a query in tiles, last tile first, and rounds relative to the largest score so far;
-over an FP8 cache it also rounds each tile's weights to e4m3. Tiles start at multiples of their width. Other queries of
-a block, and tiles that a query sees nothing of, leave its bits alone: the output depends on the width and on the order
-of tiles, and on nothing else of a batch. The widths below are those of the kernels in vLLM 0.31's wheel, read off
-their names; `hopper/` of vLLM's fork of flash-attention says when which is taken. This is what holds them:
+FlashAttention reads the keys of a query in tiles, the last tile first. It rounds relative to the largest score so far,
+and over an FP8 cache it also rounds each tile's weights to e4m3. Tiles start at multiples of their width. The other
+queries of a block do not change a query's bits, nor do tiles that it does not see. So the output depends on the width
+and the order of tiles, and on nothing else of a batch. The names of the kernels in vLLM 0.31's wheel give the widths
+below; `hopper/` of vLLM's fork of flash-attention says when each is chosen. These arguments keep width and order:
 
-    what would choose another width or order                                 what is passed, always
+    what would choose another width or order                                 what is always passed
     at most 64 rows, queries times heads per key head: FP8, head size 128,   max_seqlen_q of 256 at least. It is a
         96 keys instead of 192; BF16, head size 64, 192 instead of 128       bound: lengths come from cu_seqlens_q
     a single query: no causal mask, other tiles at BF16 and head size 64     the same
@@ -16,9 +16,9 @@ their names; `hopper/` of vLLM's fork of flash-attention says when which is take
     few queries over many keys: keys are split, parts are added up           num_splits=1, no scheduler metadata
     a common prefix: attended to by itself (cascade)                         never
 
-So the trainer's packed sequences are put into pages, one sequence after another, by the operator that writes the
-engine's cache; q is rounded by the engine's own layer. Ada and Blackwell, where vLLM's Triton kernel attends, which
-keeps no log-sum-exp, are refused (`invariance.require_cuda_kernels`).
+So the operator that writes the engine's cache also writes the trainer's packed sequences into pages, one after
+another, and the engine's own layer rounds q. On Ada and Blackwell vLLM attends with a Triton kernel that keeps no
+log-sum-exp; `invariance.require_cuda_kernels` refuses them.
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
 """
@@ -43,7 +43,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
 
-from .pages import Pages, pages_of
+from .pages import pages_of
 
 
 QUERIES = 256  # more rows than any tile has
@@ -61,14 +61,14 @@ def invariant_attention() -> Iterator[None]:
 
 
 class InvariantFlashAttention(FlashAttentionBackend):
-    """vLLM's backend with the module's right column."""
+    """vLLM's backend with the arguments in the table above."""
 
     get_impl_cls = staticmethod(lambda: InvariantFlashAttentionImpl)
     get_builder_cls = staticmethod(lambda: InvariantMetadataBuilder)
 
 
 class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
-    """What a batch tells the kernel: lengths, and nothing else that depends on the batch."""
+    """The kernel gets lengths, and nothing else that depends on the batch."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -86,7 +86,7 @@ class InvariantMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class InvariantFlashAttentionImpl(FlashAttentionImpl):
-    """vLLM's, of version 3 and for decoders; it remembers the length that its builder passes."""
+    """vLLM's, of version 3 and for decoders; `max_model_len` is what its builder passes, too."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -106,11 +106,7 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
 
 
 class PackedAttention:
-    """Attention of one layer of the engine over whole sequences, as its prefill and its decode compute it.
-
-    Attributes:
-        scaling, window, softcap: As in `modules.packed_attention.packed_attention`.
-    """
+    """One layer's, as the engine's prefill and its decode compute it; see `engine.kernels.Attention`."""
 
     def __init__(self, layer: Attention):
         if not isinstance(layer.impl, InvariantFlashAttentionImpl):
@@ -126,19 +122,16 @@ class PackedAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The output `[N, H, D]`, the log-sum-exp of scores `[H, N]` in FP32, and q, k, v as the kernel sees them.
-
-        Args:
-            query, key, value: BF16 `[N, H, D]` and `[N, G, D]`.
-            starts: int32 `[R + 1]`, the first token of each sequence and N.
-            longest: Tokens of the longest sequence.
-            scales: FP32 `[3]`, of q, k and v in an FP8 cache; None for a BF16 cache.
-        """
         layer, impl = self._layer, self._layer.impl
         if layer.kv_cache_dtype.startswith("fp8") != (scales is not None):
             raise RuntimeError(f"scales {scales} for a layer whose KV cache is {layer.kv_cache_dtype!r}.")
         pages = pages_of(starts, longest, len(query), layer.kv_cache.shape[2])
-        caches = self._written(key, value, pages, scales)
+        # Pages `[P, S, G, D]` as in the engine's cache. Zeros: what lies behind a sequence's end gets no weight, but
+        # NaN would stay NaN
+        dtype = key.dtype if scales is None else torch.uint8
+        caches = [key.new_zeros(pages.count, pages.slots, *key.shape[1:], dtype=dtype) for _ in "kv"]
+        of_k, of_v = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]
+        reshape_and_cache_flash(key, value, *caches, pages.slots_N, layer.kv_cache_dtype, of_k, of_v)
         seen, descale = query, {}
         if scales is not None:
             seen = layer.query_quant(query.flatten(1), scales[0])[0].view(query.shape)
@@ -169,13 +162,3 @@ class PackedAttention:
         codes = [seen, *(cache.view(torch.uint8).flatten(0, 1)[pages.slots_N].view(E4M3) for cache in caches)]
         rounded = [code.to(query.dtype) * scale for code, scale in zip(codes, scales, strict=True)]
         return output, lse_HN, tuple(rounded)
-
-    def _written(self, key: Tensor, value: Tensor, pages: Pages, scales: Tensor | None) -> list[Tensor]:
-        """k and v in pages `[P, S, G, D]`, as the engine's cache holds them."""
-        layer = self._layer
-        dtype = key.dtype if scales is None else torch.uint8
-        # Zeros: what lies behind a sequence's end gets no weight, but NaN would stay NaN
-        caches = [key.new_zeros(pages.count, pages.slots, *key.shape[1:], dtype=dtype) for _ in "kv"]
-        of_k, of_v = (layer._k_scale, layer._v_scale) if scales is None else scales[1:]
-        reshape_and_cache_flash(key, value, *caches, pages.slots_N, layer.kv_cache_dtype, of_k, of_v)
-        return caches

@@ -1,10 +1,9 @@
 """Which of vLLM's settings let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
 
-What keeps the compiler from it stands in `engine.vllm.separate_kernels`. Batch invariance: a kernel may give a row no
-other bits because of the rows beside it. On CPU the reference kernels see to that; on CUDA norms of our own
-(norms.py), one attention kernel (flash_attention.py) and vLLM's switch, which makes it take, for unquantized linears,
-the output head, routers and experts, Triton kernels in tiles that no batch changes. Which kernel is what, and why:
-docs/gpu_kernels.md.
+`engine.vllm.separate_kernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row
+the same bits whatever rows are beside it. On CPU the reference kernels do so. On CUDA the norms of norms.py, the one
+attention kernel of flash_attention.py and vLLM's switch do: with the switch unquantized linears, the output head,
+routers and experts run Triton kernels, whose tiles tiles.py keeps the same for every batch (docs/gpu_kernels.md).
 """
 
 import os
@@ -32,7 +31,7 @@ from .tiles import pin_tiles
 
 
 SWITCH = "VLLM_BATCH_INVARIANT"
-# Of a router: kernels for few tokens, and cuBLAS, which may split the sum
+# A router's kernels for few tokens, and cuBLAS, which may split the sum
 ROUTER_KERNELS = "allow_ll_bf16_gemm", "allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_cublas_router_gemm"
 
 
@@ -41,9 +40,9 @@ class Invariance:
     """The settings of one platform.
 
     Attributes:
-        kernels: Which operations are kernels of their own.
-        attention: The backend with one kernel for all batches; None: whatever there is.
-        switch: vLLM's own has to be on.
+        kernels: The operations that are kernels of their own.
+        attention: The backend with one kernel for all batches; None: the only one of the platform.
+        switch: vLLM's switch for batch invariance has to be on.
     """
 
     kernels: SeparateKernels
@@ -87,13 +86,13 @@ def invariant_on_cuda(recipe: FP8Recipe) -> Iterator[None]:
 
     register_cuda_norms()
     pin_tiles()
-    # The rest of vLLM's switch concerns the whole process, the trainer too: NCCL is cut to one channel and one
-    # thread, softmax, mean and bmm of torch are replaced. On one rank the engine communicates with nobody, and
-    # its kernels need none of the others; ranks that add up need an order that no message's size changes
+    # The rest of vLLM's switch changes the whole process, the trainer too: NCCL gets one channel and one thread, and
+    # softmax, mean and bmm of torch are replaced. An engine on one rank communicates with nobody and calls none of
+    # these functions. Ranks that add up need NCCL's part, so that no message's size changes the order of their sum
     for_ranks = batch_invariant.override_envs_for_invariance
     rest = for_ranks if recipe.tensor_parallel_size > 1 else lambda: None
-    # A user's own setting of the switch stays, and `Invariance.require` names it. Ahead-of-time compilation is off
-    # where vLLM switches it off, in the part of `init_batch_invariance` that is left out
+    # A user's own setting of the switch stays, and `Invariance.require` names it. vLLM switches ahead-of-time
+    # compilation off in the part of `init_batch_invariance` that is left out here
     settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
     with (
         environment_kept(settings),

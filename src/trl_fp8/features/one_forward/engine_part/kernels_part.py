@@ -1,7 +1,5 @@
 """The kernels of an engine, for a policy: to be compared with it, or to compute with them."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -11,7 +9,7 @@ from transformers import PretrainedConfig
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platform import Platform
-from trl_fp8.features.one_forward.reference_weights import ReferenceWeights
+from trl_fp8.features.one_forward.followed_reference import ReferenceWeights
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.delivery import Part
 from trl_fp8.upstream import vllm as upstream
@@ -21,15 +19,13 @@ from .vllm_kernels import VLLMKernels
 
 
 # Largest mean |log-prob difference| of a trainer that calls the same kernels. On CPU reductions in FP64 have one
-# result, whatever the batch; the room is for log-softmax, in FP32 on both sides. On CUDA it is a third of what BF16
-# rollouts leave at 2 layers; it has not been measured
+# result, whatever the batch, and both sides compute log-softmax in FP32. The bound of CUDA is a third of what BF16
+# rollouts leave at 2 layers, and has not been measured
 MISMATCH_BOUNDS = {"cpu": 1e-5, "cuda": 1e-3}
 
 
 class KernelsPart(EnginePart):
-    """They can be called as soon as the engine is there."""
-
-    kernels: VLLMKernels | None = None
+    """`kernels` can be called as soon as the engine is there."""
 
     def ready(self, generation: FP8VLLMGeneration) -> None:
         if generation.platform.name == "cuda":

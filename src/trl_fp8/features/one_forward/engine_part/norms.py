@@ -1,14 +1,14 @@
 """RMS norms that give a row the same bits in every batch, with or without a residual: providers of vLLM's operations.
 
-vLLM's CUDA kernels take 1024 threads for a row below 256 tokens and 256 from there on, and so add up in another order;
-with a residual, another kernel adds up. Its Triton kernel for batch invariance takes one program for a row, whatever
-the batch, and rounds x * rstd * weight once. Here it computes both operations:
+vLLM's CUDA kernels give a row 1024 threads below 256 tokens and 256 threads from there on, which changes the order of
+the sum. With a residual vLLM runs yet another kernel. Its Triton kernel for batch invariance runs one program for each
+row, whatever the batch, and rounds x * rstd * weight once. Here that kernel computes both operations:
 
     rms_norm(x)                     the kernel
     fused_add_rms_norm(x, r)        s = x + r, rounded to BF16; the kernel on s          returns both
 
-A trainer adds the residual itself, in BF16, and then asks for the norm alone: the same bits. The price is a kernel for
-the sum that vLLM's own would save, and which torch.compile may merge with what stands before it.
+A trainer adds the residual itself, in BF16, and calls the norm alone, which gives the same bits. This costs one more
+kernel, for the sum, than vLLM's own. torch.compile may merge it with the operation before it.
 """
 
 import torch
@@ -19,7 +19,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 
 PROVIDER = "trl_fp8"
-OPERATOR = "trl_fp8_rms_norm"  # opaque to the compiler, which would compute a norm in torch with its neighbours
+OPERATOR = "trl_fp8_rms_norm"  # opaque to the compiler, which would otherwise fuse a norm with its neighbours
 
 
 def register_cuda_norms() -> None:

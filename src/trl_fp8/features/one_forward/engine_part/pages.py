@@ -1,4 +1,4 @@
-"""Packed sequences as a paged KV cache holds them: each begins a page, and its pages follow one another.
+"""Packed sequences as a paged KV cache holds them: each starts a page, and its pages follow one another.
 
 Shape letters: N tokens of all sequences, R sequences.
 """
@@ -14,9 +14,9 @@ class Pages(NamedTuple):
 
     Attributes:
         slots: Tokens of a page.
-        count: Pages that there may be; how many are used depends on the lengths, which nothing waits for.
+        count: A bound of the pages that are used: the host waits for no length.
         slots_N: Each token's slot, counted over all pages, int64.
-        table: Each sequence's pages, int32 `[R, pages of the longest]`; behind its end any that exist.
+        table: Each sequence's pages, int32 `[R, pages of the longest]`; after its last one any that exist.
     """
 
     slots: int

@@ -3,18 +3,16 @@
 vLLM 0.31 chooses three of them otherwise:
 
     unquantized linears    a table by shape of the weight and number of rows, for output heads such as Qwen3-1.7B's;
-                           128 x 128 x 64 for all others, also where the weight has few rows: one program then reads
-                           all of it
-    experts                64 x 64 x 32 for everything. FP8 tensor cores are fed in steps of 128
+                           128 x 128 x 64 for all others. Of a weight with few rows one program then reads all
+    experts                64 x 64 x 32 for everything, where FP8 tensor cores want steps of 128
     FP8 linears            a table by shape and number of rows, for DeepSeek's shapes
 
-Another number of rows in a tile is another instruction of the tensor cores (m16n8k16, or a warp group's m64nNk16), and
-no manual says that two of them add up in the same order. So no table is used here. That the same tile is fast for one
-row and for thousands is not to be had; each tile below says whom it serves.
+A tile with another number of rows uses another instruction of the tensor cores (m16n8k16, or a warp group's m64nNk16),
+and no manual says that two of these instructions add up in the same order. So no function here reads the number of
+rows. No tile is fast both for one row and for thousands; each tile below says which it is for.
 
-Engine and trainer call vLLM's own functions, which ask here: both get the same tiles. The functions that are replaced
-are called for as long as an engine lives, so they are replaced for good. Without batch invariance they answer as
-before.
+These replace vLLM's functions, which engine and trainer call, for good: an engine calls them for as long as it lives.
+Without batch invariance they return what vLLM's return.
 """
 
 from collections.abc import Callable
@@ -29,14 +27,14 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from trl_fp8.upstream.patches import patch
 
 
-# Up to so many rows a weight `[N, K]` is narrow: the A of an adapter, a router. In tiles of 128 columns it would be
-# the work of at most four programs, each of which walks through all of K: of 132 processors 128 would wait
+# A weight `[N, K]` with at most so many rows is narrow: the A of an adapter, a router. In tiles of 128 columns at most
+# four programs would compute it, each over all of K, and 128 of 132 processors would wait
 NARROW = 512
-# One row of tiles for a batch of 16. While decoding, a program waits for memory: five stages keep four loads under
-# way, and twice vLLM's step of K halves the number of waits. 49 KiB of shared memory, in BF16 and in FP32
+# One row of tiles for a batch of 16. A program that decodes waits for memory: five stages keep four loads under way,
+# and twice vLLM's step of K halves the number of waits. This takes 49 KiB of shared memory, in BF16 and in FP32
 NARROW_TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "num_warps": 4, "num_stages": 5}
-# What vLLM takes for FP8 experts from 65 tokens on when it may choose; half of K's step for BF16. Prefills and the
-# trainer gain by it; while decoding, an expert has a few tokens and all its weights to read, in whatever tiles
+# vLLM's own choice for FP8 experts from 65 tokens on, with half of K's step for BF16. It is fast for prefills and the
+# trainer. A decode reads all weights of an expert for a few tokens, in whatever tiles
 EXPERTS_TILE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32, "SPLIT_K": 1}
 EXPERTS_TILE |= {"num_warps": 4, "num_stages": 3}
 

@@ -1,12 +1,11 @@
-"""`EngineKernels` of a vLLM engine: its own modules, called on what a trainer hands them, as one forward wants it.
+"""`EngineKernels` of a vLLM engine: each call runs the engine's own module, its kernel, on its tensors.
 
-A call goes where the engine's own forward goes: to the module's method, its kernel, its tensors. Nothing is computed
-here. Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
+Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
 """
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
 
 import torch
@@ -22,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.models import commandr
 from vllm.model_executor.models.interfaces import supports_multimodal
 
-from trl_fp8.engine.kernels import Adapter
+from trl_fp8.engine.kernels import Adapter, Rotary
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.quantization.facts.spec import FormatSpec
@@ -87,17 +86,6 @@ class EngineLinear:
         return held_codes(self._layout, f"{self._names[layer]}.weight", self._format)
 
 
-class EngineRotary:
-    """A rotary embedding of the engine, see `engine.kernels.Rotary`."""
-
-    def __init__(self, module: nn.Module):
-        self._module = module
-
-    @without_gradients
-    def __call__(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        return self._module(positions, query.clone(), key.clone())  # CUDA's kernel writes where it reads
-
-
 class VLLMKernels:
     """The kernels of one engine, see `engine.kernels.EngineKernels`."""
 
@@ -109,8 +97,8 @@ class VLLMKernels:
         attention: Callable[[nn.Module], object],
         tokens: int,
     ):
-        """`attention`: The platform's, of a layer of the engine. `tokens`: The most that the engine computes at once,
-        for which it has made room.
+        """`attention` makes the platform's of a layer of the engine. `tokens`: The engine has made room to compute so
+        many at once.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
         text = model.get_language_model() if supports_multimodal(model) else model
@@ -132,8 +120,8 @@ class VLLMKernels:
         return self._linears[module]
 
     def reads(self, piece: Piece) -> bool:
-        """Whether a trainer that calls these kernels computes with this part of the engine. Embeddings it looks up by
-        itself, and beside an engine that is split over ranks it has linear layers of its own.
+        """Whether a trainer that calls these kernels computes with this part of the engine. The trainer looks up
+        embeddings by itself. Beside an engine that is split over ranks it has linear layers of its own.
         """
         if isinstance(piece.module, VocabParallelEmbedding):
             return self._recipe.tensor_parallel_size == 1 and piece.parameter is self._head.weight
@@ -152,22 +140,23 @@ class VLLMKernels:
         return norm
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
-        name = self._recipe.engine_name(mlp)
-        return without_gradients(self._model.get_submodule(name).act_fn)
+        return without_gradients(self._modules[self._recipe.engine_name(mlp)].act_fn)
 
-    def rotary(self, layer: int) -> EngineRotary:
-        attention = self._names[self._layers[layer]].rpartition(".")[0]
-        return EngineRotary(self._model.get_submodule(attention).rotary_emb)
+    def rotary(self, layer: int) -> Rotary:
+        rotary = self._rotary(layer)
+        # CUDA's kernel writes where it reads
+        return without_gradients(lambda positions, query, key: rotary(positions, query.clone(), key.clone()))
 
     def angles(self, layer: int, positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        attention = self._names[self._layers[layer]].rpartition(".")[0]
-        rotary = dict(self._model.get_submodule(attention).named_children()).get("rotary_emb")
-        table = None if rotary is None else dict(rotary.named_buffers(recurse=False)).get("cos_sin_cache")
+        table = getattr(self._rotary(layer), "cos_sin_cache", None)
         return None if table is None else table[positions].chunk(2, -1)
 
+    def _rotary(self, layer: int) -> nn.Module | None:
+        attention = self._names[self._layers[layer]].rpartition(".")[0]
+        return getattr(self._modules[attention], "rotary_emb", None)
+
     def definition(self, mlp: str, gate_up: Tensor) -> Tensor | None:
-        mlp = self._modules.get(self._recipe.engine_name(mlp))
-        act = None if mlp is None else dict(mlp.named_children()).get("act_fn")
+        act = getattr(self._modules.get(self._recipe.engine_name(mlp)), "act_fn", None)
         return act.forward_native(gate_up) if isinstance(act, CustomOp) else None
 
     def eps(self, module: str) -> float | None:
@@ -221,13 +210,10 @@ class VLLMKernels:
         def noted(layers: tuple[str, ...], module: nn.Module, args: tuple, output: Tensor | tuple) -> None:
             note(layers, args[0], output[0] if isinstance(output, tuple) else output)
 
-        calls = self._linears.items()
-        handles = [module.register_forward_hook(partial(noted, call.layers)) for module, call in calls]
-        try:
+        with ExitStack() as handles:
+            for module, call in self._linears.items():
+                handles.enter_context(module.register_forward_hook(partial(noted, call.layers)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _holding(self, name: str) -> nn.Module:
         piece = self._layout.pieces.get(f"{self._recipe.engine_name(name)}.weight")

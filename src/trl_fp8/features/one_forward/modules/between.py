@@ -1,9 +1,9 @@
-"""What lies between the linear layers of a policy that follows an engine: embeddings, norms, MLPs, rotary embeddings.
+"""Embeddings, norms, MLPs and rotary embeddings of a policy that follows an engine: all that is between linear layers.
 
 FP8 magnifies small differences. An activation that is off by one BF16 step (1/256) falls on the other side of an e4m3
-rounding boundary (steps of 1/8) often enough that the error behind the next linear is as large as that of quantization
-itself, and each layer adds to it. So each of these modules calls the engine's module of its name; residual sums and
-other products of two BF16 tensors have one result, wherever they are computed.
+rounding boundary (steps of 1/8) often enough that the error after the next linear is as large as that of quantization
+itself, and each layer adds to it. So each of these modules calls the engine's module of the same name. A residual sum
+or a product of two BF16 tensors is rounded once, which gives the same result wherever it is computed.
 """
 
 from collections.abc import Callable
@@ -21,14 +21,17 @@ class FollowedNorm:
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:
             return super().forward(x)
-        return own_gradient(self._value, self._own, x, *dict(self.named_parameters(recurse=False)).values())
+        return own_gradient(self._value, self._own, x, *self._own_parameters().values())
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        return dict(self.named_parameters(recurse=False))
 
     def _value(self, x: Tensor, *parameters: Tensor) -> Tensor:
         rows = x.flatten(0, 1) if x.dim() > 2 else x
         return self.engine(rows.to(torch.bfloat16)).view(x.shape)
 
     def _own(self, x: Tensor, *parameters: Tensor) -> Tensor:
-        with holding(self, dict(zip(dict(self.named_parameters(recurse=False)), parameters, strict=True))):
+        with holding(self, dict(zip(self._own_parameters(), parameters, strict=True))):
             return self.before.forward(self, x)
 
 
@@ -65,9 +68,7 @@ class FollowedFusedMLP:
 
 
 class FollowedParallelLayer:
-    """Mixed into the class of a decoder layer whose attention and MLP get the same tensor: the engine adds their
-    outputs to each other first.
-    """
+    """Mixed into a decoder layer whose attention and MLP read the same tensor: the engine adds their outputs first."""
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -77,17 +78,13 @@ class FollowedParallelLayer:
         def note(module: nn.Module, args: tuple, output: Tensor | tuple[Tensor, ...]) -> None:
             outputs.append((output[0] if isinstance(output, tuple) else output).detach())
 
-        handles = [module.register_forward_hook(note) for module in (self.self_attn, self.mlp)]
-        try:
+        with self.self_attn.register_forward_hook(note), self.mlp.register_forward_hook(note):
             own = super().forward(hidden_states, *args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
         return with_value(own, hidden_states.detach() + (outputs[0] + outputs[1]))
 
 
 class FollowedEmbedding:
-    """Mixed into embeddings: rounding the rows that were looked up is cheaper than rounding the table."""
+    """Mixed into embeddings. It rounds the rows that it looked up, which costs less than rounding the table."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         if not self.one_forward.on:
@@ -96,7 +93,7 @@ class FollowedEmbedding:
 
 
 class FollowedScaledEmbedding(FollowedEmbedding):
-    """Mixed into Gemma's embeddings: rows times the root of their size, BF16 times BF16, as in the engine."""
+    """Mixed into Gemma's embeddings, which multiply rows by the root of their size: BF16 by BF16, as the engine."""
 
     def forward(self, *args, **kwargs) -> Tensor:
         rows = super().forward(*args, **kwargs)
@@ -110,19 +107,19 @@ class FollowedRotary:
         given = () if layer_type is None else (layer_type,)
         if not self.one_forward.on:
             return super().forward(x, position_ids, *given)
-        cos, sin = super().forward(x[:0].float(), position_ids, *given)  # of x the device and the dtype matter
+        cos, sin = super().forward(x[:0].float(), position_ids, *given)  # which reads only the device and dtype of x
         turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
         return turn, turn
 
 
 class Turn:
-    """Passed through transformers' layers in the place of cos and sin, to `apply_rotary_pos_emb`."""
+    """Turns q and k as the engine does; transformers' layers pass it on as cos and sin."""
 
     def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
         self._engine, self._positions, self.cos_sin = engine, positions, (cos, sin)
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; `apply` is transformers' function."""
+        """query `[B, H, S, D]` and key `[B, G, S, D]`, turned; transformers' `apply` gives the gradient."""
 
         def value(*states: Tensor) -> tuple[Tensor, ...]:
             flat = (state.transpose(1, 2).flatten(0, 1).flatten(1) for state in states)
@@ -136,7 +133,7 @@ class Turn:
 
 
 class Turning:
-    """transformers' `apply_rotary_pos_emb`, which leaves the turn to the engine where it is handed a `Turn`."""
+    """In the place of transformers' `apply_rotary_pos_emb`: it calls a `Turn` that it gets as cos and sin."""
 
     def __init__(self, apply: Callable):
         self._apply = apply
@@ -148,7 +145,7 @@ class Turning:
 
 
 def side_by_side(left: Tensor, right: Tensor) -> Tensor:
-    """Both, `[..., N]`, in rows `[T, 2 N]`: no copy where they are two halves of a fused call's output."""
+    """Both, `[..., N]`, as rows `[T, 2 N]`: a view where they are two halves of a fused call's output, else a copy."""
     width, left, right = left.shape[-1], left.flatten(0, -2), right.flatten(0, -2)
     together = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     in_a_row = left.stride() == right.stride() and left.stride(1) == 1

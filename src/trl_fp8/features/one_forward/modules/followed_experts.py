@@ -4,8 +4,8 @@
               softmax, top-k and normalization: transformers' code at these logits, in FP32, around the engine's choice
     experts   y = engine(x, chosen, gate weights); gradients are those of the policy's own unquantized experts there
 
-The engine's choice is taken as it is, so that a tie is broken once. Router replay has the last word: experts that it
-gives get gate weights of the engine's logits.
+The policy takes the engine's choice, so that only the engine breaks a tie. Router replay comes last: the experts that
+it chooses get gate weights of the engine's logits.
 
 Shape letters: T tokens, E experts, K experts per token.
 """
@@ -15,31 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from trl_fp8.features.one_forward.backward import gemm_dtype
 from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 from trl_fp8.policy.swapped import HoldsCodes
-from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import TRANSFORMERS
-from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 
-from .followed_linear import StraightThrough, gemm_dtype, tokens_of
+from .followed_linear import StraightThrough, tokens_of
 
 
 BIASES = tuple(f"{name}_bias" for name in TRANSFORMERS.fused)
-
-
-def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
-    """`ValueError` for experts that no policy can follow, or not with this `fp8_backward`."""
-    if recipe.has_experts and recipe.tensor_parallel_size > 1:
-        raise ValueError(
-            f"fp8_forward='one_forward' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: "
-            "each rank of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
-        )
-    if recipe.fp8_experts and backward == "fp8":
-        raise ValueError(
-            f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): they have a straight-through "
-            "backward only. Set fp8_backward='bf16', or keep them in high precision with fp8_ignored_modules."
-        )
 
 
 class FollowedRouter:
@@ -62,7 +47,7 @@ class FollowedRouter:
 
 
 class _Routing(TorchFunctionMode):
-    """Around a router's own code: its top-k gives the engine's choice."""
+    """Around a router's own code: its top-k returns the engine's choice."""
 
     def __init__(self, chosen_TK: Tensor, shape: torch.Size):
         super().__init__()
@@ -72,7 +57,7 @@ class _Routing(TorchFunctionMode):
         if func not in (torch.topk, torch.Tensor.topk):
             return func(*args, **(kwargs or {}))
         # The router asks for the top k of its scores and gets that of a ranking: K, K - 1, ..., 1 for the engine's
-        # choice, 0 for other experts. `func` is called on it, so that router replay, which wraps it, has its say, too
+        # choice, 0 for other experts. `func` ranks it, because router replay may have wrapped `func`
         rank_K = torch.arange(self.chosen_TK.shape[1], 0, -1, device=self.chosen_TK.device).float()
         ranking_TE = torch.zeros(self.shape, device=self.chosen_TK.device)
         ranking_TE.scatter_(-1, self.chosen_TK, rank_K.expand(self.chosen_TK.shape))

@@ -4,15 +4,16 @@
     backward   "bf16"  dX = dY @ W, dW = dY.T @ X                   straight through, unquantized operands
                "fp8"   dX = Q(dY) @ Q(W), dW = Q(dY.T) @ Q(X.T).T   Jet-RL, arXiv 2601.14243, of FP8 layers
 
-What the backward keeps decides its memory: straight through x in BF16, in FP8 the codes of x along its tokens, 1 byte
-an element. Neither keeps a copy of the weight. Where several ranks share an engine (tensor parallelism) each holds a
-part of a layer: there the trainer quantizes the weight itself, keeps the codes until the weight changes, and calls the
-engine's kernel on them. A change shows in the weight's identity, version counter or storage. Fused optimizers and
-in-place writes to `.data` (PEFT's merge and unmerge) move none of them, so whoever changes weights calls
-`OneForward.invalidate`.
+Straight through, the backward keeps x in BF16; in FP8 it keeps the codes of x along its tokens, 1 byte an element. It
+never keeps a copy of the weight.
 
-Under LoRA the engine holds the sum of base and adapters (followed_adapter.py), or the adapters beside a base that it
-shares with the policy: then W is that base, dequantized for the backward.
+Each rank of an engine with tensor parallelism holds a part of a layer. There the trainer quantizes the weight itself,
+keeps the codes until the weight changes, and calls the engine's kernel on them. A change shows in the weight's
+identity, version counter or storage. Fused optimizers and in-place writes to `.data` (PEFT's merge and unmerge) change
+none of them, so whoever changes weights calls `OneForward.invalidate`.
+
+Under LoRA the engine holds the sum of base and adapters, or the adapters beside a base that it shares with the policy.
+In the second case W is that base, dequantized for the backward.
 
 Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """
@@ -27,16 +28,15 @@ from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.engine.kernels import Adapter, Linear
-from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.backward import BackwardPrecision, gemm_dtype
+from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.facts.blocks import BLOCK
 
-from .gemm import gemm_for
-
 
 class FusedCall:
-    """One call of the engine for all policy layers that it fused, which get the same tensor in a row."""
+    """One call of the engine for all policy layers that it fused, which read the same tensor one after another."""
 
     def __init__(self, call: Callable[[Tensor], Tensor], readers: int):
         self._call, self._readers = call, readers
@@ -45,8 +45,8 @@ class FusedCall:
         self._version, self._to_come = 0, 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`call(x)`, from the reader before if that got this very tensor, unchanged since."""
-        if x.is_inference():  # has no version, so that a change would not be seen
+        """`call(x)`, or what the reader before got if it read this very tensor, which has not changed since."""
+        if x.is_inference():  # it has no version, which would show a change
             return self._call(x)
         if self._output is None or self._input() is not x or self._version != x._version:
             self._output, self._input, self._version = self._call(x), ref(x), x._version
@@ -64,7 +64,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class FollowedLinear(nn.Linear):
-    """An `nn.Linear` whose values are the engine's, made by `OneForward` of an existing layer."""
+    """An `nn.Linear` whose values are the engine's. `OneForward` makes it of an existing layer."""
 
     name: str  # checkpoint name
     is_fp8: bool
@@ -93,7 +93,7 @@ class FollowedLinear(nn.Linear):
         return y.view(*input.shape[:-1], y.shape[-1])
 
     def lasting_codes(self) -> Float8Tensor | None:
-        """Codes of the weight that somebody keeps anyway; None if nobody does."""
+        """Codes of the weight that are kept anyway, by the engine or by this layer; None if there are none."""
         if isinstance(self, HoldsCodes):
             return self.codes
         if self.adapted:
@@ -103,7 +103,7 @@ class FollowedLinear(nn.Linear):
         return self.quantized_weight() if self.one_forward.backward.cache_weights else None
 
     def quantized_weight(self) -> Float8Tensor:
-        """Q(W), codes `[N, K]`, of this rank's own: the kept ones if they are current, else made now."""
+        """Q(W), codes `[N, K]` of this rank's own weight: the kept ones if they are current, else new ones."""
         if isinstance(self, HoldsCodes):
             return self.codes
         if (codes := self.cached_weight()) is None or any(peer.cached_weight() is None for peer in self.peers):
@@ -131,15 +131,41 @@ class FollowedLinear(nn.Linear):
             layer, a, b = adapter
             adapters = [(layer, part, b) for part in a.chunk(self.parts, 1)]
         pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), adapters, strict=True)
-        # As ranks do it: the first one adds the bias, partial sums are BF16, and an all-reduce of two rounds once
+        # As on the engine's ranks: the first adds the bias, partial sums are BF16, an all-reduce of two rounds once
         products = [
             self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
         ]
         return sum(product.float() for product in products).to(torch.bfloat16)
 
 
+class FollowedAdapter:
+    """Mixed into PEFT's wrapper of a followed linear: values of the engine, gradients of base and adapters apart.
+
+        forward    y = engine(x)                          which holds Q(W + s B A), or Q(W) and A, s B beside it
+        backward   that of x W.T + s drop(x) A.T B.T      PEFT's own, so that A and B are trained as without an engine
+
+    Dropout has no part in the forward. The gradient is that of a sum, which needs no value of the base alone: the
+    engine never computes that.
+    """
+
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+        base = self.base_layer
+        if not base.one_forward.on:
+            return super().forward(x, *args, **kwargs)
+        value = base.value(x, self._active())
+        return with_value(super().forward(x, *args, **kwargs), value)
+
+    def _active(self) -> Adapter | None:
+        """The adapter in force, if this layer has it."""
+        for name in () if self.disable_adapters else self.active_adapters:
+            if name in self.lora_A:
+                a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
+                return self.base_layer.name, a, b * self.scaling[name]
+        return None
+
+
 class StraightThrough(torch.autograd.Function):
-    """`value(x)` with the gradients of `x @ weight.T + bias`, as `in_fp8` quantizes its operands if it is given."""
+    """`value(x)` with the gradients of `x @ weight.T + bias`; a layer `in_fp8` quantizes the backward's operands."""
 
     @staticmethod
     def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
@@ -188,7 +214,7 @@ def _input_gradient(dy: Tensor, weight: Tensor | Float8Tensor, precision: Backwa
     codes = weight if isinstance(weight, Float8Tensor) else precision.quantize_weights([weight])[0]
     # Blocks transposed are the same blocks: no second rounding
     transposed = _float8(codes.qdata.t(), codes.scale.t(), codes.block_size[::-1])
-    return gemm_for(precision.backend)(precision.quantize_for_backward(dy), transposed)
+    return precision.gemm(precision.quantize_for_backward(dy), transposed)
 
 
 def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: BackwardPrecision | None) -> Tensor:
@@ -197,7 +223,7 @@ def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: Bac
         dtype = gemm_dtype(dy.device)
         return dy.to(dtype).t().mm(x.reshape(-1, x.shape[-1]).to(dtype))
     along_tokens = _float8(x, scale, [1, BLOCK])
-    return gemm_for(precision.backend)(precision.quantize_for_backward(dy.t()), along_tokens)
+    return precision.gemm(precision.quantize_for_backward(dy.t()), along_tokens)
 
 
 def _state(weight: Tensor) -> tuple:
@@ -207,11 +233,6 @@ def _state(weight: Tensor) -> tuple:
 def tokens_of(x: Tensor) -> Tensor:
     """`[..., K]` in BF16, `[T, K]`."""
     return x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-
-
-def gemm_dtype(device: torch.device) -> torch.dtype:
-    """Of a GEMM in a backward: BF16, but FP32 on CPU, where those without 16-bit units emulate it ten times slower."""
-    return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _split(operand: Float8Tensor | Tensor, parts: int) -> list[Float8Tensor | Tensor]:

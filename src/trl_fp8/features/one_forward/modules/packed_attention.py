@@ -5,13 +5,13 @@
                dv = p^T do,  dp = do v^T,  ds = p * (dp - sum(p * dp))
                dq = scaling * ds k,  dk = scaling * ds^T q,  d sink = - sum(exp(sink - lse) * sum(p * dp))
 
-A sink, of a head that has one, is a further score of each query, of which nothing is read; it counts in lse.
-So the gradient is that of exact attention over the rounded q, k, v, handed straight through to q, k, v. The softmax is
-not computed again: lse is all that it takes. torch's FlashAttention does this on a GPU, plain torch elsewhere.
+A head's sink is one more score of each query, which has no value; it counts in lse. The gradient is that of exact
+attention over the rounded q, k, v and goes straight through to q, k, v. The backward needs lse and no second softmax.
+torch's FlashAttention computes it on a GPU, plain torch elsewhere.
 
-An FP8 kernel also rounds p before it adds up its output, and FlashAttention's backward takes sum(p * dp) from that
-output, as output * do. The error would be the same for all keys of a query and would not average out; so where q, k, v
-were rounded, the GPU computes the output of the backward, and its lse, again in BF16.
+An FP8 kernel also rounds p before it adds up its output, and FlashAttention's backward computes sum(p * dp) from that
+output, as output * do. Its error is the same for all keys of a query, so it would not average out. Where q, k, v were
+rounded, the GPU therefore computes output and lse again in BF16 for the backward.
 
 Shape letters: N tokens of all sequences, R sequences, L tokens of the longest, H query heads, G key heads, M = H / G,
 D head size, C queries of a chunk, S keys.
@@ -44,7 +44,7 @@ def packed_attention(
     """The output of `engine(query, key, value)`, `[N, H, D]`, with gradients for q, k, v and sinks.
 
     Args:
-        engine: Called without gradients; returns the output, lse `[H, N]` and q, k, v as it rounded them, or as given.
+        engine: Called without gradients; returns the output, lse `[H, N]` and q, k, v as it rounded them or got them.
         starts: int32 `[R + 1]`, the first token of each sequence and N; no sequence is empty.
         longest: Tokens of the longest sequence.
         scaling: Multiplier applied to the scores.
@@ -81,7 +81,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
-    """Whether torch's FlashAttention has this backward: it caps no scores, and knows 16 bits and 256 columns."""
+    """Whether torch's FlashAttention has this backward: without soft cap, in 16 bits, up to 256 columns."""
     sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sizes and not softcap
 
@@ -95,7 +95,7 @@ def flash_gradients(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, by torch's FlashAttention; `softmax`: output and lse `[H, N]`, None to compute them."""
+    """Gradients of q, k and v by torch's FlashAttention; `softmax`: output and lse `[H, N]`, None to compute them."""
     lengths = (starts, starts, longest, longest, 0.0, True)
     seen = {"scale": scaling, "window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
     query = rounded[0]
@@ -117,7 +117,7 @@ def plain_gradients(
     softcap: float | None,
     scores: int = SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of q, k and v, at least in FP32; `scores`: how many to hold at a time, of one query per head at least."""
+    """Gradients of q, k and v, at least in FP32, with about `scores` scores in memory at a time."""
     dtype = torch.promote_types(gradient_NHD.dtype, torch.float32)
     rows_N, sequences = _rows_when_padded(starts, longest, len(gradient_NHD)), len(starts) - 1
     heads, groups = rounded[0].shape[1], rounded[1].shape[1]
@@ -161,9 +161,9 @@ def plain_gradients(
 
 
 def sinks_gradient(sinks_H: Tensor, lse_HN: Tensor, output_NHD: Tensor, gradient_NHD: Tensor) -> Tensor:
-    """`[H]`; sum(p * dp) is output * gradient, and no key's p is taken from it here."""
+    """`[H]`, with sum(p * dp) computed as output * gradient."""
     wide = lse_HN.dtype
-    share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # as the engine holds them
+    share_HN = (sinks_H.to(torch.bfloat16).to(wide)[:, None] - lse_HN).exp()  # BF16, as in the engine
     return -(share_HN * (output_NHD.to(wide) * gradient_NHD.to(wide)).sum(-1).t()).sum(-1).to(sinks_H.dtype)
 
 
@@ -173,7 +173,7 @@ def _per_group(left_RGMCx: Tensor, right_RGxy: Tensor) -> Tensor:
 
 
 def _rows_when_padded(starts: Tensor, longest: int, tokens: int) -> Tensor:
-    """For each token, its row among `[R * longest]`; without waiting for the device."""
+    """For each token, its row among `[R * longest]`. The host waits for no length."""
     starts = starts.long()
     each = torch.arange(len(starts) - 1, device=starts.device)
     sequence_N = torch.repeat_interleave(each, starts.diff(), output_size=tokens)

@@ -1,16 +1,16 @@
-"""What can be read off the modules of both sides, and is compared exactly: nothing of the engine is called.
+"""What is read off the modules of both sides and compared exactly: none of the engine's modules is called.
 
-    attention    which keys a query sees, the scaling and the soft cap of scores
+    attention    which keys a query sees
     rotary       cos and sin of all angles, up to the last position that a run can reach
     norms        eps
     activation   act(gate) * up, by the engine's definition of it in plain torch
 
-Of an engine that has no such thing, or has it elsewhere, nothing is said.
+A quantity that the engine lacks, or keeps in another place, is not compared.
 
 Shape letters: P positions.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,8 @@ from . import bounds
 from .findings import Findings
 
 
-POSITIONS = 256  # at which angles are compared
 EPS = "variance_epsilon", "eps"  # what transformers' norms call it
-GATES = torch.linspace(-6, 6, 241)
+GATES = torch.linspace(-6, 6, 241)[:, None]
 
 
 def compare_window(findings: Findings, name: str, sees: Callable, window: int | None, last: int, device) -> None:
@@ -43,46 +42,37 @@ def compare_window(findings: Findings, name: str, sees: Callable, window: int | 
 
 def compare_angles(
     findings: Findings, name: str, positions: Tensor, own: tuple[Tensor, ...], engine: tuple[Tensor, ...]
-) -> None:
+) -> bool:
     """cos and sin `[P, angles]`; transformers may have each angle twice, one half after the other or in turns."""
     width, angles = own[0].shape[-1], engine[0].shape[-1]
     turned = f"the policy turns {width} of a head, the engine {2 * angles}"
     if not findings.require(width in (angles, 2 * angles), name, f"turned channels ({turned})"):
-        return
-    forms = [lambda t: t] if width == angles else [lambda t: t[:, :angles], lambda t: t[:, ::2]]
-    bound = bounds.angle_bound(positions, engine[0].abs().max().item())
-
-    def errors_P(form: Callable) -> Tensor:
-        pairs = zip(own, engine, strict=True)
-        return torch.cat([(form(mine) - theirs.float()).abs() / bound for mine, theirs in pairs], -1).amax(-1)
-
-    error_P = min(map(errors_P, forms), key=lambda error: error.max().item())
+        return False
+    forms = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
+    # The engine may hold cos and sin in BF16. An angle is its position times an FP32 number, and each side rounds that
+    # number and the product
+    bound = bounds.U16 * engine[0].abs().max().item() + 2.0**-22 * positions[:, None]
+    pairs = list(zip(own, engine, strict=True))
+    errors = [
+        torch.cat([(mine[:, form] - theirs.float()).abs() / bound for mine, theirs in pairs], -1) for form in forms
+    ]
+    error_P = min((error.amax(-1) for error in errors), key=lambda error: error.max().item())
     wrong = positions[error_P > 1].tolist()
-    findings.require(not wrong, name, f"rotary angles (from position {wrong[0] if wrong else None} on)")
+    return findings.require(not wrong, name, f"rotary angles (from position {wrong[0] if wrong else None} on)")
 
 
-def compare_layers(findings: Findings, modules: dict[str, nn.Module], kernels: EngineKernels) -> None:
-    """eps and activation of all `modules` of a decoder, by their names, that have one on both sides."""
-    for name, own, engine in _both(modules, kernels):
+def compare_eps(findings: Findings, name: str, module: nn.Module, kernels: EngineKernels) -> None:
+    own = next((vars(module)[attribute] for attribute in EPS if attribute in vars(module)), None)
+    if own is not None and (engine := kernels.eps(name)) is not None:
         findings.same(name, "eps", own, engine)
-    for name, module in modules.items():
-        for names in MLPS.values():
-            if all(hasattr(module, part) for part in names):
-                _compare_activation(findings, name, getattr(module, names[-1]), kernels)
 
 
-def _both(modules: dict[str, nn.Module], kernels: EngineKernels) -> Iterator[tuple[str, float, float]]:
-    for name, module in modules.items():
-        own = next((vars(module)[attribute] for attribute in EPS if attribute in vars(module)), None)
-        engine = None if own is None else kernels.eps(name)
-        if engine is not None:
-            yield name, own, engine
-
-
-def _compare_activation(findings: Findings, name: str, act: nn.Module, kernels: EngineKernels) -> None:
-    up = torch.ones_like(GATES)
-    found = kernels.definition(name, torch.stack([GATES, up], -1))
-    if found is not None:
-        own = act(GATES[:, None])
-        excess = bounds.excess(found, own, bounds.activation_bound(own, GATES[:, None], up[:, None]))
-        findings.values("activation", name, "activation, act(gate) * up", found, own, excess)
+def compare_activation(findings: Findings, name: str, module: nn.Module, kernels: EngineKernels) -> None:
+    for parts in MLPS.values():
+        if all(hasattr(module, part) for part in parts):
+            up = torch.ones_like(GATES)
+            own = getattr(module, parts[-1])(GATES)
+            found = kernels.definition(name, torch.cat([GATES, up], -1))
+            if found is not None:
+                bound = bounds.activation_bound(own, GATES, up)
+                findings.values("activation", name, found, own, bound, "activation, act(gate) * up")

@@ -1,13 +1,13 @@
 """Each module of a policy that follows an engine, on one input: its own forward, and what the engine makes of it.
 
 A comparison gets the module, `own`, which is the forward that transformers wrote for it, the arguments of a call, and
-the engine's output. It runs inside of that call, with the policy's following switched off.
+the engine's output. While it runs, the policy does not follow.
 
 Shape letters: T tokens, K in-features, N out-features, E experts, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -19,26 +19,23 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedMLP,
     FollowedNorm,
     FollowedParallelLayer,
-    side_by_side,
 )
-from trl_fp8.features.one_forward.modules.followed_adapter import FollowedAdapter
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, tokens_of
+from trl_fp8.features.one_forward.modules.followed_linear import FollowedAdapter, FollowedLinear, tokens_of
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.own_gradient import holding
 from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 
-from . import bounds
+from .bounds import U8, U16, activation_bound, experts_bound, linear_bound
 from .findings import Findings
 
 
-TINY = 2.0**-20  # mean square of rows that show a norm's eps
 DRAWS = 4  # of directions in which the input of experts is moved
 
 
 class Values:
-    """Comparisons of a policy's modules, by what they follow as; `names` of all of them."""
+    """Comparisons of a policy's modules; `names` of all of them."""
 
     def __init__(self, forward: OneForward, names: dict[nn.Module, str], findings: Findings):
         self._forward, self._names, self._findings = forward, names, findings
@@ -60,10 +57,8 @@ class Values:
             return None
         return next((compare for kind, compare in self._kinds.items() if isinstance(module, kind)), None)
 
-    def _note(
-        self, kind: str, module: nn.Module, found: Tensor, own: Tensor, excess: float, quantity="output"
-    ) -> bool:
-        return self._findings.values(kind, self._names[module], quantity, found, own, excess)
+    def _note(self, kind: str, module: nn.Module, *compared: Tensor, quantity: str = "output") -> bool:
+        return self._findings.values(kind, self._names[module], *compared, quantity)
 
     def _linear(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """Adapters among them: the engine computes with the sum of base and adapter, or with both."""
@@ -74,25 +69,19 @@ class Values:
                 weight = weight.float() + module.get_delta_weight(adapter).float()
         computed = own(args[0].to(base.weight.dtype))
         x_TK, own_TN, found_TN = (rows.flatten(0, -2) for rows in (args[0], computed, output))
-        bound_T = bounds.linear_bound(x_TK, weight, own_TN, bounds.U8 if base.is_fp8 else bounds.U16)
-        excess = bounds.excess_of_rows(found_TN, own_TN, bound_T)
-        self._note("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, excess)
+        bound_T = linear_bound(x_TK, weight, own_TN, U8 if base.is_fp8 else U16)
+        self._note("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
 
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Of rows as they are, and of tiny ones: only those show an eps."""
-        x = args[0].to(torch.bfloat16)
-        size = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
-        of_tiny = f"eps (output for rows whose mean square is {TINY:.1g})"
-        for rows, quantity in (x, "output"), ((x * size).to(torch.bfloat16), of_tiny):
-            found = module._value(rows)
-            with _in_bf16(module):
-                computed = own(rows.float())
-            excess = bounds.excess(found, computed, bounds.norm_bound(computed))
-            if not self._note("norm", module, found, computed, excess, quantity):
-                return
+        with _in_bf16(module):
+            computed = own(args[0].to(torch.bfloat16).float())
+        # x times the inverse root, and that times the weight, are rounded to BF16, in either order and at most twice
+        # each. The mean that a LayerNorm takes away is FP32
+        size = computed.abs()
+        self._note("norm", module, output, computed, 4 * U16 * size + 2.0**-16 * size.amax(-1, keepdim=True))
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Between its linears, which are compared by themselves: what `own` hands to the last one."""
+        """What `own` hands to the last of its linears, which are compared by themselves."""
         x, seen = args[0].to(module.down_proj.weight.dtype), {}
 
         def rounded(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:
@@ -100,45 +89,40 @@ class Values:
             return seen[linear].float()
 
         def reached(linear: nn.Module, args: tuple) -> tuple[Tensor]:
-            seen["product"] = args[0]
+            seen["product"] = args[0].flatten(0, -2)
             return (args[0].to(x.dtype),)
 
-        names = ("gate_up_proj",) if isinstance(module, FollowedFusedMLP) else ("gate_proj", "up_proj")
-        linears = [getattr(module, name) for name in names]
-        handles = [linear.register_forward_hook(rounded) for linear in linears]
-        handles.append(module.down_proj.register_forward_pre_hook(reached))
-        try:
+        fused = isinstance(module, FollowedFusedMLP)
+        linears = [module.gate_up_proj] if fused else [module.gate_proj, module.up_proj]
+        with ExitStack() as handles:
+            for linear in linears:
+                handles.enter_context(linear.register_forward_hook(rounded))
+            handles.enter_context(module.down_proj.register_forward_pre_hook(reached))
             own(x)
-        finally:
-            for handle in handles:
-                handle.remove()
-        gate, up = torch.cat([seen[linear] for linear in linears], -1).chunk(2, -1)
-        found, computed = module.engine(side_by_side(gate, up)), seen["product"].flatten(0, -2)
-        bound = bounds.activation_bound(computed, *(part.flatten(0, -2).float() for part in (gate, up)))
-        excess = bounds.excess(found, computed, bound)
-        self._note("activation", module, found, computed, excess, "activation, act(gate) * up")
+        gate_up = torch.cat([seen[linear] for linear in linears], -1).flatten(0, -2)
+        bound = activation_bound(seen["product"], *gate_up.float().chunk(2, -1))
+        found = module.engine(gate_up)
+        self._note("activation", module, found, seen["product"], bound, quantity="activation, act(gate) * up")
 
     def _sum(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         hidden = args[0].float()
-        with self._forward.switched(on=True):  # of what its parts follow with
+        with self._forward.switched(on=True):  # the parts of the layer follow
             computed = own(hidden, *args[1:], **kwargs)
-        excess = bounds.excess(output, computed, bounds.sum_bound(computed, hidden))
-        self._note("residual sum", module, output, computed, excess)
+        # Both sums of `hidden + (attention + MLP)` are rounded to BF16
+        self._note("residual sum", module, output, computed, U16 * (2 * computed.abs() + hidden.abs()))
 
     def _embedding(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         computed = own(*args, **kwargs).float()
-        self._note(
-            "embedding", module, output, computed, bounds.excess(output, computed, bounds.lookup_bound(computed))
-        )
+        # Rows, the number that they are multiplied by, and the product are BF16
+        self._note("embedding", module, output, computed, 3 * U16 * computed.abs())
 
     def _router(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: tuple) -> None:
         x_TK = args[0].float().flatten(0, -2)
         with _in_bf16(module) as weights:
             own_TE, own_gates, own_chosen = own(x_TK)
         found_TE, gates, chosen = output
-        bound_T = bounds.linear_bound(x_TK, weights["weight"], own_TE, bounds.U16)
-        excess = bounds.excess_of_rows(found_TE, own_TE, bound_T)
-        if not self._note("router", module, found_TE, own_TE, excess, "logits"):
+        bound_T = linear_bound(x_TK, weights["weight"], own_TE, U16)
+        if not self._note("router", module, found_TE, own_TE, bound_T, quantity="logits"):
             return
         # Experts whose logits are within rounding may stand for each other
         behind_T = own_TE.gather(-1, own_chosen).amin(-1) - own_TE.gather(-1, chosen.long()).amin(-1)
@@ -147,19 +131,19 @@ class Values:
         (sets, order), (own_sets, own_order) = (each.long().sort(-1) for each in (chosen, own_chosen))
         same_T = (sets == own_sets).all(-1)
         found, computed = gates.gather(-1, order)[same_T], own_gates.gather(-1, own_order)[same_T]
-        bound = computed * (torch.expm1(2 * bound_T[same_T, None]) + 4 * bounds.U16)  # of a softmax
+        bound = computed * (torch.expm1(2 * bound_T[same_T, None]) + 4 * U16)  # of a softmax
         if len(found):
-            self._note("router", module, found, computed, bounds.excess(found, computed, bound), "gate weights")
+            self._note("router", module, found, computed, bound, quantity="gate weights")
 
     def _experts(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         x, chosen, gates = (*args, *kwargs.values())
         x, gates = (each.to(module.gate_up_proj.dtype) for each in (x, gates))
         in_fp8 = self._names[module] in self._forward.recipe.fp8_experts
-        unit, computed = bounds.U8 if in_fp8 else bounds.U16, own(x, chosen, gates)
+        unit, computed = U8 if in_fp8 else U16, own(x, chosen, gates)
         signs = torch.randint(2, (DRAWS, *x.shape), generator=torch.Generator().manual_seed(0)).to(x) * 2 - 1
         moved = torch.stack([own(x * (1 + unit * sign), chosen, gates) - computed for sign in signs])
-        excess = bounds.excess_of_rows(output, computed, bounds.experts_bound(moved, computed))
-        self._note("FP8 experts" if in_fp8 else "experts", module, output, computed, excess)
+        kind = "FP8 experts" if in_fp8 else "experts"
+        self._note(kind, module, output, computed, experts_bound(moved, computed))
 
     def head(
         self,
@@ -170,33 +154,35 @@ class Values:
         softcap: float | None,
         found: Tensor,
     ) -> None:
-        """The output head, which gives `found` `[T, V]`: what transformers makes of it is the product, times `scale`,
-        and capped by `softcap`.
+        """The output head, which gives `found` `[T, V]`. transformers multiplies the product by `scale` and caps it by
+        `softcap`.
         """
-        with torch.no_grad(), torch.autocast(hidden_TK.device.type, enabled=False):
+        with torch.autocast(hidden_TK.device.type, enabled=False):
             x_TK = tokens_of(hidden_TK)
             own_TV = nn.functional.linear(x_TK.to(weight.dtype), weight, bias).float()
-            bound_T = abs(scale) * bounds.linear_bound(x_TK, weight, own_TV, bounds.U16)
+            bound_T = abs(scale) * linear_bound(x_TK, weight, own_TV, U16)
             own_TV = own_TV * scale
-            if softcap is not None:  # moves nothing by more than it was moved
+            if softcap is not None:  # a cap moves two numbers no further apart
                 own_TV = softcap * torch.tanh(own_TV / softcap)
+            bound_T = bound_T + 2 * U16 * own_TV.norm(dim=-1)
             found_TV = found[:, : len(weight)].float()
-            excess = bounds.excess_of_rows(found_TV, own_TV, bound_T + 2 * bounds.U16 * own_TV.norm(dim=-1))
-        self._findings.values("output head", "lm_head", "logits, scaled and capped", found_TV, own_TV, excess)
+        self._findings.values("output head", "lm_head", found_TV, own_TV, bound_T, "logits, scaled and capped")
 
     def turn(self, name: str, apply: Callable, cos_sin: tuple, states: tuple, turned: tuple) -> None:
-        """q and k `[B, H, T, D]` of the attention layer `name`, before and after the engine turned them."""
+        """q and k `[B, H, T, D]` before and after the engine turned them, by the rotary embedding `name`."""
         with torch.autocast(cos_sin[0].device.type, enabled=False):
             own = apply(*(state.float() for state in states), *cos_sin)
         for which, state, found, computed in zip("qk", states, turned, own, strict=True):
-            bound = bounds.turned_bound(state.float(), cos_sin[0].abs().max().item())
-            excess = bounds.excess(found, computed, bound)
-            self._findings.values("rotary", name, f"{which}, turned by its rotary embedding", found, computed, excess)
+            # A channel is the sum of two channels times cos and sin. The angles, the products and the sum are rounded
+            # to BF16. Only the policy's function knows which two, so the bound is that of any two
+            largest = 2 * cos_sin[0].abs().max().item() * state.float().abs().amax(-1, keepdim=True)
+            quantity = f"{which}, turned by its rotary embedding"
+            self._findings.values("rotary", name, found, computed, 4 * U16 * largest, quantity)
 
 
 @contextmanager
 def _in_bf16(module: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Inside the block the module's own parameters are what the engine was sent, BF16 numbers, in FP32."""
+    """Inside the block the module's own parameters are the BF16 numbers that the engine was sent, in FP32."""
     rounded = {name: p.to(torch.bfloat16).float() for name, p in module.named_parameters(recurse=False)}
     with holding(module, rounded):
         yield rounded
