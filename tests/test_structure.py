@@ -62,7 +62,6 @@ FOREIGN = {  # packages that only some folders may import; a feature's modules t
         "recipe",
         "rollouts",
         "run",
-        "trainer",
     },
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be

@@ -13,9 +13,8 @@ from trl import GRPOConfig
 
 from .features import registrations
 from .recipe.recipe import FP8Recipe, recipe_for_model
-from .run.engine_flags import EngineFlags
+from .run.engine_flags import EngineFlags, WeightFlags
 from .run.flag import FlagGroup
-from .run.weight_flags import WeightFlags
 
 
 def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
@@ -37,7 +36,7 @@ class FP8Config:
         super().__post_init__()
         for group in self.groups():
             group.check(self)
-        # A second config would tell what its defaults come to, but its making resets accelerate's state
+        # A second config with nothing set would tell these, too, but to make one resets accelerate's state
         self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in given}
 
     @classmethod
@@ -60,16 +59,6 @@ class FP8Config:
     def own_engine(self) -> bool:
         """Whether rollouts need this project's engine and not TRL's."""
         return self.any_fp8 or any(group.wants_engine(self) for group in self.groups())
-
-    @property
-    def policy_calls_engine(self) -> bool:
-        """Whether the policy's forward calls the engine's kernels."""
-        return any(group.calls_engine(self) for group in self.groups())
-
-    @property
-    def base_in_engine(self) -> bool:
-        """Whether the frozen base of a policy with adapters is in the engine alone."""
-        return any(group.keeps_base_in_engine(self) for group in self.groups())
 
     @property
     def blind_pass(self) -> str | None:

@@ -501,6 +501,7 @@ def test_what_another_rank_lost_of_the_frozen_part_is_sent_by_all(in_parts):
     """A rank that found its engine changed would otherwise be alone in the sync of the base."""
     delivery, engine, tensors = in_parts
     delivery._replicas = replicas = OtherRank()
+    delivery._reduce_max = replicas.reduce_max
     delivery.deliver(tensors)
     engine.calls.clear()
     replicas.says = {replicas.agreed + 1: 1}

@@ -31,8 +31,8 @@ def marker(checkpoint: str | Path) -> Path:
 
 def checkpoints(output_dir: str | Path) -> tuple[list[Path], list[Path]]:
     """The checkpoints in a folder, by step: those that were written to their end, and the others."""
-    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    found = sorted((path for path in found if path.name.rpartition("-")[2].isdigit()), key=_step)
+    steps = {path: path.name.rpartition("-")[2] for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
     unfinished = [path for path in found if marker(path).exists() or not (path / TRAINER_STATE_NAME).exists()]
     return [path for path in found if path not in unfinished], unfinished
 
@@ -71,7 +71,11 @@ def require_ranks(checkpoint: str | Path, processes: int) -> None:
     """Raise `ValueError` if rollouts in the checkpoint are of another number of processes."""
     files = _rollout_files(checkpoint)
     if files and (held := _read(files[0])["ranks"]) != processes:
-        raise ValueError(_indivisible(checkpoint, held, processes))
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {held} processes, whose rollouts "
+            f"cannot be divided among {processes}. Launch {held} processes, or resume from a checkpoint without "
+            "rollouts_*.pt (after which a generation was due)."
+        )
 
 
 def forget_rollouts(folder: str | Path) -> None:
@@ -88,13 +92,10 @@ def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batch
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, list[dict]] | None:
     """What `save_rollouts` wrote, on the rank's device; None if the checkpoint does not fall into a generation."""
-    files = _rollout_files(folder)
-    if not files:
+    require_ranks(folder, accelerator.num_processes)
+    if not _rollout_files(folder):
         return None
-    own = Path(folder) / f"rollouts_{accelerator.process_index}.pt"
-    state = _read(own if own in files else files[0])
-    if state["ranks"] != accelerator.num_processes:
-        raise ValueError(_indivisible(folder, state["ranks"], accelerator.num_processes))
+    state = _read(Path(folder) / f"rollouts_{accelerator.process_index}.pt")
     return state["step"], send_to_device(state["batches"], accelerator.device)
 
 
@@ -104,15 +105,3 @@ def _rollout_files(checkpoint: str | Path) -> list[Path]:
 
 def _read(file: Path) -> dict:
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _indivisible(checkpoint: str | Path, held: int, processes: int) -> str:
-    return (
-        f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {held} processes, whose rollouts "
-        f"cannot be divided among {processes}. Launch {held} processes, or resume from a checkpoint without "
-        "rollouts_*.pt (after which a generation was due)."
-    )
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])

@@ -48,12 +48,12 @@ def mean_of(total: float, count: float = 1.0) -> Metric:
 
 def highest(value: float) -> Metric:
     """A maximum; -inf is that of nothing, and reads as NaN."""
-    return Metric((value,), max, _known)
+    return Metric((value,), max, _measured)
 
 
 def lowest(value: float) -> Metric:
     """A minimum; inf is that of nothing, and reads as NaN."""
-    return Metric((value,), min, _known)
+    return Metric((value,), min, _measured)
 
 
 def effective_sample_size(total: float, squares: float, count: float) -> Metric:
@@ -66,7 +66,7 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _known(value: float) -> float:
+def _measured(value: float) -> float:
     return value if math.isfinite(value) else math.nan
 
 
