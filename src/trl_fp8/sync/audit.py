@@ -47,25 +47,6 @@ def all_reduce_max(tensor: torch.Tensor, group: torch.distributed.ProcessGroup |
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
-@dataclass(frozen=True)
-class Seal:
-    """What an engine held when it was audited: checksums of `layout.names`."""
-
-    layout: Layout
-    values: tuple[int, ...]
-
-    def require_unbroken(self) -> None:
-        """Raise `RuntimeError` naming what changed since. Reads every weight and waits for the device once."""
-        now = self.layout.sums().tolist()
-        changed = [name for name, a, b in zip(self.layout.names, self.values, now, strict=True) if a != b]
-        if changed:
-            raise RuntimeError(
-                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
-                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
-                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
-            )
-
-
 def audit(
     layout: Layout,
     written: Writer,
@@ -73,8 +54,9 @@ def audit(
     replicas: Replicas | None = None,
     *,
     carried_arrived: bool = True,
-) -> Seal:
-    """Compare what was written with what is held; `RuntimeError` names what differs. Waits for the device once.
+) -> list[int]:
+    """Compare what was written with what is held; `RuntimeError` names what differs. Returns the seal: checksums of
+    `layout.names`. Waits for the device once.
 
     With `replicas` it is a collective. It then also compares over ranks the checksums of what is `carried` beside the
     weights, and whether all of that has arrived. Every rank lists all names.
@@ -112,4 +94,4 @@ def audit(
             f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained on "
             f"it. {cause}"
         )
-    return Seal(layout, tuple(held_values))
+    return held_values

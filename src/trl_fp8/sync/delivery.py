@@ -26,9 +26,10 @@ import torch
 from torch import nn
 
 from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .audit import ReduceMax, Replicas, Seal, audit
+from .audit import ReduceMax, Replicas, audit
 from .pieces import Layout
 from .policy_checks import require_finite
 from .shards import GatherFailed
@@ -77,7 +78,7 @@ class Part:
     tensors: Tensors | None  # the policy's tensors for all of `layout` but buffers; None until they are given
     at_once: bool = False  # as for `Writer`
     survives_sleep: bool = False  # the engine brings it back itself when it wakes
-    seal: Seal | None = None  # of what the engine holds; None unless that is the policy's
+    seal: list[int] | None = None  # checksums of what the engine holds; None unless that is the policy's
     fp8_weights: int = 0  # this and the next two are as in `SyncReport`, of the last write
     weight_relative_error: float = 0.0
     dead_blocks: dict[str, int] = field(default_factory=dict)
@@ -165,7 +166,7 @@ class InPlaceDelivery:
             seconds=time.perf_counter() - start,
             quantize_seconds=writing,
             prepare_seconds=prepared - started,
-            audited_tensors=sum(len(part.seal.values) for part in sent),
+            audited_tensors=sum(len(part.seal) for part in sent),
             bytes_sent=sum(part.bytes for part in sent),
             fp8_weights=sum(part.fp8_weights for part in parts),
             weight_relative_error=max(part.weight_relative_error for part in parts),
@@ -221,8 +222,13 @@ class InPlaceDelivery:
 
     def _change(self, part: Part) -> RuntimeError | None:
         """The error that names what has changed in a part on this rank since it was sent; None if nothing has."""
+        if changed := part.layout.changed(part.seal):
+            return RuntimeError(
+                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
+                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
+                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
+            )
         try:
-            part.seal.require_unbroken()
             for each in self.carried if part is self._trained else ():
                 if each.name in self.last.carried:
                     each.verify()
@@ -289,7 +295,7 @@ class InPlaceDelivery:
         except Exception as error:
             return error
 
-    def _proven(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> Seal:
+    def _proven(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> list[int]:
         """The seal of what was written. `RuntimeError` if a tensor or what is carried did not arrive on any rank."""
         lost = None
         try:
