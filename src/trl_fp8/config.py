@@ -1,8 +1,7 @@
 """`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
 
-Each flag is described once, in the `help` of its group: weights and engine in run/, a feature's in its folder;
-docs/configuration.md is generated from there. A few defaults of TRL's own depend on whether anything is FP8, so they
-are declared as None and resolved in `__post_init__`: with every FP8 flag off the config is TRL's, field for field.
+Defaults of TRL's own that depend on whether anything is FP8 are declared as None, and resolved in `__post_init__`. So
+with every FP8 flag off the config is TRL's, field for field.
 """
 
 from dataclasses import MISSING, Field, dataclass, fields
@@ -20,14 +19,14 @@ from .run.flag import FlagGroup
 def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
     """The groups of flags that go with a config of TRL's."""
     known = {item.name for item in fields(trl_config)}
-    # The last one first: what a later feature demands is looked at before an earlier one fills in its defaults
+    # The last one first: an earlier feature's defaults depend on what a later one demands
     of_features = [one.flags for one in reversed(registrations()) if not one.needs or one.needs in known]
     return WeightFlags, EngineFlags, *filter(None, of_features)
 
 
 @dataclass
 class FP8Config:
-    """What every FP8 config is, beside its groups of flags; to be inherited before them and TRL's config."""
+    """Base of every FP8 config, before its groups of flags and TRL's config."""
 
     def __post_init__(self):
         given = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
@@ -49,7 +48,7 @@ class FP8Config:
         return any(getattr(self, name) != off for group in self.groups() for name, off in group.FP8.items())
 
     def fp8_flags(self, off: bool = False) -> str:
-        """The flags that make something FP8, with their values, or with those that switch all of it off."""
+        """The flags that make something FP8, with their values; with `off`, with the values that switch FP8 off."""
         named = {
             name: value if off else getattr(self, name) for one in self.groups() for name, value in one.FP8.items()
         }
@@ -62,7 +61,7 @@ class FP8Config:
 
     @property
     def blind_pass(self) -> str | None:
-        """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
+        """The flag and value because of which TRL's old-log-prob pass does not see every token; None: it does."""
         if not getattr(self, "vllm_importance_sampling_correction", True):
             return "vllm_importance_sampling_correction=False"
         return "mask_truncated_completions=True" if self.mask_truncated_completions else None

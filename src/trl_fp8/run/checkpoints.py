@@ -1,13 +1,8 @@
-"""Checkpoints that were written to their end, told from those whose writing was cut short.
-
-A checkpoint is a folder of several files, written one after another; a process that dies in between leaves a folder
-that looks like a checkpoint and lacks, for example, what the KV cache calibration needs to continue. While one is
-written, a marker lies beside it.
+"""Which checkpoints were written to their end, and the rollouts that a checkpoint holds.
 
 TRL 1.16 generates once for `steps_per_generation * num_iterations` micro-steps and keeps the rollouts in memory only.
-A run that is resumed inside of them would generate again for a prompt batch that is partly used, count its micro-steps
-from zero and skip the prompts that come next. So the unused rollouts travel with the checkpoint, a file a rank, with
-everything that belongs to them (log-probs, weights of the correction, KV scales in force).
+A run that is resumed inside of them would generate again for a prompt batch that is partly used, and skip the prompts
+that come next. So each rank writes its unused rollouts, and all that belongs to them, into the checkpoint.
 """
 
 from pathlib import Path
@@ -24,7 +19,10 @@ LAST = ("true", "auto")  # what a command line or a file has for the last whole 
 
 
 def marker(checkpoint: str | Path) -> Path:
-    """Beside the folder, so that it is neither uploaded with it nor counted as a checkpoint."""
+    """The file that exists while a checkpoint is written. A process that dies then leaves a folder that looks whole.
+
+    It lies beside the folder, so that it is neither uploaded with it nor counted as a checkpoint.
+    """
     checkpoint = Path(checkpoint)
     return checkpoint.with_name(f"_{checkpoint.name}.unfinished")
 

@@ -27,7 +27,7 @@ ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each tra
 
 
 def require_rows(dataset: object) -> None:
-    """Raise `ValueError` for a dataset of known length without rows: training would end at once, without a word."""
+    """Raise `ValueError` for a dataset without rows: training would end at once and say nothing."""
     if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
 
@@ -55,11 +55,8 @@ def require_same_turns(tools: list, tensor_parallel_size: int) -> None:
 
 
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
-    """Refuse launches that would train something else than they seem to.
-
-    Raises:
-        ValueError: Several processes were started but each of them is alone, they cannot be divided among engines, or
-            FSDP1 was chosen.
+    """Raise `ValueError` if processes were started that do not know of each other, if they cannot be divided among
+    engines, or if FSDP1 was chosen.
     """
     started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if started > 1 and accelerator.num_processes == 1:
@@ -94,7 +91,9 @@ def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
 
 
 def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of the weights in a checkpoint of `model`, which are adapters alone if it has any; and of trained ones."""
+    """Bytes of the weights in a checkpoint of `model`, which holds adapters alone if there are any, and of its trained
+    weights.
+    """
     trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         return trained, trained
@@ -107,15 +106,9 @@ def _bytes(parameter: nn.Parameter) -> int:
 
 
 def require_output(args: TrainingArguments, weights: float, trained: float) -> None:
-    """Look at the disk under `output_dir`. It makes no folder.
+    """Raise `ValueError` if `output_dir` cannot be written, or its disk has no room for a checkpoint. Makes no folder.
 
-    Args:
-        args: Of the run.
-        weights: Bytes of the weights in a checkpoint: the policy's, or its adapters'.
-        trained: Bytes of those that are trained. An optimizer that is not Adam counts as nothing.
-
-    Raises:
-        ValueError: It cannot be written, or has no room for one checkpoint.
+    `weights`, `trained`: `checkpoint_bytes`. An optimizer that is not Adam counts as nothing.
     """
     folder = Path(args.output_dir).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())

@@ -1,14 +1,8 @@
-"""A metric that can be merged with the same metric of another batch.
+"""A metric of one batch, on the host and of all ranks, that can be merged with that of another batch.
 
 A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
-few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts. Two metrics
-merge part by part, and the value is computed when it is logged:
-
-    mean    (total, count)   parts are added          value = total / count
-    highest (value,)         the larger one
-    lowest  (value,)         the smaller one
-
-Everything here is on the host and of all ranks already.
+few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts: two metrics
+merge part by part, and the value is computed when it is logged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names: what a sync writes.
+"""The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names.
 
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
 any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
