@@ -55,7 +55,9 @@ class Carried(Protocol):
     value: object  # what was sent last; None: there is nothing to send yet
 
     def prepare(self) -> None:
-        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if the policy gives none."""
+        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if that cannot be computed:
+        then `value` stays what it was, which the engine still holds.
+        """
 
     def write(self) -> None:
         """Give `value` to the engine. Waits for no device."""
@@ -116,7 +118,7 @@ class InPlaceDelivery:
         frozen: Sequence[Part] = (),  # nobody trains these: they are written once, with the first delivery or before
         at_once: bool = False,  # as for `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
-        carried: Sequence[Carried] = (),
+        carried: Carried | None = None,
     ):
         self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
         self._reduce_max = replicas and replicas.reduce_max
@@ -150,10 +152,16 @@ class InPlaceDelivery:
         due = [part for part, is_missing in zip(self.frozen, missing, strict=True) if is_missing]
         writing = sum(self.send(part) for part in due)
         started = time.perf_counter()
-        if prepare:
-            self._prepare()
+        if prepare and self.carried is not None:
+            try:
+                self.carried.prepare()
+            except ValueError:
+                # The usual reason is a weight that is not finite, and this error names it. It uses no collective:
+                # other ranks may still be in one of `prepare`, and would take this rank's numbers for those of it
+                require_finite(self._model)
+                raise
         prepared = time.perf_counter()
-        carried = [each for each in self.carried if each.value is not None]
+        carried = self.carried if self.carried is not None and self.carried.value is not None else None
         self._trained.tensors = tensors
         writing += self.send(self._trained, carried)
         try:
@@ -171,11 +179,11 @@ class InPlaceDelivery:
             fp8_weights=sum(part.fp8_weights for part in parts),
             weight_relative_error=max(part.weight_relative_error for part in parts),
             dead_blocks={name: count for part in parts for name, count in part.dead_blocks.items()},
-            carried={each.name: each.value for each in carried},
+            carried={carried.name: carried.value} if carried else {},
         )
         return self.last
 
-    def send(self, part: Part, carried: Sequence[Carried] = ()) -> float:
+    def send(self, part: Part, carried: Carried | None = None) -> float:
         """Write a part and what is carried, and prove that they arrived. Returns `quantize_seconds` of `SyncReport`.
         Raises as `deliver`.
         """
@@ -229,28 +237,12 @@ class InPlaceDelivery:
                 "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
             )
         try:
-            for each in self.carried if part is self._trained else ():
-                if each.name in self.last.carried:
-                    each.verify()
+            if part is self._trained and self.last.carried:
+                self.carried.verify()
         except RuntimeError as error:
             return error
 
-    def _prepare(self) -> None:
-        """Compute what is carried. After an error the old values are restored: the engine still holds them."""
-        values = [each.value for each in self.carried]
-        try:
-            for each in self.carried:
-                each.prepare()
-        except Exception as error:
-            for each, value in zip(self.carried, values, strict=True):
-                each.value = value
-            if isinstance(error, ValueError):
-                # The usual reason is a weight that is not finite, and this error names it. It uses no collective:
-                # other ranks may still be in one of `prepare`, and would take this rank's numbers for those of it
-                require_finite(self._model)
-            raise
-
-    def _written(self, part: Part, carried: Sequence[Carried]) -> Writer:
+    def _written(self, part: Part, carried: Carried | None) -> Writer:
         """Write weights and what is carried, on all ranks. If a rank fails twice, the last error is raised on all."""
         for is_last in (False, True):
             # A failed attempt is freed first: its error holds tensors, and memory may be what it lacked
@@ -276,7 +268,7 @@ class InPlaceDelivery:
         reduce_max(found)
         return found.tolist()
 
-    def _write(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> Exception | None:
+    def _write(self, part: Part, writer: Writer, carried: Carried | None) -> Exception | None:
         """Write once. An error is returned and not raised, so that ranks can agree on what to do next."""
         buffers = persistent_buffers(self._model) if part is self._trained else ()
         try:
@@ -288,22 +280,22 @@ class InPlaceDelivery:
                     for _ in parameters if self._replicas else ():
                         pass
                     raise
-            for each in carried:
-                each.write()
+            if carried:
+                carried.write()
         except GatherFailed:
             raise
         except Exception as error:
             return error
 
-    def _proven(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> list[int]:
+    def _proven(self, part: Part, writer: Writer, carried: Carried | None) -> list[int]:
         """The seal of what was written. `RuntimeError` if a tensor or what is carried did not arrive on any rank."""
         lost = None
         try:
-            for each in carried:
-                each.verify()
+            if carried:
+                carried.verify()
         except RuntimeError as error:
             lost = error
-        digests = {each.name: each.digest() for each in carried}
+        digests = {carried.name: carried.digest()} if carried else {}
         try:
             seal = audit(part.layout, writer, digests, self._replicas, carried_arrived=lost is None)
         except RuntimeError as differs:
