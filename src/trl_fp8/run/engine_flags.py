@@ -11,12 +11,13 @@ from trl_fp8.quantization.facts.scaling import check_scale_format
 from .flag import FlagGroup, flag
 
 
-# What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
-RESERVED_ENGINE_KWARGS = (
-    *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
-    *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
-    *("model_impl", "trust_remote_code", "enable_return_routed_experts", "aux_output_config"),
-    *("mm_device_do_normalize", "return_sampling_mask"),
+# What the trainer sets itself when it starts vLLM (the first line is TRL's own list)
+RESERVED_ENGINE_KWARGS = frozenset(
+    """
+    model tensor_parallel_size distributed_executor_backend seed logprobs_mode enable_sleep_mode
+    quantization hf_overrides load_format kv_cache_dtype kv_cache_dtype_skip_layers model_impl trust_remote_code
+    enable_return_routed_experts aux_output_config mm_device_do_normalize return_sampling_mask
+    """.split()
 )
 # Public fields of vLLM 0.31's SamplingParams
 VLLM_NAMES = frozenset(
@@ -175,7 +176,7 @@ class EngineFlags(FlagGroup):
                 "takes transformers' all the same."
             )
         given = self.vllm_engine_kwargs or {}
-        if reserved := sorted(set(given) & set(RESERVED_ENGINE_KWARGS)):
+        if reserved := sorted(RESERVED_ENGINE_KWARGS & given.keys()):
             raise ValueError(
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
                 "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
