@@ -93,7 +93,7 @@ def reload(generation) -> None:
     from trl_fp8.sync.writer import SAMPLED_ROWS
 
     model, recipe, pieces = generation.model, generation.recipe, generation.engine.layout.pieces
-    [scales], weights, sent, statistics = generation.delivery.carried, dict(model.named_parameters()), {}, []
+    scales, weights, sent, statistics = generation.delivery.carried, dict(model.named_parameters()), {}, []
     scales.prepare()
     block, dead_scale = recipe.format.weight_block, dead_scale(recipe.format, recipe.scale_format)
 
@@ -286,9 +286,9 @@ def parts(generation) -> dict[str, float]:
     watch.time(Writer, "write", "write")
     watch.time(Writer, "inspect", "inspect")
     watch.time(delivery, "audit", "audit")
-    for carried in generation.delivery.carried:
-        watch.time(carried, "write", "scales")
-        watch.time(carried, "verify", "scales")
+    if generation.delivery.carried is not None:
+        watch.time(generation.delivery.carried, "write", "scales")
+        watch.time(generation.delivery.carried, "verify", "scales")
     generation.sync_weights()
     return dict(watch.seconds) | {"verify": shapes.seconds_of(generation.delivery.verify)}
 

@@ -17,8 +17,7 @@ from trl_fp8.features.one_forward.forward_flags import ForwardFlags
 from trl_fp8.features.router_replay.router_flags import RouterFlags
 from trl_fp8.features.run_log.run_log_flags import RunLogFlags
 from trl_fp8.features.shared_base.base_flags import BaseFlags
-from trl_fp8.run.engine_flags import EngineFlags
-from trl_fp8.run.weight_flags import WeightFlags
+from trl_fp8.run.engine_flags import EngineFlags, WeightFlags
 
 
 PAGE = Path(__file__).with_name("configuration.md")

@@ -317,7 +317,7 @@ def count(name: str, dtype: torch.dtype, layers: int | None, folder: Path, count
     trls_cost = counted.costs
     with FakeTensorMode(allow_non_fake_inputs=True), counted:
         model, policy = on_pretended_device(model), on_pretended_device(policy)
-        delivery = InPlaceDelivery(PretendedEngine(model, recipe), policy, recipe, carried=[PretendedScales(model)])
+        delivery = InPlaceDelivery(PretendedEngine(model, recipe), policy, recipe, carried=PretendedScales(model))
         for _ in range(2):  # the first also makes what is kept
             counted.costs = {}
             delivery.deliver(lambda: nullcontext(policy.named_parameters()))

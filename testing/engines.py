@@ -86,8 +86,7 @@ def start(
 
 def scales_of(generation: FP8VLLMGeneration) -> EngineScales:
     """The scales of a generation's FP8 KV cache; set its `calibrate` for other ones at the next sync."""
-    [scales] = generation.delivery.carried
-    return scales
+    return generation.delivery.carried
 
 
 def part_of(generation: FP8VLLMGeneration, kind: type[AnyPart]) -> AnyPart:

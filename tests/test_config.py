@@ -245,9 +245,11 @@ def test_bad_flags_are_named_with_reason_and_remedy(flags, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_the_old_name_of_one_forward_is_taken_with_a_note(caplog):
+def test_the_old_name_of_one_forward_is_taken_with_a_note_of_the_first_rank(caplog, monkeypatch):
     with caplog.at_level("WARNING", logger="trl_fp8"):
         assert config(fp8_forward="full").fp8_forward == config(fp8_forward="one_forward").fp8_forward == "one_forward"
+        monkeypatch.setenv("RANK", "1")
+        assert config(fp8_forward="full").fp8_forward == "one_forward"
     assert [record.message for record in caplog.records if "fp8_forward" in record.message] == [
         "fp8_forward='full' is now called 'one_forward', which is used."
     ]

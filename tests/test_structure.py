@@ -63,7 +63,6 @@ FOREIGN = {  # packages that only some folders may import; a feature's modules t
         "recipe",
         "rollouts",
         "run",
-        "trainer",
     },
 }
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
@@ -94,7 +93,6 @@ WRITTEN_FROM_OUTSIDE = {
     ("policy/model.py", "processor.valid_processor_kwargs"): "TRL's tokenization has no argument for it",
     ("policy/swapped.py", "module.*"): "modules change class in place, so that names, hooks and optimizers keep them",
     ("run/syncs.py", "self.trainer._last_loaded_step"): "TRL syncs by the number of the step",
-    ("sync/delivery.py", "each.value"): "what a feature sends, as it was before an attempt that failed",
     ("sync/delivery.py", "part.*"): "a record of its own",
     ("sync/delivery.py", "self._trained.*"): "the same",
     ("upstream/patches.py", "owner.(name)"): "what a patch is; which there are stands there",

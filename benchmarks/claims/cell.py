@@ -133,7 +133,7 @@ def train(cell: Cell, scratch: str) -> dict:
         form = SIMULATED[cell.flags["simulated"]]
         generation.sync_weights = rounding(trainer, form, generation.sync_weights)
     if "kv_scales" in cell.flags:
-        [scales] = generation.delivery.carried
+        scales = generation.delivery.carried
         scales.calibrate = uncalibrated(cell.flags["kv_scales"], scales.calibrate)
     began = perf_counter()
     with ended(held_out) as end:

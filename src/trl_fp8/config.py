@@ -1,8 +1,7 @@
 """`FP8GRPOConfig`: TRL's `GRPOConfig` plus the flags that say what is FP8.
 
-Each flag is described once, in the `help` of its group: weights and engine in run/, a feature's in its folder;
-docs/configuration.md is generated from there. A few defaults of TRL's own depend on whether anything is FP8, so they
-are declared as None and resolved in `__post_init__`: with every FP8 flag off the config is TRL's, field for field.
+Defaults of TRL's own that depend on whether anything is FP8 are declared as None, and resolved in `__post_init__`. So
+with every FP8 flag off the config is TRL's, field for field.
 """
 
 from dataclasses import MISSING, Field, dataclass, fields
@@ -13,22 +12,21 @@ from trl import GRPOConfig
 
 from .features import registrations
 from .recipe.recipe import FP8Recipe, recipe_for_model
-from .run.engine_flags import EngineFlags
+from .run.engine_flags import EngineFlags, WeightFlags
 from .run.flag import FlagGroup
-from .run.weight_flags import WeightFlags
 
 
 def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
     """The groups of flags that go with a config of TRL's."""
     known = {item.name for item in fields(trl_config)}
-    # The last one first: what a later feature demands is looked at before an earlier one fills in its defaults
+    # The last one first: an earlier feature's defaults depend on what a later one demands
     of_features = [one.flags for one in reversed(registrations()) if not one.needs or one.needs in known]
     return WeightFlags, EngineFlags, *filter(None, of_features)
 
 
 @dataclass
 class FP8Config:
-    """What every FP8 config is, beside its groups of flags; to be inherited before them and TRL's config."""
+    """Base of every FP8 config, before its groups of flags and TRL's config."""
 
     def __post_init__(self):
         given = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
@@ -37,7 +35,7 @@ class FP8Config:
         super().__post_init__()
         for group in self.groups():
             group.check(self)
-        # A second config would tell what its defaults come to, but its making resets accelerate's state
+        # A second config with nothing set would tell these, too, but to make one resets accelerate's state
         self.resolved_defaults = {name: value for name, value in self.to_dict().items() if name not in given}
 
     @classmethod
@@ -50,7 +48,7 @@ class FP8Config:
         return any(getattr(self, name) != off for group in self.groups() for name, off in group.FP8.items())
 
     def fp8_flags(self, off: bool = False) -> str:
-        """The flags that make something FP8, with their values, or with those that switch all of it off."""
+        """The flags that make something FP8, with their values; with `off`, with the values that switch FP8 off."""
         named = {
             name: value if off else getattr(self, name) for one in self.groups() for name, value in one.FP8.items()
         }
@@ -62,18 +60,8 @@ class FP8Config:
         return self.any_fp8 or any(group.wants_engine(self) for group in self.groups())
 
     @property
-    def policy_calls_engine(self) -> bool:
-        """Whether the policy's forward calls the engine's kernels."""
-        return any(group.calls_engine(self) for group in self.groups())
-
-    @property
-    def base_in_engine(self) -> bool:
-        """Whether the frozen base of a policy with adapters is in the engine alone."""
-        return any(group.keeps_base_in_engine(self) for group in self.groups())
-
-    @property
     def blind_pass(self) -> str | None:
-        """The flag and value for which TRL's old-log-prob pass does not see every token of the rollouts."""
+        """The flag and value because of which TRL's old-log-prob pass does not see every token; None: it does."""
         if not getattr(self, "vllm_importance_sampling_correction", True):
             return "vllm_importance_sampling_correction=False"
         return "mask_truncated_completions=True" if self.mask_truncated_completions else None

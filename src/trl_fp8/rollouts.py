@@ -11,27 +11,34 @@ A step, and what features do in it (hooks of run/feature.py, of all features in 
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from transformers import ProgressCallback, TrainerCallback
 from trl.trainer.utils import get_config_model_id
 
-from trl_fp8.run.batch import Batch, Rollouts
-from trl_fp8.run.feature import Feature
-
+from .engine.protocol import RolloutEngine
 from .features import registrations
 from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.recipe import FP8Recipe
-from .run.launch import check_launch, load_on_all_ranks, require_no_images, require_rows, require_same_turns
+from .run.batch import Batch, Rollouts
+from .run.feature import Feature, inside
+from .run.launch import (
+    check_launch,
+    checkpoint_bytes,
+    load_on_all_ranks,
+    require_no_images,
+    require_output,
+    require_rows,
+    require_same_turns,
+)
 from .run.lines import slow_step
 from .run.metric import Metric
-from .run.output import checkpoint_bytes, require_output
 from .run.progress import FP8ProgressCallback
 from .run.registration import Construction
 from .run.saving import Saving
@@ -42,32 +49,19 @@ from .upstream.quiet import without_noise
 from .upstream.vllm import engine_class
 
 
-if TYPE_CHECKING:
-    from trl.generation.vllm_generation import VLLMGeneration
-
-    from .engine.protocol import RolloutEngine
-    from .engine.vllm.part import EnginePart
-
-
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
 
 
 class FP8Rollouts(Saving):
-    """Methods of a trainer whose rollouts come from an FP8 engine.
-
-    Attributes:
-        recipe: `FP8Recipe` of the run; None if every FP8 flag is off.
-        plan: `Plan` whose summary is printed at the start; None likewise.
-        features: What takes part in a step, in the order of their hooks.
-    """
+    """Methods of a trainer whose rollouts come from an FP8 engine."""
 
     config_class: ClassVar[type]  # of `args`
 
     # Of the class, so that overridden methods are TRL's on a trainer whose __init__ has not run, as TRL's own
     # tests make them
-    recipe: FP8Recipe | None = None
-    plan: Plan | None = None
-    features: tuple[Feature, ...] = ()
+    recipe: FP8Recipe | None = None  # None if every FP8 flag is off
+    plan: Plan | None = None  # its summary is printed at the start; None likewise
+    features: tuple[Feature, ...] = ()  # what takes part in a step, in the order of their hooks
     kept: dict[str, Any]  # by folder: what registrations keep until their features are made
 
     # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
@@ -97,16 +91,13 @@ class FP8Rollouts(Saving):
         if not isinstance(model, str):
             in_high_precision(model)
         self.kept = making.kept
-        with ExitStack() as around:
-            # The last one first: what a later feature put on a given policy lies over what an earlier one did
-            for registration in reversed(registrations()):
-                around.enter_context(registration.construct(making))
+        # The last one first: what a later feature put on a given policy lies over what an earlier one did
+        with inside(registration.construct(making) for registration in reversed(registrations())):
             if isinstance(model, str) and making.dequantizes:
                 self._dequantize(making)
-            around.enter_context(without_noise())
-            around.enter_context(substituted(trls, "VLLMGeneration", self._make_generation))
-            around.enter_context(substituted(trls, "create_model_from_path", making.create_model))
-            super().__init__(args=args, **making.given)
+            generation = substituted(trls, "VLLMGeneration", self._make_generation)
+            with without_noise(), generation, substituted(trls, "create_model_from_path", making.create_model):
+                super().__init__(args=args, **making.given)
         in_high_precision(self.model)
         make_lists(self.processing_class)
         callbacks = given.get("callbacks") or ()
@@ -184,7 +175,7 @@ class FP8Rollouts(Saving):
                     del self.logged[name]
         super().log(logs, start_time)
 
-    def _make_generation(self, **kwargs) -> "RolloutEngine | VLLMGeneration":
+    def _make_generation(self, **kwargs) -> object:
         """Called by TRL in place of its `VLLMGeneration(...)`, with the same arguments: features, plan, engine."""
         args = self.args
         if not args.own_engine and (args.vllm_mode == "server" or self.accelerator.device.type != "cpu"):
@@ -220,8 +211,8 @@ class FP8Rollouts(Saving):
             self.accelerator.print(f"Engine: {engine}. Trainer: {', '.join(trainer)}.\n")
         return generation
 
-    def _start_engine(self, recipe: FP8Recipe, parts: "Sequence[EnginePart]", **kwargs) -> "RolloutEngine":
-        """The engine that follows the policy by `recipe`; `kwargs` as for TRL's `VLLMGeneration`."""
+    def _start_engine(self, recipe: FP8Recipe, parts: Sequence[Any], **kwargs) -> RolloutEngine:
+        """The engine that follows the policy by `recipe`; `parts` of features, `kwargs` as TRL's `VLLMGeneration`."""
         from .engine.vllm.generation import FP8VLLMGeneration  # needs vllm, which TRL makes optional
 
         options = {"after_sync": self._after_sync, "engine_kwargs": self.args.vllm_engine_kwargs}
@@ -246,14 +237,10 @@ class FP8Rollouts(Saving):
             feature.before_turn(prompt_ids)
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
-    @contextmanager
-    def _scored(self, model: Any, *inputs: Any) -> Iterator[None]:
+    def _scored(self, model: Any, *inputs: Any) -> AbstractContextManager[None]:
         """Around a pass of the policy or of its reference."""
         of_policy = self.features and model is not self.ref_model and not is_reference(model)
-        with ExitStack() as around:
-            for feature in self.features:
-                around.enter_context(feature.scoring(*inputs) if of_policy else feature.reference(*inputs))
-            yield
+        return inside(one.scoring(*inputs) if of_policy else one.reference(*inputs) for one in self.features)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs

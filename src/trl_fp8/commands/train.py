@@ -150,7 +150,7 @@ def prepare(asked: Any, processes: int | None = None) -> Run:
 
     from trl_fp8.recipe.from_model import outline_of_pretrained
     from trl_fp8.run.checkpoints import checkpoint_to_resume, require_ranks
-    from trl_fp8.run.output import require_output
+    from trl_fp8.run.launch import require_output
 
     from .model_config import model_config
     from .problems import load_problems

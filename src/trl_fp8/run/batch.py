@@ -1,7 +1,6 @@
 """The records of one generation, and the names that TRL's batch has for its tensors.
 
-TRL's `_generate_and_score_completions` returns a dictionary of tensors, and its loss reads it by the same keys. Each
-key that this project reads, replaces or adds stands here once.
+TRL's `_generate_and_score_completions` returns a dictionary of tensors, which its loss reads.
 
 Shape letters: B sequences, P prompt columns, T completion columns, S = P + T, L layers, K experts per token, M
 survivors of one sequence.
@@ -65,7 +64,7 @@ class Batch:
     def ratio(self) -> LogRatio | None:
         """Log-ratios of the tokens that the policy wrote; None if TRL did not ask both sides for log-probs.
 
-        They are computed at the first access, which has to come before a correction replaces the log-probs.
+        The first access computes them, and has to come before a correction replaces the log-probs.
         """
         if not {TRAINER_LOGPS, ROLLOUT_LOGPS} <= self.tensors.keys():
             return None

@@ -1,13 +1,8 @@
-"""Checkpoints that were written to their end, told from those whose writing was cut short.
-
-A checkpoint is a folder of several files, written one after another; a process that dies in between leaves a folder
-that looks like a checkpoint and lacks, for example, what the KV cache calibration needs to continue. While one is
-written, a marker lies beside it.
+"""Which checkpoints were written to their end, and the rollouts that a checkpoint holds.
 
 TRL 1.16 generates once for `steps_per_generation * num_iterations` micro-steps and keeps the rollouts in memory only.
-A run that is resumed inside of them would generate again for a prompt batch that is partly used, count its micro-steps
-from zero and skip the prompts that come next. So the unused rollouts travel with the checkpoint, a file a rank, with
-everything that belongs to them (log-probs, weights of the correction, KV scales in force).
+A run that is resumed inside of them would generate again for a prompt batch that is partly used, and skip the prompts
+that come next. So each rank writes its unused rollouts, and all that belongs to them, into the checkpoint.
 """
 
 from pathlib import Path
@@ -24,15 +19,18 @@ LAST = ("true", "auto")  # what a command line or a file has for the last whole 
 
 
 def marker(checkpoint: str | Path) -> Path:
-    """Beside the folder, so that it is neither uploaded with it nor counted as a checkpoint."""
+    """The file that exists while a checkpoint is written. A process that dies then leaves a folder that looks whole.
+
+    It lies beside the folder, so that it is neither uploaded with it nor counted as a checkpoint.
+    """
     checkpoint = Path(checkpoint)
     return checkpoint.with_name(f"_{checkpoint.name}.unfinished")
 
 
 def checkpoints(output_dir: str | Path) -> tuple[list[Path], list[Path]]:
     """The checkpoints in a folder, by step: those that were written to their end, and the others."""
-    found = Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-    found = sorted((path for path in found if path.name.rpartition("-")[2].isdigit()), key=_step)
+    steps = {path: path.name.rpartition("-")[2] for path in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    found = sorted((path for path, step in steps.items() if step.isdigit()), key=lambda path: int(steps[path]))
     unfinished = [path for path in found if marker(path).exists() or not (path / TRAINER_STATE_NAME).exists()]
     return [path for path in found if path not in unfinished], unfinished
 
@@ -71,7 +69,11 @@ def require_ranks(checkpoint: str | Path, processes: int) -> None:
     """Raise `ValueError` if rollouts in the checkpoint are of another number of processes."""
     files = _rollout_files(checkpoint)
     if files and (held := _read(files[0])["ranks"]) != processes:
-        raise ValueError(_indivisible(checkpoint, held, processes))
+        raise ValueError(
+            f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {held} processes, whose rollouts "
+            f"cannot be divided among {processes}. Launch {held} processes, or resume from a checkpoint without "
+            "rollouts_*.pt (after which a generation was due)."
+        )
 
 
 def forget_rollouts(folder: str | Path) -> None:
@@ -88,13 +90,10 @@ def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batch
 
 def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, list[dict]] | None:
     """What `save_rollouts` wrote, on the rank's device; None if the checkpoint does not fall into a generation."""
-    files = _rollout_files(folder)
-    if not files:
+    require_ranks(folder, accelerator.num_processes)
+    if not _rollout_files(folder):
         return None
-    own = Path(folder) / f"rollouts_{accelerator.process_index}.pt"
-    state = _read(own if own in files else files[0])
-    if state["ranks"] != accelerator.num_processes:
-        raise ValueError(_indivisible(folder, state["ranks"], accelerator.num_processes))
+    state = _read(Path(folder) / f"rollouts_{accelerator.process_index}.pt")
     return state["step"], send_to_device(state["batches"], accelerator.device)
 
 
@@ -104,15 +103,3 @@ def _rollout_files(checkpoint: str | Path) -> list[Path]:
 
 def _read(file: Path) -> dict:
     return torch.load(file, map_location="cpu", weights_only=True)
-
-
-def _indivisible(checkpoint: str | Path, held: int, processes: int) -> str:
-    return (
-        f"resume_from_checkpoint={str(checkpoint)!r} falls into a generation of {held} processes, whose rollouts "
-        f"cannot be divided among {processes}. Launch {held} processes, or resume from a checkpoint without "
-        "rollouts_*.pt (after which a generation was due)."
-    )
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])

@@ -1,18 +1,23 @@
-"""Flags of the colocated vLLM engine, `generation_kwargs` among them: they have vLLM's names, not transformers'."""
+"""Flags of the colocated vLLM engine and of its FP8 weights. `generation_kwargs` have vLLM's names here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trl_fp8.quantization.facts import FORMATS, format_named
+from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.facts.scaling import check_scale_format
+
 from .flag import FlagGroup, flag
 
 
-# What the trainer sets itself when it starts vLLM (the first line is TRL's own list).
-RESERVED_ENGINE_KWARGS = (
-    *("model", "tensor_parallel_size", "distributed_executor_backend", "seed", "logprobs_mode", "enable_sleep_mode"),
-    *("quantization", "hf_overrides", "load_format", "kv_cache_dtype", "kv_cache_dtype_skip_layers"),
-    *("model_impl", "trust_remote_code", "enable_return_routed_experts", "aux_output_config"),
-    *("mm_device_do_normalize", "return_sampling_mask"),
+# What the trainer sets itself when it starts vLLM (the first line is TRL's own list)
+RESERVED_ENGINE_KWARGS = frozenset(
+    """
+    model tensor_parallel_size distributed_executor_backend seed logprobs_mode enable_sleep_mode
+    quantization hf_overrides load_format kv_cache_dtype kv_cache_dtype_skip_layers model_impl trust_remote_code
+    enable_return_routed_experts aux_output_config mm_device_do_normalize return_sampling_mask
+    """.split()
 )
 # Public fields of vLLM 0.31's SamplingParams
 VLLM_NAMES = frozenset(
@@ -34,12 +39,66 @@ _INSTEAD = {
     "num_return_sequences": "num_generations",
     "stop_strings": "generation_kwargs={'stop': [...]}",
 }
+# vLLM's argument that is refused if it is on -> why, and what to do
+_REFUSED = {
+    "enable_lora": "the trainer brings adapters to the engine itself, and vLLM's own LoRA would rename the layers "
+    "that it writes to. Remove it; with fp8_base=True adapters stay apart from their base",
+    "enable_expert_parallel": "ranks would hold different experts, and the audit knows parts of every expert only. "
+    "Remove it; vllm_tensor_parallel_size splits each expert",
+}
 # What the trainer sets itself -> why no other value goes
 _THE_TRAINERS = {
     "n": "num_generations decides how many completions a prompt has",
     "seed": "every completion of a prompt would be the same; the config's seed decides what is sampled",
     "logprobs": "the correction reads the sampled token's",
 }
+
+
+@dataclass
+class WeightFlags(FlagGroup):
+    """Which weights of the engine are FP8, and how they are scaled."""
+
+    FP8 = {"fp8_weights": False}
+
+    fp8_weights: bool = flag(
+        True,
+        "Whether the engine runs the policy's linear layers in FP8 (W8A8). Weights are quantized from the policy at "
+        "every sync.",
+    )
+    fp8_weight_format: str = flag(
+        "blocks", "Format of FP8 weights: " + " ".join(f"{name!r}: {spec.help}" for name, spec in FORMATS.items())
+    )
+    fp8_scale_format: str = flag(
+        "pow2",
+        "Format of the weight scales: 'pow2' (powers of two: exact in BF16, and lossless where vLLM's "
+        "DeepGEMM path requantizes) or 'fp32' (amax / 448).",
+    )
+    fp8_ignored_modules: list[str] | None = flag(
+        None,
+        "Linear layers and experts to keep in high precision, by exact name, e.g. "
+        "'model.layers.0.mlp.down_proj' or 'model.layers.0.mlp.experts'. Layers that vLLM fuses with a named one "
+        "(q, k, v and gate, up) are kept too.",
+    )
+
+    def recipe_fields(self) -> dict[str, Any]:
+        return {
+            "fp8_weights": self.fp8_weights,
+            "weight_format": self.fp8_weight_format,
+            "scale_format": self.fp8_scale_format,
+            "tensor_parallel_size": self.vllm_tensor_parallel_size,
+            "ignored_modules": tuple(self.fp8_ignored_modules or ()),
+        }
+
+    def resolve(self) -> None:
+        if format_named(self.fp8_weight_format) is not BLOCKS and not self.fp8_weights:
+            raise ValueError(
+                f"fp8_weight_format={self.fp8_weight_format!r} with fp8_weights=False: there are no FP8 weights that "
+                "it would concern. Set fp8_weights=True, or remove it."
+            )
+        try:
+            check_scale_format(self.fp8_scale_format)
+        except ValueError as error:
+            raise ValueError(f"fp8_{error}") from None
 
 
 @dataclass
@@ -116,29 +175,22 @@ class EngineFlags(FlagGroup):
                 "the model, which is the one that is known. Set vllm_model_impl='vllm'; where vLLM has no class it "
                 "takes transformers' all the same."
             )
-        if reserved := sorted(set(self.vllm_engine_kwargs or {}) & set(RESERVED_ENGINE_KWARGS)):
+        given = self.vllm_engine_kwargs or {}
+        if reserved := sorted(RESERVED_ENGINE_KWARGS & given.keys()):
             raise ValueError(
                 f"vllm_engine_kwargs sets {reserved}, which the trainer sets itself. Remove them; use the config's "
                 "own flags (kv_cache_dtype, vllm_tensor_parallel_size, vllm_enable_sleep_mode, seed, ...)."
             )
-        additional = (self.vllm_engine_kwargs or {}).get("additional_config", {})
+        additional = given.get("additional_config", {})
         if not isinstance(additional, dict) or "trl_fp8" in additional:
             raise ValueError(
                 f"vllm_engine_kwargs sets additional_config={additional!r}: the trainer writes under 'trl_fp8' in it "
                 "what vLLM has to know of adapters and kernels before it reuses compiled code. Pass a dictionary "
                 "without 'trl_fp8'; it is merged with the trainer's."
             )
-        if (self.vllm_engine_kwargs or {}).get("enable_lora"):
-            raise ValueError(
-                "vllm_engine_kwargs sets enable_lora=True: the trainer brings adapters to the engine itself, and "
-                "vLLM's own LoRA would rename the layers that it writes to. Remove it; with fp8_base=True adapters "
-                "stay apart from their base."
-            )
-        if (self.vllm_engine_kwargs or {}).get("enable_expert_parallel"):
-            raise ValueError(
-                "vllm_engine_kwargs sets enable_expert_parallel=True: ranks would hold different experts, and the "
-                "audit knows parts of every expert only. Remove it; vllm_tensor_parallel_size splits each expert."
-            )
+        for name in _REFUSED.keys() & given.keys():
+            if given[name]:
+                raise ValueError(f"vllm_engine_kwargs sets {name}=True: {_REFUSED[name]}.")
 
 
 def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> None:

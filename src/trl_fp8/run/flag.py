@@ -1,13 +1,9 @@
 """Flags of a config: how one is declared, and what a group of them has to say."""
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-
-if TYPE_CHECKING:
-    from trl import ModelConfig
-
-    from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.outline import Outline
 
 
 def flag(default: Any, text: str) -> Any:
@@ -24,6 +20,9 @@ class FlagGroup:
 
     AS_JSON: ClassVar[tuple[str, ...]] = ()  # flags that a command line gives as JSON
     FP8: ClassVar[dict[str, Any]] = {}  # flags that make something FP8 -> the value that does not
+    # What one group has as a property, of the whole config
+    policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
+    base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
 
     def resolve(self) -> None:
         """Fill in defaults, before TRL's own `__post_init__`. `ValueError` for a value that is not known."""
@@ -39,34 +38,28 @@ class FlagGroup:
         """Whether these flags put another correction in the place of TRL's, also where nothing is FP8."""
         return False
 
-    def calls_engine(self) -> bool:
-        """Whether the policy's forward calls the engine's kernels."""
-        return False
-
-    def keeps_base_in_engine(self) -> bool:
-        """Whether the frozen base of a policy with adapters is in the engine alone."""
-        return False
-
     def recipe_fields(self) -> dict[str, Any]:
         """Arguments of `recipe.recipe.recipe_for_model` that these flags decide."""
         return {}
 
-    def check_model(self, outline: "Outline") -> None:
+    def check_model(self, outline: Outline) -> None:
         """`ValueError` for a model that cannot be trained with these flags, as far as its outline shows it."""
 
-    def in_one_piece(self, outline: "Outline", has_adapters: bool) -> bool:
+    def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
         """Whether no ranks can share an engine of this model under these flags."""
         return False
 
-    def check_adapters(self, model: "ModelConfig") -> None:
-        """`ValueError` for what does not go with TRL's flags of a model and its adapters."""
+    def check_adapters(self, model: Any) -> None:
+        """`ValueError` for what does not go with TRL's `ModelConfig`, its flags of a model and its adapters."""
 
-    def against_base(self, model: "ModelConfig") -> str | None:
-        """What of the flags adapters on an FP8 base do not go with, and why: a sentence with a point at its end."""
+    def against_base(self, model: Any) -> str | None:
+        """Which of these flags, or those of TRL's `ModelConfig`, does not go with adapters on an FP8 base, and why: a
+        sentence with a point at its end.
+        """
         return None
 
     def trls_default(self, name: str) -> Any:
-        """What TRL's own config has where nothing is said."""
+        """The default of TRL's own config."""
         trls = next(base for base in type(self).__mro__ if not issubclass(base, FlagGroup) and hasattr(base, name))
         return getattr(trls, name)
 

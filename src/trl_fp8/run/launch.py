@@ -1,19 +1,33 @@
-"""What a run was started with, checked before an engine is: a dataset with rows, ranks that know of each other."""
+"""Checks before an engine starts: the dataset has rows, ranks know of each other, the disk has room.
+
+A run writes its first checkpoint after hours, perhaps: that it can is asked at its start.
+"""
 
 import os
+import shutil
 from collections.abc import Sized
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import TrainingArguments
 from transformers.modeling_utils import is_fsdp_enabled
 from trl.distributed import DistributedBackend
+
+from trl_fp8.recipe.names import full_shape
 
 from .engine_flags import fsdp1_message
 
 
+ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each trained weight, in its dtype
+
+
 def require_rows(dataset: object) -> None:
-    """Raise `ValueError` for a dataset of known length without rows: training would end at once, without a word."""
+    """Raise `ValueError` for a dataset without rows: training would end at once and say nothing."""
     if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
 
@@ -41,11 +55,8 @@ def require_same_turns(tools: list, tensor_parallel_size: int) -> None:
 
 
 def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> None:
-    """Refuse launches that would train something else than they seem to.
-
-    Raises:
-        ValueError: Several processes were started but each of them is alone, they cannot be divided among engines, or
-            FSDP1 was chosen.
+    """Raise `ValueError` if processes were started that do not know of each other, if they cannot be divided among
+    engines, or if FSDP1 was chosen.
     """
     started = int(os.environ.get("WORLD_SIZE", 1)) if "LOCAL_RANK" in os.environ else 1
     if started > 1 and accelerator.num_processes == 1:
@@ -77,3 +88,49 @@ def load_on_all_ranks(reference: nn.Module, device: torch.device) -> None:
         loaded = tensor.to(device)
         torch.distributed.broadcast(loaded, 0)
         tensor.copy_(loaded)
+
+
+def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
+    """Bytes of the weights in a checkpoint of `model`, which holds adapters alone if there are any, and of its trained
+    weights.
+    """
+    trained = sum(_bytes(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        return trained, trained
+    return sum(_bytes(parameter) for parameter in model.parameters()), trained
+
+
+def _bytes(parameter: nn.Parameter) -> int:
+    """Of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
+    return prod(full_shape(parameter)) * parameter.element_size()
+
+
+def require_output(args: TrainingArguments, weights: float, trained: float) -> None:
+    """Raise `ValueError` if `output_dir` cannot be written, or its disk has no room for a checkpoint. Makes no folder.
+
+    `weights`, `trained`: `checkpoint_bytes`. An optimizer that is not Adam counts as nothing.
+    """
+    folder = Path(args.output_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with TemporaryFile(dir=there):
+            disk = shutil.disk_usage(there)
+    except OSError as error:
+        raise ValueError(
+            f"output_dir={args.output_dir!r}: {there} cannot be written ({error.strerror}). Set output_dir to a "
+            "folder that can be."
+        ) from error
+    saves = str(args.save_strategy.value) != "no"
+    optimizer = 2 * trained if saves and not args.save_only_model and args.optim in ADAM else 0
+    if disk.total and disk.free < weights + optimizer:  # a file system that does not count says 0
+        parts = f"weights {_gib(weights)}" + (f", optimizer {_gib(optimizer)}" if optimizer else "")
+        without = ", or leave the optimizer out with save_only_model=True (no run resumes from that)"
+        raise ValueError(
+            f"output_dir={args.output_dir!r}: its disk has {_gib(disk.free)} left, and "
+            f"{'a checkpoint' if saves else 'the model'} takes {_gib(weights + optimizer)} ({parts}). Make room, set "
+            f"output_dir to a larger disk{without if optimizer else ''}."
+        )
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,7 +1,6 @@
-"""Lines for the user: above a progress bar if there is one, and for a step that turns out slow what it is doing."""
+"""Lines for the user, above a progress bar if there is one. Imports no torch: a command says them as it starts."""
 
 import logging
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +9,7 @@ from threading import Event, Thread
 from tqdm import tqdm
 
 
-PATIENCE = 3.0  # seconds without a word
-RANK = r"^\[RANK 0\] "  # accelerate's, also where there is one process
+PATIENCE = 3.0  # seconds that a step may take without a word
 
 
 def on_terminal() -> bool:
@@ -48,7 +46,8 @@ class Warnings(logging.Handler):
             ours.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.write(f"warning: {re.sub(RANK, '', record.getMessage())}", file=sys.stderr)
+        text = record.getMessage().removeprefix("[RANK 0] ")  # accelerate writes it, also where there is one process
+        tqdm.write(f"warning: {text}", file=sys.stderr)
 
     def end(self) -> None:
         logging.getLogger("trl_fp8").removeHandler(self)

@@ -1,10 +1,9 @@
-"""The log-ratio of one rollout batch: the single quantity that correction and mismatch are both made from.
+"""The log-ratio of one rollout batch, which correction and mismatch are both computed from.
 
     log r_t = log pi_trainer(t) - log pi_rollout(t)        r > 1: the trainer likes the token more than the engine did
 
-Everything downstream bounds r, never 1/r; the sign is decided here, once. So is what counts as evidence: a token is
-*scored* if both sides gave it a usable log-prob. An unscored token has log r = 0 (no correction) and is counted, so
-that it is neither a NaN in the loss nor a silent zero in an average.
+A token is *scored* if both sides gave it a usable log-prob. An unscored token has log r = 0 (no correction) and is
+counted, so that it is neither a NaN in the loss nor a silent zero in an average. Bounds are of r, never of 1/r.
 
 Shapes: B sequences, T completion tokens.
 """

@@ -1,14 +1,8 @@
-"""A metric that can be merged with the same metric of another batch.
+"""A metric of one batch, on the host and of all ranks, that can be merged with that of another batch.
 
 A log covers several batches. The mean of their maxima is no maximum, and the mean of their ratios gives a batch of
-few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts. Two metrics
-merge part by part, and the value is computed when it is logged:
-
-    mean    (total, count)   parts are added          value = total / count
-    highest (value,)         the larger one
-    lowest  (value,)         the smaller one
-
-Everything here is on the host and of all ranks already.
+few tokens as much say as one of many. So a metric keeps the numbers that it is computed from, its parts: two metrics
+merge part by part, and the value is computed when it is logged.
 """
 
 from __future__ import annotations
@@ -48,12 +42,12 @@ def mean_of(total: float, count: float = 1.0) -> Metric:
 
 def highest(value: float) -> Metric:
     """A maximum; -inf is that of nothing, and reads as NaN."""
-    return Metric((value,), max, _known)
+    return Metric((value,), max, _measured)
 
 
 def lowest(value: float) -> Metric:
     """A minimum; inf is that of nothing, and reads as NaN."""
-    return Metric((value,), min, _known)
+    return Metric((value,), min, _measured)
 
 
 def effective_sample_size(total: float, squares: float, count: float) -> Metric:
@@ -66,7 +60,7 @@ def values_of(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _known(value: float) -> float:
+def _measured(value: float) -> float:
     return value if math.isfinite(value) else math.nan
 
 

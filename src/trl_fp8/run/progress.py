@@ -2,8 +2,8 @@
 
     step 12/40 |███████▌                | 00:13<00:28, reward 0.52  length 18  mismatch 0.0189
 
-On a terminal that is a bar. Elsewhere, in the log of a job, it is a line for the first step and the last, for each
-tenth of the run, and once a minute, as far as the run logs as often.
+On a terminal it is a bar. In the log of a job it is a line for the first step, the last, each tenth of the run, and
+once a minute; all of them where the run logs.
 """
 
 import time
@@ -60,14 +60,16 @@ class FP8ProgressCallback(ProgressCallback):
     def on_log(self, args, state, control, logs=None, **kwargs) -> None:
         if self.training_bar is None:  # of another rank, or an evaluation before training
             return
-        at = f"step {state.global_step}/{state.max_steps}"
+        step, last = state.global_step, state.max_steps
         if evaluated := latest(logs, "eval_"):
-            say(f"{at}  evaluation: {evaluated}")
+            say(f"step {step}/{last}  evaluation: {evaluated}")
         if not (text := latest(logs)):
             return
         self.training_bar.set_postfix_str(text)
-        if self.training_bar.disable and self._due(state.global_step, state.max_steps):
-            say(f"{at}  {text}")
+        is_due = step >= min(self._due_step, last) or time.monotonic() >= self._due_time
+        if self.training_bar.disable and is_due:
+            self._due_step, self._due_time = step + max(1, last // LINES), time.monotonic() + SECONDS
+            say(f"step {step}/{last}  {text}")
 
     def on_prediction_step(self, args, state, control, **kwargs) -> None:
         if on_terminal():
@@ -77,12 +79,6 @@ class FP8ProgressCallback(ProgressCallback):
         self._first_step.close()
         super().on_train_end(args, state, control, **kwargs)
         self._warnings.end()
-
-    def _due(self, step: int, last: int) -> bool:
-        due = step >= min(self._due_step, last) or time.monotonic() >= self._due_time
-        if due:
-            self._due_step, self._due_time = step + max(1, last // LINES), time.monotonic() + SECONDS
-        return due
 
 
 def latest(logs: Mapping[str, float] | None, prefix: str = "") -> str:

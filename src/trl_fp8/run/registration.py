@@ -1,28 +1,15 @@
 """What a feature registers: one `Registration` in the `__init__.py` of its folder, one line in features/__init__.py.
 
-The core calls it in this order. All but the flags may stay empty.
-
-    flags        mixed into the config: declared, resolved, checked
-    construct    around the making of TRL's trainer: the policy is not loaded yet, or was given
-    features     the policy is there, the engine is not: objects with the hooks of run/feature.py
-                 (their `engine_part()` is what the engine gets for them)
-    commands     words of the console script
-    warnings     what a report says of logged metrics, under the facts of the run (run/facts.py)
+The core reads its fields in this order. All but the flags may stay empty.
 """
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .flag import FlagGroup
-
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
-
-    from .feature import Feature
 
 
 @dataclass
@@ -34,18 +21,6 @@ class Construction:
     create_model: Callable  # TRL's `create_model_from_path`, or what stands in for it
     dequantizes: bool = True  # an FP8 checkpoint is loaded in high precision
     kept: dict[str, Any] = field(default_factory=dict)  # by folder: what a registration keeps for its features
-
-
-def _nothing(making: Construction) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _none(trainer: "FP8Rollouts") -> "Iterable[Feature]":
-    return ()
-
-
-def _silent(metrics: Mapping[str, float], facts: Mapping[str, Any]) -> dict[str, str]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -62,9 +37,15 @@ class Command:
 class Registration:
     """One optional capability."""
 
+    # Mixed into the config: declared, resolved, checked
     flags: type[FlagGroup] | None = None
-    construct: Callable[[Construction], AbstractContextManager[None]] = _nothing
-    features: Callable[["FP8Rollouts"], "Iterable[Feature]"] = _none
+    # Around the making of TRL's trainer: the policy is not loaded yet, or was given
+    construct: Callable[[Construction], AbstractContextManager[None]] = lambda making: nullcontext()
+    # Of a trainer that has its policy and no engine yet: objects with the hooks of `run.feature.Feature`
+    features: Callable[[Any], Iterable[Any]] = lambda trainer: ()
+    # Words of the console script
     commands: tuple[Command, ...] = ()
-    warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = _silent
-    needs: str = ""  # a field of TRL's config without which a trainer cannot have this feature
+    # What a report says of logged metrics, under the facts of the run (run/facts.py)
+    warnings: Callable[[Mapping[str, float], Mapping[str, Any]], dict[str, str]] = lambda metrics, facts: {}
+    # A field of TRL's config without which a trainer cannot have this feature
+    needs: str = ""

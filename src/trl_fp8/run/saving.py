@@ -1,7 +1,8 @@
 """What a trainer with FP8 rollouts writes: checkpoints that a run resumes from, FP8 checkpoints, model cards."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +31,14 @@ class Saving:
     def save_fp8_model(self, folder: str | Path) -> None:
         """Write what the engine holds after its next sync as an FP8 checkpoint, with the KV scales of the last one.
 
-        With `fp8_base` the engine computed Q(W) x + B A x, for which there is no checkpoint: written is Q(W + s B A),
-        of W as for `merge_and_export`.
+        With `fp8_base` the engine computes Q(W) x + B A x, which no checkpoint can hold: this one holds Q(W + s B A),
+        and W is that of `merge_and_export`.
 
-        A collective: of every rank, of which the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered
-        one at a time; adapters are merged while it lasts. See `trl_fp8.export.export.export_fp8`.
+        All ranks call this, and the main process writes. Under FSDP2 and ZeRO-3 parameters are gathered one at a time;
+        adapters are merged while it lasts. See `trl_fp8.export.export.export_fp8`.
 
         Raises:
-            ValueError: Nothing is FP8, there was no sync yet that could have calibrated KV scales, or a weight is not
-                finite, on any rank.
+            ValueError: Nothing is FP8, no sync has calibrated KV scales yet, or a weight is not finite, on any rank.
             RuntimeError: On every rank, if the main process could not write; the message has its reason.
         """
         if self.recipe is None or self.recipe.quantization_config is None:
@@ -49,9 +49,9 @@ class Saving:
     def merge_and_export(self, folder: str | Path) -> None:
         """Write the policy as a BF16 checkpoint, adapters merged: W + s B A in FP32, rounded once.
 
-        With `fp8_base` W is read again, one tensor at a time, from where the model was loaded from, and has to be what
-        the engine's codes were made of. If the model was FP8 there, or cannot be read again, W is what the engine
-        holds, dequantized: a warning and the model card say so. A collective, as `save_fp8_model`.
+        With `fp8_base` W is read again from where the model was loaded, and has to be what the engine's codes were
+        made of. If the model was FP8 there, or cannot be read again, W is what the engine holds, dequantized: a
+        warning and the model card say so. All ranks call this.
 
         Raises:
             ValueError: Nothing is FP8 in this run, or a weight is not finite, on any rank.
@@ -65,22 +65,20 @@ class Saving:
 
     def _export(self, what: str, export: Callable) -> None:
         """Let the main process write the policy with `export`, of model, tokenizer, parameters, card and merge."""
-        generation, failure = self.vllm_generation, None
-        replicas = generation.replicas
+        replicas = self.vllm_generation.replicas
         require_finite(self.model, replicas and replicas.reduce_max)  # all ranks raise, or none
-        with generation.policy_tensors() as parameters:
-            if self.accelerator.is_main_process:
-                name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
-                try:
+        failed = f"{what}: the main process could not write the export"
+        with self.vllm_generation.policy_tensors() as parameters, failing_together(failed):
+            try:
+                if self.accelerator.is_main_process:
+                    name = (self.args.hub_model_id or Path(self.args.output_dir).name).split("/")[-1]
                     self.create_model_card(model_name=name)
                     card = Path(self.args.output_dir, "README.md").read_text()
                     words = {"card": card, "merge": "".join(one.merge_note(what) for one in self.features)}
                     export(transformers_model(self.model), self.processing_class, parameters=parameters, **words)
-                except (ValueError, OSError, SafetensorError) as error:
-                    failure = error
-            for _ in parameters if replicas else ():  # gathers are of every rank, also where another has nothing left
-                pass
-        _require_success(f"{what}: the main process could not write the export", failure)
+            finally:
+                for _ in parameters if replicas else ():  # every rank takes part in all gathers
+                    pass
 
     def push_fp8_to_hub(
         self,
@@ -91,13 +89,13 @@ class Saving:
     ) -> None:
         """Write the FP8 checkpoint of the current policy and push it to a repository of its own; see `push_export`.
 
-        A collective. Can be repeated after an interruption: what had arrived is not sent again.
+        All ranks call this. It can be repeated after an interruption: what had arrived is not sent again.
 
         Args:
             repo_id: `user/name`; None: `hub_model_id`, or the name of `output_dir`, with "-FP8" behind it. Made if it
                 does not exist, private with `hub_private_repo`.
-            folder: The export is written here first, and stays, in place of an earlier one. None: `output_dir/_fp8`,
-                which `push_to_hub` leaves alone.
+            folder: Where the export is written, in place of an earlier one, and stays. None: `output_dir/_fp8`, which
+                `push_to_hub` leaves alone.
             commit_message: Of the one commit.
 
         Raises:
@@ -109,14 +107,10 @@ class Saving:
         if self.accelerator.is_main_process and (folder / CHECKSUMS).exists():
             shutil.rmtree(folder)
         self.save_fp8_model(folder)
-        failure = None
-        if self.accelerator.is_main_process:
-            options = {"private": self.args.hub_private_repo, "token": self.args.hub_token, "message": commit_message}
-            try:
+        options = {"private": self.args.hub_private_repo, "token": self.args.hub_token, "message": commit_message}
+        with failing_together("push_fp8_to_hub: the main process could not push the export"):
+            if self.accelerator.is_main_process:
                 push_export(folder, repo_id, revision=self.args.hub_revision, **options)
-            except (ValueError, OSError) as error:
-                failure = error
-        _require_success("push_fp8_to_hub: the main process could not push the export", failure)
 
     def create_model_card(self, *args, **kwargs) -> None:
         """TRL's model card, with a section on FP8."""
@@ -165,7 +159,14 @@ class Saving:
             self._step, self._buffered_inputs = rollouts
 
 
-def _require_success(what: str, failure: Exception | None) -> None:
-    """Raise on every rank if there was a `failure` on the main process."""
-    if reason := broadcast_object_list([failure and str(failure)])[0]:
-        raise RuntimeError(f"{what}: {reason}") from failure
+@contextmanager
+def failing_together(what: str) -> Iterator[None]:
+    """Around what the main process writes: if it fails, every rank raises `RuntimeError`, `what` and the reason."""
+    failure = None
+    try:
+        yield
+    except (ValueError, OSError, SafetensorError) as error:
+        failure = error
+    reason = broadcast_object_list([failure and str(failure)])[0]
+    if reason or failure:
+        raise RuntimeError(f"{what}: {reason or failure}") from failure

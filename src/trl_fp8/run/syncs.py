@@ -1,9 +1,9 @@
-"""What the engine is told before it generates, which prompts it takes, and what its syncs came to."""
+"""`Syncs`: what the engine is told before it generates, which prompts it takes, and metrics of its syncs."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
@@ -14,15 +14,11 @@ from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import checkpoint_name
-from trl_fp8.run.batch import Rollouts
-from trl_fp8.run.feature import Feature
 from trl_fp8.sync.delivery import SyncReport
 
+from .batch import Rollouts
+from .feature import Feature
 from .metric import highest, lowest, mean_of
-
-
-if TYPE_CHECKING:
-    from trl_fp8.rollouts import FP8Rollouts
 
 
 logger = get_logger(__name__)
@@ -31,11 +27,9 @@ PINNED = "engine.json"  # in a checkpoint: what was chosen for the engine on the
 
 
 class Syncs(Feature):
-    """Metrics of each sync, once for training and once for evaluation, whichever of them needed it; everything in them
-    is on the host already. Warns of weights that went dead.
-    """
+    """Logs each sync, once in training and once in evaluation, and warns of weights that went dead."""
 
-    def __init__(self, trainer: "FP8Rollouts"):
+    def __init__(self, trainer: Any):
         super().__init__(trainer)
         self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()
@@ -50,8 +44,8 @@ class Syncs(Feature):
             )
 
     def _require_longest_prompt(self) -> None:
-        """What `before_turn` would say of it in the middle of a run. What TRL makes of images, and of rows whose tools
-        differ, is only known then.
+        """Refuse now what `before_turn` would refuse in the middle of a run. It alone knows prompts with images, and
+        those whose tools differ.
         """
         trainer = self.trainer
         most, budget = trainer.args.vllm_max_model_length, trainer.args.max_completion_length
@@ -139,13 +133,12 @@ def longest_prompt(dataset: object) -> str | list[dict] | None:
     columns = set(dataset.column_names) if isinstance(dataset, Dataset) else set()
     if "prompt" not in columns or columns & {"image", "images"}:
         return None
-    return max(dataset["prompt"][:], key=_characters, default=None)  # row by row it takes 40 times as long
 
+    def characters(prompt: str | list[dict] | None) -> int:
+        texts = [prompt] if isinstance(prompt, str) else [str(message.get("content")) for message in prompt or ()]
+        return sum(map(len, texts))
 
-def _characters(prompt: str | list[dict] | None) -> int:
-    return (
-        len(prompt) if isinstance(prompt, str) else sum(len(str(message.get("content"))) for message in prompt or ())
-    )
+    return max(dataset["prompt"][:], key=characters, default=None)  # row by row it takes 40 times as long
 
 
 def require_prompts(prompt_ids: Sequence[Sequence[int]], max_model_length: int | None) -> None:

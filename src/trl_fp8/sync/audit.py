@@ -1,14 +1,13 @@
 """Proof, after a sync, that the engine holds what was sent: every tensor, byte for byte.
 
-    sent:    a checksum of each tensor's part on this rank, made as it was computed (writer.py)
-    held:    the same checksum of the piece of the engine's parameter, read back
-    verdict: one transfer of both to the host; each tensor that differs, is missing or was never sent is named
-    ranks:   so is each that differs over ranks, which would train on rollouts of different policies
+    sent:    a checksum of each tensor's part on this rank, made while it was computed (writer.py)
+    held:    the same checksum of the engine's parameter, read back
+    verdict: one transfer of both to the host. Each tensor is named that differs, is missing, was never sent, or is not
+             the same on all ranks, which would train on rollouts of different policies
     seal:    the same checksums of the engine, taken again before anything is sampled
 
-Two writes into one place, a byte lost on the way, a stray write: all of these leave a checksum that differs, or a name
-in only one of the lists. What is written and what is read back are found by the same `Layout`, whose names and shapes
-are compared with the policy's at the start; that a layout is right is a matter of tests, against vLLM's own loader.
+What is written and what is read back are found by the same `Layout`. So the audit cannot see that a layout is wrong:
+its names and shapes are compared with the policy's at the start, and tests compare it with vLLM's own loader.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,25 +47,6 @@ def all_reduce_max(tensor: torch.Tensor, group: torch.distributed.ProcessGroup |
     torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MAX, group=group)
 
 
-@dataclass(frozen=True)
-class Seal:
-    """What an engine held when it was audited: checksums of `layout.names`."""
-
-    layout: Layout
-    values: tuple[int, ...]
-
-    def require_unbroken(self) -> None:
-        """Raise `RuntimeError` naming what changed since. Reads every weight and waits for the device once."""
-        now = self.layout.sums().tolist()
-        changed = [name for name, a, b in zip(self.layout.names, self.values, now, strict=True) if a != b]
-        if changed:
-            raise RuntimeError(
-                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
-                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
-                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
-            )
-
-
 def audit(
     layout: Layout,
     written: Writer,
@@ -74,13 +54,14 @@ def audit(
     replicas: Replicas | None = None,
     *,
     carried_arrived: bool = True,
-) -> Seal:
-    """Compare what was written with what is held; `RuntimeError` names what differs. Waits for the device once.
+) -> list[int]:
+    """Compare what was written with what is held; `RuntimeError` names what differs. Returns the seal: checksums of
+    `layout.names`. Waits for the device once.
 
-    With `replicas` a collective, which also compares what was sent beside the weights (`carried`: name -> checksum),
-    and whether all of it arrived on this rank. Every rank lists all names.
+    With `replicas` it is a collective. It then also compares over ranks the checksums of what is `carried` beside the
+    weights, and whether all of that has arrived. Every rank lists all names.
     """
-    # 1. What is held, what was sent, and with replicas how KV scales fared: one int64 each, on the device
+    # 1. Of each tensor what is held and what was sent, one int64 each, on the device; likewise of what is carried
     names, sent = layout.names, written.sums
     held = layout.sums()
     nothing = torch.zeros((), dtype=torch.int64, device=held.device)
@@ -102,18 +83,15 @@ def audit(
         "are in the engine but were never sent": [name for name in names if name not in sent],
         "were sent but are not in the engine": written.unknown,
     }
-    ours = any(problems.values())
-    ranks_differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
-    problems["are not the same on every rank"] = ranks_differ
+    cause = "The ranks hold different policies: look for what changes weights on some of them only."
+    if any(problems.values()):
+        cause = "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
+    differ = [name for name, a, b in zip(labels, largest, smallest, strict=True) if a != b]
+    problems["are not the same on every rank"] = differ
     found = [f"{len(which)} tensors {what}: {listed(which, 12)}" for what, which in problems.items() if which]
     if found:
-        cause = (
-            "This is a defect of the sync (vLLM 0.31 is what it was tested with), not of your data."
-            if ours
-            else "The ranks hold different policies: look for what changes weights on some of them only."
-        )
         raise RuntimeError(
             f"weight sync failed its audit: {'; '.join(found)}. The engine must not generate; nothing was trained on "
             f"it. {cause}"
         )
-    return Seal(layout, tuple(held_values))
+    return held_values

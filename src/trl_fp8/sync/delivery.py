@@ -2,18 +2,17 @@
 
     deliver:   wake -> prepare what is carried -> [write weights and carried -> finite? -> verify carried -> audit]
                -> reset prefix cache
-    frozen:    parts of a policy that nobody trains are written once, by the first delivery or before it
-    failure:   in brackets the engine is neither the old policy nor known to be the new one: require_whole raises until
-               a delivery succeeded. What failed on one rank failed on all; a RuntimeError is tried once more, on all
-    generate:  require_whole, and verify: nobody wrote to the engine since
+    generate:  require_whole -> verify: nobody has written to the engine since
 
-`Carried` is what travels beside the weights, such as the scales of an FP8 KV cache. A delivery knows no more of it.
+Errors inside the brackets leave an engine that holds parts of two policies: `require_whole` raises until a delivery
+succeeds. Ranks agree on such an error, so that all of them raise it, and repeat a write once after a RuntimeError. An
+error outside of the brackets is raised by one rank, which enters no further collective: the others wait in theirs
+until the launcher ends the job.
 
-Ranks deliver together and generate apart: with tools one takes more turns than another. So `verify` concerns the ranks
-that share an engine, and no others. An error outside of the brackets is raised where it happens, and no collective
-follows it: the other ranks wait in theirs until the launcher ends the job.
+Ranks deliver together, but generate apart: with tools one rank takes more turns than another. So `verify` is a
+collective of the ranks that share an engine, and of no others.
 
-What any delivery offers, also one to an engine in another process: `engine.protocol.Delivery`.
+The interface of any delivery, also of one to an engine in another process, is `engine.protocol.Delivery`.
 """
 
 import logging
@@ -27,9 +26,10 @@ import torch
 from torch import nn
 
 from trl_fp8.recipe.from_model import persistent_buffers
+from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .audit import ReduceMax, Replicas, Seal, audit
+from .audit import ReduceMax, Replicas, audit
 from .pieces import Layout
 from .policy_checks import require_finite
 from .shards import GatherFailed
@@ -49,13 +49,15 @@ class Engine(Protocol):
 
 
 class Carried(Protocol):
-    """What a delivery brings to the engine beside the weights. The same on every rank."""
+    """What a delivery brings to the engine beside the weights (scales of an FP8 KV cache). The same on every rank."""
 
     name: str  # as an audit and a `SyncReport` call it
-    value: object  # what was sent last; None before, and then nothing is sent
+    value: object  # what was sent last; None: there is nothing to send yet
 
     def prepare(self) -> None:
-        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if the policy gives none."""
+        """Make `value` that of the policy as it is now; may be a collective. `ValueError` if that cannot be computed:
+        then `value` stays what it was, which the engine still holds.
+        """
 
     def write(self) -> None:
         """Give `value` to the engine. Waits for no device."""
@@ -72,15 +74,15 @@ Tensors = Callable[[], AbstractContextManager[Iterator[Sent]]]  # opens paramete
 
 @dataclass
 class Part:
-    """What of an engine is written together."""
+    """Tensors of an engine that are written together."""
 
     layout: Layout
-    tensors: Tensors | None  # of the policy, all that `layout` has but buffers; None until they are given
+    tensors: Tensors | None  # the policy's tensors for all of `layout` but buffers; None until they are given
     at_once: bool = False  # as for `Writer`
     survives_sleep: bool = False  # the engine brings it back itself when it wakes
-    seal: Seal | None = None  # of what the engine holds; None unless that is the policy's
-    fp8_weights: int = 0
-    weight_relative_error: float = 0.0  # as in `SyncReport`; of the last write
+    seal: list[int] | None = None  # checksums of what the engine holds; None unless that is the policy's
+    fp8_weights: int = 0  # this and the next two are as in `SyncReport`, of the last write
+    weight_relative_error: float = 0.0
     dead_blocks: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -113,12 +115,13 @@ class InPlaceDelivery:
         model: nn.Module,
         recipe: FP8Recipe,
         *,
-        frozen: Sequence[Part] = (),  # what is written once
+        frozen: Sequence[Part] = (),  # nobody trains these: they are written once, with the first delivery or before
         at_once: bool = False,  # as for `Writer`
         replicas: Replicas | None = None,  # the ranks that have to hold the same; None on one process
-        carried: Sequence[Carried] = (),
+        carried: Carried | None = None,
     ):
         self._engine, self._model, self._recipe, self._replicas = engine, model, recipe, replicas
+        self._reduce_max = replicas and replicas.reduce_max
         names = set(engine.layout.names).difference(*(part.layout.names for part in frozen))
         layout = engine.layout.part(names) if frozen else engine.layout
         self.frozen, self._trained, self.carried = frozen, Part(layout, None, at_once), carried
@@ -133,24 +136,32 @@ class InPlaceDelivery:
             prepare: Compute anew what is carried. False: it is sent as it was last.
 
         Raises:
-            ValueError: The policy does not give what is carried: the engine keeps what it has, unless it slept
-                without. Or the policy holds NaN or infinities: that was seen as it was written.
-            RuntimeError: Writing (tried twice) or the audit failed, here or on another rank. The next success allows
-                generation.
+            ValueError: What is carried cannot be computed from the policy: the engine still holds the last policy,
+                unless it lost it in its sleep. Or the policy holds NaN or infinities, seen while it is written.
+            RuntimeError: Writing (tried twice) or the audit failed, here or on another rank.
             GatherFailed: On this rank alone, which enters no further collective.
         """
         start = time.perf_counter()
         if self._engine.wake():
             for part in self._parts:
                 part.seal = part.seal if part.survives_sleep else None
-        due = self._due()
-        # The frozen parts come first: a policy that shares its base with the engine runs on them as it is calibrated
+        # One rank may have found its frozen parts changed: then all send them again. They come first, because a policy
+        # that shares its base with the engine runs on them while it is calibrated
+        missing = [int(part.seal is None) for part in self.frozen]
+        missing = self._largest(missing, self._reduce_max) if missing else []
+        due = [part for part, is_missing in zip(self.frozen, missing, strict=True) if is_missing]
         writing = sum(self.send(part) for part in due)
         started = time.perf_counter()
-        if prepare:
-            self._prepare()
+        if prepare and self.carried is not None:
+            try:
+                self.carried.prepare()
+            except ValueError:
+                # The usual reason is a weight that is not finite, and this error names it. It uses no collective:
+                # other ranks may still be in one of `prepare`, and would take this rank's numbers for those of it
+                require_finite(self._model)
+                raise
         prepared = time.perf_counter()
-        carried = [each for each in self.carried if each.value is not None]
+        carried = self.carried if self.carried is not None and self.carried.value is not None else None
         self._trained.tensors = tensors
         writing += self.send(self._trained, carried)
         try:
@@ -163,23 +174,23 @@ class InPlaceDelivery:
             seconds=time.perf_counter() - start,
             quantize_seconds=writing,
             prepare_seconds=prepared - started,
-            audited_tensors=sum(len(part.seal.values) for part in sent),
+            audited_tensors=sum(len(part.seal) for part in sent),
             bytes_sent=sum(part.bytes for part in sent),
             fp8_weights=sum(part.fp8_weights for part in parts),
             weight_relative_error=max(part.weight_relative_error for part in parts),
             dead_blocks={name: count for part in parts for name, count in part.dead_blocks.items()},
-            carried={each.name: each.value for each in carried},
+            carried={carried.name: carried.value} if carried else {},
         )
         return self.last
 
-    def send(self, part: Part, carried: Sequence[Carried] = ()) -> float:
-        """Write a part, and what is carried with it, and prove it. Returns the seconds that the writing took, as the
-        host sees it; on a GPU the device may go on. Raises as `deliver`.
+    def send(self, part: Part, carried: Carried | None = None) -> float:
+        """Write a part and what is carried, and prove that they arrived. Returns `quantize_seconds` of `SyncReport`.
+        Raises as `deliver`.
         """
         start, part.seal = time.perf_counter(), None
         writer = self._written(part, carried)
         seconds = time.perf_counter() - start
-        part.weight_relative_error, part.dead_blocks = writer.inspect(self._of_all)
+        part.weight_relative_error, part.dead_blocks = writer.inspect(self._reduce_max)
         try:
             part.seal = self._proven(part, writer, carried)
         except RuntimeError:
@@ -191,12 +202,6 @@ class InPlaceDelivery:
     @property
     def _parts(self) -> list[Part]:
         return [*self.frozen, self._trained]
-
-    def _due(self) -> list[Part]:
-        """Frozen parts that some rank's engine lacks: one rank may have found its own changed, but all send."""
-        missing = [int(part.seal is None) for part in self.frozen]
-        missing = self._worst(missing, self._of_all) if missing else []
-        return [part for part, is_missing in zip(self.frozen, missing, strict=True) if is_missing]
 
     def require_whole(self) -> None:
         """Raise `RuntimeError` unless the latest delivery succeeded."""
@@ -214,62 +219,46 @@ class InPlaceDelivery:
         self.require_whole()
         changes = [self._change(part) for part in self._parts]
         of_engine = self._replicas and self._replicas.reduce_max_of_engine
-        broken = self._worst([int(change is not None) for change in changes], of_engine)
-        if any(broken):  # the ranks that share the engine would wait for this one
+        # If one rank raised alone, those that share its engine would wait for it
+        broken = self._largest([int(change is not None) for change in changes], of_engine)
+        if any(broken):
             self.failures += 1
             for part, is_broken in zip(self._parts, broken, strict=True):
                 part.seal = None if is_broken else part.seal
-            own = next((change for change in changes if change is not None), None)
             theirs = "another rank's part of the engine has changed since the last sync: see its log."
-            raise own or RuntimeError(theirs)
+            raise next(filter(None, changes), None) or RuntimeError(theirs)
 
     def _change(self, part: Part) -> RuntimeError | None:
-        """The error that says what changed in a part on this rank since it was sent; None if nothing did."""
+        """The error that names what has changed in a part on this rank since it was sent; None if nothing has."""
+        if changed := part.layout.changed(part.seal):
+            return RuntimeError(
+                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
+                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
+                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
+            )
         try:
-            part.seal.require_unbroken()
-            for each in self.carried if part is self._trained else ():
-                if each.name in self.last.carried:
-                    each.verify()
+            if part is self._trained and self.last.carried:
+                self.carried.verify()
         except RuntimeError as error:
             return error
 
-    def _prepare(self) -> None:
-        """Compute what is carried. After an error the old values stay, which the engine still holds."""
-        values = [each.value for each in self.carried]
-        try:
-            for each in self.carried:
-                each.prepare()
-        except Exception as error:
-            for each, value in zip(self.carried, values, strict=True):
-                each.value = value
-            if isinstance(error, ValueError):
-                # The usual reason is a weight that is not finite, and this error names it. No collective: other ranks
-                # may still be in one of `prepare`, which would take this rank's numbers for its own
-                require_finite(self._model)
-            raise
-
-    def _written(self, part: Part, carried: Sequence[Carried]) -> Writer:
+    def _written(self, part: Part, carried: Carried | None) -> Writer:
         """Write weights and what is carried, on all ranks. If a rank fails twice, the last error is raised on all."""
-        attempts = 0
-        while True:
+        for is_last in (False, True):
             # A failed attempt is freed first: its error holds tensors, and memory may be what it lacked
-            attempts, writer, error = attempts + 1, None, None
+            writer = error = None
             writer = Writer(part.layout, self._recipe, at_once=part.at_once)
             error = self._write(part, writer, carried)
             code = 0 if error is None else 1 if isinstance(error, RuntimeError) else 2
-            [failed] = self._worst([code], self._of_all)
+            [failed] = self._largest([code], self._reduce_max)
             if not failed:
                 return writer
             error = error or RuntimeError("weight sync failed on another rank, whose log says why.")
-            if failed > 1 or attempts > 1:
+            if failed > 1 or is_last:
                 raise error
             logger.warning(f"weight sync failed and is repeated once: {error}")
 
-    @property
-    def _of_all(self) -> ReduceMax | None:
-        return self._replicas and self._replicas.reduce_max
-
-    def _worst(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
+    def _largest(self, codes: list[int], reduce_max: ReduceMax | None) -> list[int]:
         """The largest of each code over the ranks of `reduce_max`; the host waits for them. None: this rank alone."""
         if reduce_max is None:
             return codes
@@ -279,8 +268,8 @@ class InPlaceDelivery:
         reduce_max(found)
         return found.tolist()
 
-    def _write(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> Exception | None:
-        """One attempt. Returns the error that it ended with, so that ranks can agree on what to do next."""
+    def _write(self, part: Part, writer: Writer, carried: Carried | None) -> Exception | None:
+        """Write once. An error is returned and not raised, so that ranks can agree on what to do next."""
         buffers = persistent_buffers(self._model) if part is self._trained else ()
         try:
             with part.tensors() as parameters:
@@ -291,28 +280,28 @@ class InPlaceDelivery:
                     for _ in parameters if self._replicas else ():
                         pass
                     raise
-            for each in carried:
-                each.write()
+            if carried:
+                carried.write()
         except GatherFailed:
             raise
         except Exception as error:
             return error
 
-    def _proven(self, part: Part, writer: Writer, carried: Sequence[Carried]) -> Seal:
+    def _proven(self, part: Part, writer: Writer, carried: Carried | None) -> list[int]:
         """The seal of what was written. `RuntimeError` if a tensor or what is carried did not arrive on any rank."""
         lost = None
         try:
-            for each in carried:
-                each.verify()
+            if carried:
+                carried.verify()
         except RuntimeError as error:
             lost = error
-        digests = {each.name: each.digest() for each in carried}
+        digests = {carried.name: carried.digest()} if carried else {}
         try:
             seal = audit(part.layout, writer, digests, self._replicas, carried_arrived=lost is None)
         except RuntimeError as differs:
             lost = lost or differs
-        # Of ranks that share an engine each audits a part of it, which no other rank may have
-        [failed] = self._worst([int(lost is not None)], self._of_all)
+        # Each rank of an engine audits its own part, so that one may find an error that no other finds
+        [failed] = self._largest([int(lost is not None)], self._reduce_max)
         if failed:
             raise lost or RuntimeError("weight sync failed its audit on another rank, whose log says what differs.")
         return seal

@@ -3,7 +3,7 @@
 An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,10 @@ class Span:
 
     start: int
     size: int
-    whole: int | None = None  # how many there have to be
+    whole: int | None = None  # how many the dim has to have; None: any number
 
     def blocks(self, block: int) -> "Span":
-        """The same span counted in blocks of so many elements (of a scale)."""
+        """The span of the scales, one for each block of so many elements."""
         return Span(self.start // block, -(-self.size // block), self.whole and -(-self.whole // block))
 
     def of(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Joined:
-    """Spans of the parts of one dim, which are one after another: of q, k and v in one checkpoint tensor."""
+    """Spans in the parts of one dim that stand one after another, as q, k and v do in one checkpoint tensor."""
 
     parts: tuple[Span, ...]
 
@@ -63,21 +63,21 @@ class Piece:
     # For each dim, what of the checkpoint tensor this rank holds; None: all
     sent: tuple[Span | Joined | None, ...] = ()
     held: tuple[Span | None, ...] = ()  # for each dim, where in the engine parameter it is; None: everywhere
-    # (dim, count): that dim is so many equal parts, the gate's and up's rows for example, and two dims in `sent`
+    # (dim, count): this dim has so many equal parts, such as gate and up, and counts as two dims in `sent` and `held`
     equal: tuple[int, int] | None = None
     transposed: bool = False  # the engine parameter is `[..., K, N]` where what is sent is `[..., N, K]`
     sent_transposed: bool = False  # the other way round; `sent` counts dims as the engine does
     zero: bool = False  # this rank holds zeros instead
-    derived: Callable[[], torch.Tensor] | None = None  # makes it of what the engine was sent; None: it is sent itself
+    derived: Callable[[], torch.Tensor] | None = None  # computes it from what the engine was sent; None: it is sent
 
     @property
     def is_copied(self) -> bool:
-        """What is sent is copied on the way: not even a view has this rank's part alone."""
+        """Whether `of_sent` copies, because no view is this rank's part alone."""
         return any(isinstance(span, Joined) and span.size != span.whole for span in self.sent)
 
     @property
     def parameter(self) -> torch.Tensor:
-        """The engine parameter, looked up anew: a sync writes, and is compared with, what the engine reads."""
+        """The engine parameter, looked up anew: a sync writes to, and is compared with, what the engine reads."""
         return getattr(self.module, self.attribute)
 
     def of_sent(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,13 +111,7 @@ class Piece:
 
 
 class Layout:
-    """Every parameter of an engine on this rank.
-
-    Attributes:
-        pieces: Where each checkpoint tensor is, by name.
-        names: The same names, in order.
-        derived: Those of the pieces that no policy has, which follow from others.
-    """
+    """Every parameter of an engine on this rank."""
 
     def __init__(self, pieces: Iterable[Piece]):
         pieces = list(pieces)
@@ -125,6 +119,7 @@ class Layout:
         self.names = tuple(self.pieces)
         if twice := [piece.name for piece in pieces if self.pieces[piece.name] is not piece]:
             raise RuntimeError(f"several tensors of an engine have one name: {listed(twice)}.")
+        # Tensors that no policy has: they are computed from others
         self.derived = tuple(piece for piece in self.pieces.values() if piece.derived is not None)
         self._places: list[tuple] | None = None
         self._held: dict[str, torch.Tensor] = {}
@@ -144,11 +139,15 @@ class Layout:
         self._look()
         return self._table.sums()
 
+    def changed(self, seal: Sequence[int]) -> list[str]:
+        """Names of the pieces whose checksums are not those of `seal` any more. Waits for the device once."""
+        return [name for name, a, b in zip(self.names, seal, self.sums().tolist(), strict=True) if a != b]
+
     def _look(self) -> None:
         """Make views, and the table of their addresses, anew if a parameter is not where it was.
 
-        Views of a parameter that was replaced would still hold what was sent, and prove nothing. To ask for addresses
-        costs far less than to cut hundreds of pieces.
+        A view of a parameter that was replaced would still hold what was sent, and prove nothing. Asking for addresses
+        costs far less than cutting hundreds of pieces.
         """
         parameters = [piece.parameter for piece in self.pieces.values()]
         places = [(each.data_ptr(), each.shape, each.stride(), each.dtype) for each in parameters]

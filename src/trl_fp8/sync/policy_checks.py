@@ -18,7 +18,14 @@ from .pieces import Layout
 
 def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
     """Raise `ValueError` for a policy that no engine can follow: found out without starting one."""
-    _require_weights_alone(model)
+    for config in model.peft_config.values() if is_peft_model(model) else ():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"peft_config={type(config).__name__}(...), which is peft_type={config.peft_type.value!r}: it trains "
+                "vectors that attention reads beside the tokens. They are no part of any weight, so that a sync could "
+                "not bring them to the engine, which would sample from the policy without them. Use LoraConfig, or "
+                f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS} (TRL alone)."
+            )
     servable.require_servable(outline_of(model), resolve)
     if not model.name_or_path:
         raise ValueError(
@@ -39,18 +46,6 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             "sample from another policy. Use LoraConfig(modules_to_save=['embed_tokens'], ensure_weight_tying=True), "
             "or a base model whose config does not tie them."
         )
-
-
-def _require_weights_alone(model: nn.Module) -> None:
-    """Raise `ValueError` for PEFT methods that train something that no weight of the model can take up."""
-    for config in model.peft_config.values() if is_peft_model(model) else ():
-        if config.is_prompt_learning or config.is_adaption_prompt:
-            raise ValueError(
-                f"peft_config={type(config).__name__}(...), which is peft_type={config.peft_type.value!r}: it trains "
-                "vectors that attention reads beside the tokens. They are no part of any weight, so that a sync could "
-                "not bring them to the engine, which would sample from the policy without them. Use LoraConfig, or "
-                f"train without FP8 and vLLM: {servable.WITHOUT_ENGINE_WORDS} (TRL alone)."
-            )
 
 
 def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) -> None:
@@ -78,7 +73,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
-    """How an engine's tensor differs from what is sent, if it does: then nothing could be written into it."""
+    """How the engine's tensor of this name differs from what is sent, so that it could not be written; None: not."""
     piece = layout.pieces[name]
     held = piece.of_engine()
     try:
@@ -97,8 +92,8 @@ def require_finite(model: nn.Module, reduce_max: Callable[[torch.Tensor], None] 
     replaces a tensor by its maximum over ranks: all of them raise, or none, as one that went on alone would hang.
     """
     both = [*model.named_parameters(), *persistent_buffers(model)]
-    named = [(name, _local(tensor)) for name, tensor in both if tensor.is_floating_point()]
-    # A norm would need 15 times as long on CPU. FP32 reaches beyond the largest BF16
+    named = [(name, local_shard(tensor)) for name, tensor in both if tensor.is_floating_point()]
+    # A norm would need 15 times as long on CPU. Extremes are rounded to BF16, whose range is smaller than FP32's
     extremes = [torch.stack(torch.aminmax(t)) if t.numel() else t.new_zeros(2) for _, t in named]
     bad = (~torch.isfinite(torch.stack([pair.bfloat16() for pair in extremes]))).any(1).float()
     if reduce_max is not None:
@@ -117,7 +112,7 @@ def not_finite(names: list[str], among: int, consequence: str) -> str:
     )
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """What of `parameter` is on this rank. ZeRO-3 (DeepSpeed 0.19) keeps its shard beside an empty tensor."""
+def local_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter. ZeRO-3 (DeepSpeed 0.19) keeps it beside an empty tensor."""
     tensor = getattr(parameter, "ds_tensor", parameter).detach()
     return tensor.to_local() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor

@@ -2,15 +2,15 @@
 
     FP8 weight, shards of whole blocks    each rank quantizes its rows to where the engine holds them; codes and scales
                                           are gathered there: one byte for each number
-    any other, dealt in order             each rank rounds its part as the engine does (BF16); those are gathered
+    any other, shards in order            each rank rounds its part as the engine does (BF16); those are gathered
     other shards                          `full_tensor`, in the policy's dtype
 
-Which way a parameter goes follows from shapes, layout and the number of ranks: the same on all of them. A rank on
-which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end. It
+Shapes, layout and the number of ranks decide which of these a parameter takes, so that all ranks decide alike. A rank
+on which something fails goes on gathering, whatever it holds, so that no other waits for it, and raises at the end. It
 cannot go on inside a gather of another library: what fails there is a `GatherFailed`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -24,7 +24,7 @@ from trl_fp8.quantization.codec.blockwise import Destination, quantize_into
 from trl_fp8.quantization.codec.weights import joined_halves
 from trl_fp8.recipe.recipe import FP8Recipe
 
-from .pieces import Layout, Piece
+from .pieces import Layout
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,12 @@ class Rows:
 
     def of(self, rank: int) -> slice:
         """The rows of one rank; may be none."""
-        return slice(*(min(self.each * number, self.count) for number in (rank, rank + 1)))
+        return slice(min(self.each * rank, self.count), min(self.each * (rank + 1), self.count))
 
 
 def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | None) -> tuple[Rows, Rows] | None:
-    """(rows of codes, rows of scales) of a weight `shape` that ranks can quantize in parts; None: shards split blocks.
-
-    Rows are those of the first dim, experts in a weight `[E, N, K]`.
+    """Rows of codes and of scales, of the first dim, for a weight that ranks can quantize in parts. None: they cannot,
+    because shards split blocks.
     """
     rows = Rows(shape[0], ranks)
     if block is None or len(shape) < 2:
@@ -65,7 +64,7 @@ def rows_of_codes(shape: Sequence[int], ranks: int, block: tuple[int, int] | Non
 
 
 class Sharded(NamedTuple):
-    """This rank's part of a parameter that is dealt over a group in order: rows, or elements."""
+    """This rank's part of a parameter whose rows, or elements, are dealt over a group in order."""
 
     local: torch.Tensor  # of as many dims as the parameter, or one
     whole: torch.Size  # shape of the parameter
@@ -78,7 +77,7 @@ class Sharded(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
-        """None if it is not sharded, or in another way (HSDP, tensor parallelism, parts on a disk)."""
+        """None if it is not sharded, or otherwise (HSDP, tensor parallelism, parts on a disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)
@@ -92,12 +91,12 @@ class Sharded(NamedTuple):
             return None
         if len(shape) > 1 and shape[0] % ranks == 0:  # the flat parts are whole rows
             return cls(part.view(-1, *shape[1:]), shape, group)
-        return cls(part[: max(shape.numel() - start, 0)], shape, group)  # without the padding of the last ones
+        return cls(part[: max(shape.numel() - start, 0)], shape, group)  # the last ranks' parts are padded
 
 
 class GatherFailed(RuntimeError):
-    """A gather of another library broke off on this rank, and the others are still in it. This rank has to end: in any
-    further collective they would take what it brings for what they wait for.
+    """A gather of another library broke off on this rank, and the others are still in it. This rank has to end: they
+    would take its next collective for the gather that they wait for.
     """
 
 
@@ -120,7 +119,7 @@ class WrittenCodes(NamedTuple):
 def gathered(
     parameters: Sequence[tuple[str, torch.Tensor]], recipe: FP8Recipe, layout: Layout, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor | WrittenCodes]]:
-    """Each of the policy's `(checkpoint name, parameter)`: whole, on `device`, until the next one is asked for.
+    """Yield each of the policy's `(checkpoint name, parameter)` whole, on `device`; it lasts until the next one.
 
     A collective, to be exhausted also if the consumer failed. Waits for the device once, before the first.
 
@@ -129,12 +128,11 @@ def gathered(
         GatherFailed: On this rank, in a gather that PyTorch makes.
         Exception: What failed on this rank: after everything was gathered.
     """
-    # 1. What of this rank's parts goes where. Parameters of another group than the first one's go PyTorch's way
+    # 1. What is gathered here, and to where. PyTorch gathers parameters of another group than the first one's
     found = {name: part for name, parameter in parameters if (part := Sharded.of(parameter))}
     group = next((part.group for part in found.values()), None)
     found = {name: part for name, part in found.items() if part.group == group}
-    held = layout.held
-    plans = {name: _plan(name, part, recipe, layout.pieces, held) for name, part in found.items()}
+    plans = {name: _plan(name, part, recipe, layout) for name, part in found.items()}
     # 2. Memory for the largest of them, once for all: each parameter is used up before the next one is gathered
     buffers, all_sums = _room(list(plans.values()), device, group) if plans else ([], None)
     sums_left, failure = iter(all_sums) if plans else None, None
@@ -179,17 +177,12 @@ class _Part(NamedTuple):
         return self.held is not None and self.held.is_contiguous() and self.rows.count == self.rows.padded
 
     @property
-    def bytes(self) -> int:
-        """Bytes of the buffer that it needs."""
+    def buffer_bytes(self) -> int:
         return 0 if self.in_place else self.rows.padded * self.row.numel() * self.dtype.itemsize
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
         """Where it is gathered, `[rows.padded, *row]`: in place, or in `buffer`."""
-        return self.held if self.in_place else buffer[: self.bytes].view(self.dtype).view(-1, *self.row)
-
-    def rows_before(self, rank: int) -> int:
-        """As in `Destination`."""
-        return self.rows.of(rank).start * self.row[:-1].numel()
+        return self.held if self.in_place else buffer[: self.buffer_bytes].view(self.dtype).view(-1, *self.row)
 
     def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
         """Fill `whole`, in which this rank's rows are already, and what is held."""
@@ -200,15 +193,14 @@ class _Part(NamedTuple):
             self.held.copy_(whole[: self.rows.count])
 
 
-def _plan(
-    name: str, parameter: Sharded, recipe: FP8Recipe, pieces: Mapping[str, Piece], held: Mapping[str, torch.Tensor]
-) -> list[_Part]:
+def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Part]:
     """What is gathered of a parameter: codes and scales, to where the engine holds them, or the values."""
     shape, ranks = parameter.shape, get_world_size(parameter.group)
-    is_fp8, piece = name in recipe.fp8_tensors, pieces.get(recipe.engine_name(name))
+    is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None
     if block and piece and (rows := rows_of_codes(shape, ranks, block)):
-        both = held[recipe.engine_name(name)], held[recipe.scale_name(name)]
+        # Piece by piece: `Layout.held` would look for all parameters, for each of them
+        both = piece.of_engine(), layout.pieces[recipe.scale_name(name)].of_engine()
         both = map(joined_halves, both)  # views: without tensor parallelism each half is whole
         return [_Part(part, t.shape[1:], t.dtype, t) for part, t in zip(rows, both, strict=True)]
     dtype = torch.bfloat16 if is_fp8 else piece.dtype if piece else parameter.local.dtype
@@ -218,13 +210,14 @@ def _plan(
 def _write_own(
     part: Sharded, plan: list[_Part], wholes: list[torch.Tensor], sums: torch.Tensor | None, recipe: FP8Recipe
 ) -> Destination | None:
-    """Write this rank's part of a parameter to where it is gathered; `WrittenCodes.own`."""
+    """Write this rank's part of a parameter to where it is gathered. Returns `WrittenCodes.own`."""
     rank, local = get_rank(part.group), part.local.to(wholes[0].device)
     mine = [whole[one.rows.of(rank)] for one, whole in zip(plan, wholes, strict=True)]
     if sums is None:
         mine[0].copy_(local)
         return None
-    own = Destination(local, *mine, rows_before=tuple(one.rows_before(rank) for one in plan))
+    before = tuple(one.rows.of(rank).start * one.row[:-1].numel() for one in plan)
+    own = Destination(local, *mine, rows_before=before)
     options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
     if local.numel():
         sums.copy_(quantize_into([own], *options)[0])
@@ -234,11 +227,10 @@ def _write_own(
 def _room(
     plans: list[list[_Part]], device: torch.device, group: ProcessGroup
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(buffers for the largest first and second part, checksums `[n, 2]` of weights in codes) on every rank.
-
-    `RuntimeError` on every rank if there is no memory for them on one.
+    """Buffers for the largest first and the largest second part of all plans, and checksums `[n, 2]` of the n weights
+    that are gathered as codes. `RuntimeError` on every rank if one has no memory for them.
     """
-    sizes, failure = [max(part.bytes for part in parts if part) for parts in zip_longest(*plans)], None
+    sizes, failure = [max(part.buffer_bytes for part in parts if part) for parts in zip_longest(*plans)], None
     try:
         buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
         sums = torch.zeros(sum(len(plan) == 2 for plan in plans), 2, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names: what a sync writes.
+"""The policy as the tensors of an FP8 checkpoint, one at a time, under a checkpoint's names.
 
 FP8 weight   -> rounded to BF16, Q(W)      "...q_proj.weight" e4m3, "...q_proj.weight_scale_inv" fp32
 any other    -> rounded to BF16, or, where an engine holds it in FP32, as it is
@@ -25,16 +25,12 @@ Weight = TypeVar("Weight")
 def by_scale(
     parameters: Iterable[tuple[str, Weight]], recipe: FP8Recipe, expected: Collection[str] = (), copy: bool = False
 ) -> Iterator[dict[str, Weight]]:
-    """Parameters one by one, FP8 weights that share a scale together.
+    """Yield parameters one by one, but FP8 weights that share a scale together.
 
     Args:
-        parameters: `(checkpoint name, what there is of it)`.
-        expected: FP8 weights that have to be among them.
-        copy: Weights are copied, in BF16, while the others of their scale are awaited: the next parameter may change
-            the last one.
-
-    Raises:
-        RuntimeError: In the end, if an expected weight was not among them.
+        parameters: `(checkpoint name, its tensor or what stands for it)`.
+        expected: FP8 weights; a `RuntimeError` at the end names those that were missing.
+        copy: The next parameter may change the last one: weights that wait for others of their scale are BF16 copies.
     """
     due: dict[str, Weight] = {}
     missing = set(expected)
@@ -56,8 +52,8 @@ def weight_stream(
 ) -> Iterator[Named]:
     """`(name in a checkpoint, tensor)` of a policy's `(checkpoint name, full tensor)`.
 
-    What is BF16 already is the policy's own: the consumer copies it before it asks for the next. Besides what it holds
-    the copies of one parameter are alive, or of the two or three that share a scale.
+    A parameter that is BF16 already is the policy's own: the consumer copies it before it asks for the next. Copies of
+    one parameter are alive at a time, or of the two or three that share a scale.
     """
     for weights in by_scale(parameters, recipe, recipe.fp8_tensors, copy=True):
         rounded = [

@@ -3,12 +3,12 @@
     FP8 weight     this rank's part -> rounded to BF16 -> Q(W): codes and scales, where the engine reads them
     FP8 codes      this rank's part -> codes and scales as they are
     any other      this rank's part -> copied, and so rounded to the engine's dtype
-    buffers        as they are
-    derived        what the engine's kernels make of weights that it was sent, made anew of those
+    buffers        copied as they are
+    derived        computed anew from what was written, as the engine's kernels compute it
 
-Each leaves a checksum of what was computed, for comparing it with what is held afterwards. No weight is copied on the
-way, but for a rank's part of one that is q, k and v, and writing waits for no device. vLLM's own loader, which would
-gather the shards of a fused layer, copy them and process the layer again, has no part in it.
+The writer keeps a checksum of everything that it computes; the audit compares it with what the engine holds. Writing
+waits for no device and copies no weight on the way, except a tensor parallel rank's part of a fused q, k and v. vLLM's
+own loader is not used: it would gather the shards of a fused layer, copy them and process the layer again.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,24 +27,24 @@ from .shards import WrittenCodes
 from .weight_stream import Named, by_scale
 
 
-# Of a policy, by checkpoint name: a full tensor (of an FP8 weight also a `Float8Tensor`), or what is written
+# (checkpoint name, full tensor), of an FP8 weight also a `Float8Tensor`; `WrittenCodes`: the engine holds it already
 Sent = tuple[str, torch.Tensor | WrittenCodes]
-SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # of which the quantization error is measured
+SAMPLED_WEIGHTS, SAMPLED_ROWS = 8, 128  # the quantization error is measured of so many weights, and rows of each
 
 
 class Writer:
     """One write of a policy, or of the part of it that is in `layout`."""
 
     def __init__(self, layout: Layout, recipe: FP8Recipe, *, at_once: bool = False):
-        """With `at_once` each tensor is written before the next one is asked for, because the source changes it then:
-        it unmerges an adapter, or gathers the next parameter into the same memory.
+        """With `at_once` each tensor is written before the next one is asked for. A source needs that if it changes
+        the tensor then: it unmerges an adapter, or gathers the next parameter into the same memory.
         """
         self._pieces, self._held, self._derived = layout.pieces, layout.held, layout.derived
         self._recipe, self._at_once = recipe, at_once
-        self._weights: list[tuple[str, Destination]] = []  # what is due: FP8 weights, and the others
-        self._copies: list[tuple[str, torch.Tensor]] = []
+        self._weights: list[tuple[str, Destination]] = []  # FP8 weights that are noted, but not written yet
+        self._copies: list[tuple[str, torch.Tensor]] = []  # other tensors, likewise
         self.sums: dict[str, torch.Tensor] = {}  # name in the engine -> checksum of what was written, on the device
-        self.finite: dict[str, torch.Tensor] = {}  # name -> whether all of it is, of all that was copied
+        self.finite: dict[str, torch.Tensor] = {}  # name of a tensor that was copied -> whether all of it is finite
         self.unknown: list[str] = []  # names that the engine does not have
         self.fp8_weights = 0
         every = max(1, len(recipe.fp8_tensors) // SAMPLED_WEIGHTS)
@@ -52,14 +52,13 @@ class Writer:
         self._errors: list[torch.Tensor] = []  # sums of squares (error, weight), `[2]`
 
     def write(self, parameters: Iterable[Sent], buffers: Iterable[Named] = ()) -> None:
-        """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights lack.
+        """Write a policy's parameters, in model order, and buffers; `RuntimeError` if FP8 weights are missing.
 
-        A parameter that is written already (`WrittenCodes`) only has its checksums noted; they are those of all ranks
-        once `parameters` is exhausted.
+        Of `WrittenCodes` only the checksums are noted. They cover all ranks once `parameters` is exhausted.
         """
         expected = [name for name in self._recipe.fp8_tensors if self._recipe.engine_name(name) in self._pieces]
-        # 1. Parameters. Unless each has to be written at once they are noted, and written together below: one call for
-        # hundreds of small tensors, whose launches would take longer than the copies
+        # 1. Parameters. They are noted, and written together below, unless each has to be written at once: hundreds of
+        # launches for small tensors would take longer than the copies
         for weights in by_scale(parameters, self._recipe, expected, copy=self._at_once):
             name, parameter = next(iter(weights.items()))
             if isinstance(parameter, WrittenCodes):
@@ -80,7 +79,7 @@ class Writer:
         for name, buffer in buffers:
             self._copy(self._recipe.engine_name(name), buffer)
         self._flush()
-        # 3. What follows from what is written now. One at a time: together they are as large as many weights
+        # 3. What is derived from what is written now. One at a time: together they are as large as many weights
         for piece in self._derived:
             self._copy(piece.name, piece.derived())
             self._flush()
@@ -88,10 +87,9 @@ class Writer:
     def inspect(self, reduce_max: Callable[[torch.Tensor], None] | None = None) -> tuple[float, dict[str, int]]:
         """`SyncReport.weight_relative_error` and `.dead_blocks`. Waits for the device once, twice if blocks are dead.
 
-        `ValueError` names tensors that are not finite, on any rank if `reduce_max` makes a tensor its maximum over
-        ranks.
+        `ValueError` names tensors that are not finite; with `reduce_max`, a maximum over ranks, those of any rank.
         """
-        # 1. A flag of each tensor: it is not finite. That of an FP8 weight is seen in its scales, which are few
+        # 1. A flag for each tensor that is not finite. An FP8 weight shows it in its scales, which are few numbers
         recipe, finite = self._recipe, list(self.finite.values())
         names = [name for name in sorted(recipe.fp8_tensors) if recipe.scale_name(name) in self._held]
         scales = [self._held[recipe.scale_name(name)] for name in names]
@@ -121,8 +119,8 @@ class Writer:
         return self._recipe.engine_name(name), self._recipe.scale_name(name)
 
     def _quantize(self, weights: dict[str, torch.Tensor]) -> None:
-        """Note FP8 weights that are due, all of those that share a scale."""
-        # Of whole weights, before a rank's part is cut out of them: all ranks have to make the same scale
+        """Note FP8 weights to be written, all of those that share a scale."""
+        # The amax is that of whole weights and not of this rank's part: all ranks have to make the same scale
         amax = common_amax(list(weights.values()), self._recipe.format)
         for name, weight in weights.items():
             codes_name, scale_name = self._names(name)
@@ -131,21 +129,22 @@ class Writer:
                 continue
             part, scale = self._pieces[codes_name].of_sent(weight), as_blocks(self._held[scale_name])
             self._weights.append((name, Destination(part, self._held[codes_name], scale, amax)))
-            if self._pieces[codes_name].is_copied:  # the copy does not have to live until all others are noted
+            if self._pieces[codes_name].is_copied:  # frees the copy now, and not when all others are noted
                 self._flush()
 
     def _copy(self, name: str, tensor: torch.Tensor) -> None:
-        """Note a tensor that is due as it is, by its name in the engine."""
+        """Note a tensor to be copied, by its name in the engine."""
         if name not in self._pieces:
             self.unknown.append(name)
             return
         part = self._pieces[name].of_sent(tensor.detach())
-        self._copies.append((name, part.view_as(self._held[name])))  # a scale of a whole, or a bias as one row
+        # Shapes may differ by dims of size 1: the one scale of a whole weight, a bias as one row
+        self._copies.append((name, part.view_as(self._held[name])))
         if self._pieces[name].is_copied:
             self._flush()
 
     def _flush(self) -> None:
-        """Write what is due: in place, into the tensors that the engine's kernels read."""
+        """Write what is noted: in place, into the tensors that the engine's kernels read."""
         recipe = self._recipe
         if self._weights:
             options = recipe.scale_format, recipe.format.weight_block, recipe.format.weight_amax_floor
@@ -156,22 +155,22 @@ class Writer:
             names, tensors = zip(*self._copies, strict=True)
             # One launch for all, which rounds to the engine's dtype as it copies
             torch._foreach_copy_([self._held[name] for name in names], list(tensors))
-            # Checksums are of what was sent, cast here once more, and not of what was written: a write that went
-            # wrong must not prove itself
+            # Checksums are of what was sent, cast once more here. Checksums of what was written would be right after a
+            # write that went wrong
             sums, finite = digests_of_sent(tensors, [self._pieces[name].dtype for name in names])
             self.sums |= zip(names, sums.unbind(), strict=True)
             self.finite |= zip(names, finite.unbind(), strict=True)
         self._weights, self._copies = [], []
 
     def _note(self, name: str, written: Destination | None, sums: torch.Tensor) -> None:
-        """Account for an FP8 weight that is written, with checksums `[2]`. `written` is what this rank wrote of it."""
+        """Count an FP8 weight and keep its checksums `[2]`. `written`: the part that this rank wrote, if any."""
         self.sums |= zip(self._names(name), sums.unbind(), strict=True)
         self.fp8_weights += 1
         if written is not None and name in self._sampled:
             self._errors.append(self._error_of(written))
 
     def _error_of(self, destination: Destination) -> torch.Tensor:
-        """Sums of squares of the error and of the weight, of the first rows (of the first expert), fp32 `[2]`."""
+        """Sums of squares of error and weight over the first rows (of the first expert), fp32 `[2]`."""
         first = (0,) * (destination.weight.dim() - 2)
         weight, codes, scale = (tensor[first] for tensor in destination[:3])
         codes = first_rows(held_weight(codes, scale, self._recipe.format), SAMPLED_ROWS)

@@ -97,7 +97,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             frozen=(*self.weights.frozen, constants),
             at_once=self.weights.at_once(self.model),
             replicas=self.replicas,
-            carried=[each for each in carried if each is not None],
+            carried=next((each for each in carried if each is not None), None),
         )
         if not self.enable_sleep_mode:  # else the first sync does, once it has woken the engine
             self.delivery.send(constants)

@@ -70,9 +70,7 @@ class ReferenceWeights:
         return {name: held[name] for name in at.values()}
 
     def _require_unbroken(self) -> None:
-        now, sealed = self._part.layout.sums().tolist(), self._part.seal
-        changed = [name for name, a, b in zip(sealed.layout.names, sealed.values, now, strict=True) if a != b]
-        if changed:
+        if changed := self._part.layout.changed(self._part.seal):
             self.outdate()
             raise RuntimeError(
                 f"beta > 0: {len(changed)} tensors of the reference have changed since they were written: "

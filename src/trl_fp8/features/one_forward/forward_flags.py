@@ -1,6 +1,7 @@
 """Flags of one forward: whether the trainer computes as the engine does, and how it computes gradients then."""
 
 import logging
+import os
 from dataclasses import dataclass
 
 from trl_fp8.quantization.facts import format_named
@@ -52,7 +53,8 @@ class ForwardFlags(FlagGroup):
         """Whether the trainer's forward is the engine's."""
         return self.fp8_forward != "off"
 
-    def calls_engine(self) -> bool:
+    @property
+    def policy_calls_engine(self) -> bool:
         return self.one_forward
 
     def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
@@ -66,7 +68,9 @@ class ForwardFlags(FlagGroup):
         """Before TRL's own checks: `ValueError` for what cannot be."""
         if self.fp8_forward == "full":
             self.fp8_forward = "one_forward"
-            logger.warning("fp8_forward='full' is now called 'one_forward', which is used.")
+            # accelerate's logger, which knows the ranks, can be used only after TRL's own checks
+            if os.environ.get("RANK", "0") == "0":
+                logger.warning("fp8_forward='full' is now called 'one_forward', which is used.")
         for name, known in KNOWN.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"{name}={value!r} is not known. Use one of {list(known)}.")

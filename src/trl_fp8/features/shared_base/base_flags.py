@@ -26,7 +26,8 @@ class BaseFlags(FlagGroup):
         "in the engine, and are written once; a sync sends adapters alone (docs/lora.md).",
     )
 
-    def keeps_base_in_engine(self) -> bool:
+    @property
+    def base_in_engine(self) -> bool:
         return self.fp8_base
 
     def check_adapters(self, model: ModelConfig) -> None:

@@ -7,7 +7,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.run.output import checkpoint_bytes, require_output
+from trl_fp8.run.launch import checkpoint_bytes, require_output
 
 
 GIB = 2**30
