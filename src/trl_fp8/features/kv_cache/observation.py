@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trl_fp8.quantization.codec.kv_scales import logit_error
 from trl_fp8.quantization.codec.magnitudes import add_magnitudes
-from trl_fp8.quantization.facts.scaling import E4M3_MAX
+from trl_fp8.quantization.facts import E4M3_MAX
 
 
 if TYPE_CHECKING:

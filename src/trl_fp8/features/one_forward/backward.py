@@ -14,9 +14,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.codec.blockwise import quantize_activation
 from trl_fp8.quantization.codec.weights import quantize_fused
-from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.quantization.facts.scaling import ScaleFormat
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.facts import BLOCKS, FormatSpec, ScaleFormat
 
 
 # Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the

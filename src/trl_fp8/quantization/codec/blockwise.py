@@ -21,8 +21,7 @@ from typing import NamedTuple
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.facts.blocks import BLOCK, WEIGHT_AMAX_FLOOR
-from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, ScaleFormat, check_scale_format
+from trl_fp8.quantization.facts import ACTIVATION_AMAX_FLOOR, BLOCK, WEIGHT_AMAX_FLOOR, ScaleFormat, check_scale_format
 
 from .batches import in_batches
 from .digest import digest, digests

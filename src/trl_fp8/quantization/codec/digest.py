@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from trl_fp8.quantization.facts.keys import COLUMN_STEP
+from trl_fp8.quantization.facts import COLUMN_STEP
 
 from .batches import in_batches, places
 

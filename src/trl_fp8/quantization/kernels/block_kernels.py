@@ -11,14 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from trl_fp8.quantization.facts import keys
-from trl_fp8.quantization.facts.blocks import BLOCK
-from trl_fp8.quantization.facts.scaling import E4M3_MAX, ScaleFormat
+from trl_fp8.quantization import facts
+from trl_fp8.quantization.facts import BLOCK, E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
-COLUMN_STEP = tl.constexpr(keys.COLUMN_STEP)
+COLUMN_STEP = tl.constexpr(facts.COLUMN_STEP)
 
 
 def quantize_blocks(
