@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from trl_fp8.quantization.codec.kv_scales import logit_error
-from trl_fp8.quantization.codec.magnitudes import add_magnitudes
+from trl_fp8.quantization.codec.kv_scales import add_magnitudes, logit_error
 from trl_fp8.quantization.facts import E4M3_MAX
 
 
