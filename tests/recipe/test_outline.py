@@ -9,8 +9,8 @@ import transformers
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3ForCausalLM
 
 from testing import other_models, published, tiny_models
-from trl_fp8.recipe.caches import LayerCache
 from trl_fp8.recipe.from_model import outline_of, outline_of_pretrained
+from trl_fp8.recipe.outline import LayerCache
 from trl_fp8.recipe.recipe import is_vision
 
 

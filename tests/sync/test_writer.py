@@ -12,7 +12,7 @@ from trl_fp8.quantization.codec import blockwise
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.codec.weights import quantize_fused
-from trl_fp8.quantization.facts import BLOCKS
+from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.quantization.kernels import block_kernels as kernels
 from trl_fp8.recipe.from_model import persistent_buffers
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model

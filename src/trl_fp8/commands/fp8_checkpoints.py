@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 
 from trl_fp8.export.file_checksums import verify_export
 from trl_fp8.export.folder import free_folder
-from trl_fp8.quantization.facts import FORMATS, SCALE_FORMATS
+from trl_fp8.quantization.formats import FORMATS, SCALE_FORMATS
 
 from .model_config import model_config
 

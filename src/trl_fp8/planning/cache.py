@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from trl_fp8.recipe.caches import LayerCache
+from trl_fp8.recipe.outline import LayerCache
 
 
 BF16_BYTES, FP8_BYTES = 2, 1

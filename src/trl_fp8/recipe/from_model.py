@@ -11,9 +11,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import meta_device_safe_creation_ops
 
-from .caches import LayerCache, layer_caches
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape
-from .outline import Outline
+from .outline import LayerCache, Outline, layer_caches
 
 
 def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trl_fp8.quantization.facts import BLOCKS, FORMATS, check_scale_format, format_named
+from trl_fp8.quantization.formats import BLOCKS, FORMATS, check_scale_format, format_named
 
 from .flag import FlagGroup, flag
 

@@ -26,8 +26,7 @@ PRIVATE_NAMES = {  # owner -> name -> layers that use it
     "transformers.core_model_loading": {"_weight_conversions": "policy"},
     "transformers.initialization": {"_is_hf_initialized": "features"},
     "transformers.models.auto.configuration_auto._LazyConfigMapping": {"_extra_content": "engine"},
-    "torch": {"_foreach_copy_": "features quantization sync"}
-    | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
+    "torch": {"_foreach_copy_": "features sync"} | dict.fromkeys(["_foreach_max", "_foreach_neg"], "sync"),
     "torch.ops.aten": {
         **dict.fromkeys(["_flash_attention_backward", "_flash_attention_forward"], "features"),
         "_scaled_dot_product_flash_attention_for_cpu": "engine",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_fp8.quantization.codec.kv_scales import add_magnitudes, logit_error
-from trl_fp8.quantization.facts import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 
 if TYPE_CHECKING:

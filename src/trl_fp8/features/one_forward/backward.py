@@ -2,7 +2,7 @@
 
 The forward is the engine's. What is left are weights whose codes an engine holds in parts only, and with
 `fp8_backward="fp8"` the operands of both backward GEMMs: rounded to e4m3, weights as their format says
-(`quantization.facts`), the others in groups of 128 along the dim that the GEMM contracts.
+(`quantization.formats`), the others in groups of 128 along the dim that the GEMM contracts.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.codec.blockwise import quantize_activation
 from trl_fp8.quantization.codec.weights import quantize_fused
-from trl_fp8.quantization.facts import BLOCKS, FormatSpec, ScaleFormat
+from trl_fp8.quantization.formats import BLOCKS, FormatSpec, ScaleFormat
 
 
 # Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the

@@ -21,7 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.facts import ACTIVATION_AMAX_FLOOR, BLOCK, WEIGHT_AMAX_FLOOR, ScaleFormat, check_scale_format
+from trl_fp8.quantization.formats import (
+    ACTIVATION_AMAX_FLOOR,
+    BLOCK,
+    WEIGHT_AMAX_FLOOR,
+    ScaleFormat,
+    check_scale_format,
+)
 
 from .digest import digest
 from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
@@ -85,7 +91,7 @@ def quantize_activation(
 
     Args:
         activation: `[..., K]`, floating point; a group that K does not fill counts as padded with zeros.
-        scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `facts.scaling.ActivationScaling`.
+        scale_format, amax_floor, reciprocal: What the engine's kernel uses, see `formats.ActivationScaling`.
         group: Elements that share a scale.
 
     Returns:

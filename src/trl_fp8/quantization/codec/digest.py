@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from trl_fp8.quantization.facts import COLUMN_STEP
+from trl_fp8.quantization.formats import COLUMN_STEP
 
 
 _PART = 2**18  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small

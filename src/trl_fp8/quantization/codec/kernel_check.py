@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import torch
 
-from trl_fp8.quantization.facts import BLOCK, SCALE_FORMATS, WEIGHT_AMAX_FLOOR
+from trl_fp8.quantization.formats import BLOCK, SCALE_FORMATS, WEIGHT_AMAX_FLOOR
 
 from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
 from .digest import Table, digest, digests_of_sent

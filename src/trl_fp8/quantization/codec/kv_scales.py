@@ -14,7 +14,7 @@ from math import log
 
 import torch
 
-from trl_fp8.quantization.facts import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 from .e4m3 import ceil_pow2
 

@@ -11,13 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from trl_fp8.quantization import facts
-from trl_fp8.quantization.facts import BLOCK, E4M3_MAX, ScaleFormat
+from trl_fp8.quantization import formats
+from trl_fp8.quantization.formats import BLOCK, E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
-COLUMN_STEP = tl.constexpr(facts.COLUMN_STEP)
+COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
 
 
 def quantize_blocks(

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trl_fp8.quantization.facts import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 
 ELEMENTS = 4096  # per program, whole tokens

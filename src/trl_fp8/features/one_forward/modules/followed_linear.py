@@ -30,7 +30,7 @@ from trl_fp8.engine.kernels import Adapter, Linear
 from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.policy.held_codes import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
-from trl_fp8.quantization.facts import BLOCK
+from trl_fp8.quantization.formats import BLOCK
 
 from .gemm import gemm_for
 

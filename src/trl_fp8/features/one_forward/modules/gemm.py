@@ -21,7 +21,7 @@ from torch.nn.functional import ScalingType
 from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
-from trl_fp8.quantization.facts import BLOCK
+from trl_fp8.quantization.formats import BLOCK
 
 
 Gemm = Callable[[Float8Tensor, Float8Tensor], Tensor]
