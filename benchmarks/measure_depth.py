@@ -35,7 +35,7 @@ from vllm import SamplingParams
 from testing import record
 from testing.processes import alone
 from trl_fp8.features.kv_cache.calibration import PROMPTS_ONLY_MARGIN
-from trl_fp8.quantization.facts import FORMATS
+from trl_fp8.quantization.formats import FORMATS
 
 from . import harness, shapes, table
 from .deep_policies import TRAINED, CheckpointPolicy, DeepPolicy, RandomPolicy, TrainedPolicy

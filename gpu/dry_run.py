@@ -314,8 +314,8 @@ def _note_kernels(found: Found, config: "VllmConfig", engine: "nn.Module", polic
         quantizes_query,
     )
     from trl_fp8.features.kv_cache.engine_scales import fp8_attention_layers
-    from trl_fp8.recipe.caches import kv_layers
     from trl_fp8.recipe.from_model import caches_of
+    from trl_fp8.recipe.outline import kv_layers
 
     compilation = config.compilation_config
     found.compiled, found.graphs = compilation.mode.name, compilation.cudagraph_mode.name

@@ -39,8 +39,7 @@ from vllm.model_executor.layers.quantization import fp8
 
 from trl_fp8 import config
 from trl_fp8.quantization.codec.blockwise import quantize_activation
-from trl_fp8.quantization.facts.blocks import BLOCK
-from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, ScaleFormat
+from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, BLOCK, ScaleFormat
 from trl_fp8.recipe import recipe
 
 

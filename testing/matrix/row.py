@@ -20,7 +20,7 @@ from trl_fp8.features.one_forward.witness.findings import Findings
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES
-from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for

@@ -18,7 +18,7 @@ from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cuda, platform_of
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
-from trl_fp8.quantization.facts.tensor import TENSOR
+from trl_fp8.quantization.formats import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

@@ -12,7 +12,7 @@ from testing import engines, tiny_models
 from trl_fp8.engine.vllm import gemms
 from trl_fp8.engine.vllm.cpu.reference_linear import ReferenceFp8BlockKernel, register_cpu_kernel
 from trl_fp8.engine.vllm.gemms import DECIDES, Gemm, fastest, pinned_gemm
-from trl_fp8.quantization.facts import FORMATS
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.upstream.vllm import engine_model

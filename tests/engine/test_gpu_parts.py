@@ -15,7 +15,7 @@ from testing.processes import free_port
 from trl_fp8.engine.vllm.gemms import Gemm
 from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
 from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients, in_flash_attention, plain_gradients
-from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.upstream.vllm import engine_config, engine_model
 
 

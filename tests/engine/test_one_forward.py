@@ -20,7 +20,7 @@ from trl_fp8.features.one_forward.modules.between import FollowedEmbedding, Foll
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.quantization.codec.blockwise import quantize_activation
-from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.recipe.families import types_with
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.upstream.vllm import engine_model

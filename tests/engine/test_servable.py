@@ -27,9 +27,9 @@ from trl_fp8.engine.vllm.environment import classes_derived, configs_kept
 from trl_fp8.engine.vllm.layout import _dealt, _joined, engine_layout
 from trl_fp8.export.export import published
 from trl_fp8.recipe import names, servable
-from trl_fp8.recipe.caches import layer_caches
 from trl_fp8.recipe.families import FAMILIES, family_of, types_with
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
+from trl_fp8.recipe.outline import layer_caches
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync.audit import audit
 from trl_fp8.sync.pieces import Piece

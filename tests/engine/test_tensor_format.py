@@ -11,7 +11,7 @@ from trl.trainer.utils import ensure_master_addr_port
 from testing import engines
 from testing.rollouts import follow
 from trl_fp8.export.export import INDEX, export_fp8
-from trl_fp8.quantization.facts.scaling import FLOORED_SCALE_AMAX
+from trl_fp8.quantization.formats import FLOORED_SCALE_AMAX
 from trl_fp8.upstream.vllm import engine_model
 
 

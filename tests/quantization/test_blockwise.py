@@ -11,7 +11,7 @@ from torchao.quantization.granularity import PerBlock
 
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
 from trl_fp8.quantization.codec.e4m3 import ceil_pow2
-from trl_fp8.quantization.facts.scaling import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 
 ALIGNED = [(128, 128), (256, 384), (3, 128, 256), (2, 2, 128, 128)]

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from testing.ptx import compiled
 from tests.quantization.interpreted import results_of
-from trl_fp8.quantization.codec import magnitudes
+from trl_fp8.quantization.codec import kv_scales
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.kernels.cache_kernels import (
     ELEMENTS,
@@ -90,7 +90,7 @@ def magnitude_differences(device="cpu"):
     for number, (name, states) in enumerate(examples(device).items()):
         every = masks(states.shape[0], states.shape[2])
         for which in [list(every)[number // 2 % len(every)]] if name.startswith("torch") else every:
-            expected = added(magnitudes.add_magnitudes, states.cpu(), every[which])
+            expected = added(kv_scales.add_magnitudes, states.cpu(), every[which])
             if not same(added(add_magnitudes, states, every[which]), expected):
                 found.append(f"{name}, {which}")
     return found

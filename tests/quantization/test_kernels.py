@@ -79,15 +79,13 @@ def differences(device="cpu"):
                 source = values.bfloat16() if rounded else values
                 expected = quantized(source, square, *scaling)
                 places = [a_part_of_a_larger_one(part.shape, part.dtype, device) for part in expected]
-                # What is written to has rows that are steps of one stride
-                into = tuple(view for view, _ in places) if name != "halves" or square else None
-                sums = torch.tensor([5, 7], device=device)
+                into = tuple(view for view, _ in places) if square else None
+                sums = torch.tensor([5, 7], device=device) if square and values.shape[-1] % 4 == 0 else None
                 options = {"round_to_bf16": rounded, "into": into, "sums": sums}
                 results = [part.cpu() for part in quantize_blocks(values.to(device), square, *scaling, **options)]
-                checks = {
-                    "results": all(map(same, results, expected)),
-                    "checksums": sums.tolist() == [digest(results[0]) + 5, digest(results[1]) + 7],
-                }
+                checks = {"results": all(map(same, results, expected))}
+                if sums is not None:
+                    checks["checksums"] = sums.tolist() == [digest(results[0]) + 5, digest(results[1]) + 7]
                 if not rounded:
                     alone = [part.cpu() for part in quantize_blocks(values.to(device), square, *scaling)]
                     checks["results without checksums"] = all(map(same, alone, expected))
@@ -103,20 +101,19 @@ def differences_of_parts(device="cpu"):
     """The tensors whose parts, as ranks hold them, do not add up to the checksums of the whole."""
     found = []
     generator = torch.Generator().manual_seed(0)
-    for shape, cut in [((300, 260), 128), ((300, 130), 128), ((300, 131), 256), ((3, 130, 260), 1), ((5, 40, 33), 3)]:
+    for shape, cut in [((300, 260), 128), ((300, 132), 128), ((300, 132), 256), ((3, 130, 260), 1), ((5, 40, 36), 3)]:
         whole = torch.randn(shape, generator=generator)
-        for square in (True, False):
-            codes, scale = quantized(whole, square, "pow2", 1e-12)
-            sums = torch.zeros(2, dtype=torch.int64, device=device)
-            into = torch.empty_like(codes, device=device), torch.empty_like(scale, device=device)
-            scale_cut = -(-cut // 128) if square and len(shape) == 2 else cut
-            for rows, scale_rows in ((slice(cut), slice(scale_cut)), (slice(cut, None), slice(scale_cut, None))):
-                first = [codes[: rows.start or 0, ..., 0].numel(), scale[: scale_rows.start or 0, ..., 0].numel()]
-                parts = into[0][rows], into[1][scale_rows]
-                quantize_blocks(whole[rows].to(device), square, "pow2", 1e-12, into=parts, sums=sums, first_rows=first)
-            same_codes = torch.equal(into[0].cpu().view(torch.uint8), codes.view(torch.uint8))
-            if not same_codes or sums.tolist() != [digest(codes), digest(scale)]:
-                found.append((shape, square))
+        codes, scale = quantized(whole, True, "pow2", 1e-12)
+        sums = torch.zeros(2, dtype=torch.int64, device=device)
+        into = torch.empty_like(codes, device=device), torch.empty_like(scale, device=device)
+        scale_cut = -(-cut // 128) if len(shape) == 2 else cut
+        for rows, scale_rows in ((slice(cut), slice(scale_cut)), (slice(cut, None), slice(scale_cut, None))):
+            first = [codes[: rows.start or 0, ..., 0].numel(), scale[: scale_rows.start or 0, ..., 0].numel()]
+            parts = into[0][rows], into[1][scale_rows]
+            quantize_blocks(whole[rows].to(device), True, "pow2", 1e-12, into=parts, sums=sums, first_rows=first)
+        same_codes = torch.equal(into[0].cpu().view(torch.uint8), codes.view(torch.uint8))
+        if not same_codes or sums.tolist() != [digest(codes), digest(scale)]:
+            found.append(shape)
     return found
 
 
@@ -212,7 +209,7 @@ def types_and_constants(dtype, square, pow2, columns, **options):
     options = {"sums": None, "BF16": False} | options
     types |= {name: kind for name, kind in options.items() if isinstance(kind, str)}
     constants = {"SQUARE": square, "POW2": pow2, "HEIGHT": 128 if square else ROWS, "WIDTH": 128, "LIMIT": 448.0}
-    constants |= {"column_stride": 1, "code_column_stride": 1, "WHOLE_WORDS": columns == "i32 16"}
+    constants |= {"column_stride": 1, "code_column_stride": 1}
     return types, constants | {name: value for name, value in options.items() if name not in types}
 
 
@@ -231,18 +228,17 @@ def test_hopper_divides_exactly_rounds_to_nearest_and_reads_16_bytes_at_a_time(p
     assert re.findall(r"(?:atom|red)\.\S*global\S*", text) == []
 
 
-@pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
-@pytest.mark.parametrize("columns", ["i32 16", "i32"], ids=["whole words", "ragged"])
+@pytest.mark.parametrize("columns", ["i32 16", "i32"], ids=["whole blocks", "ragged"])
 @pytest.mark.parametrize("arch", [89, 90, 100])
-def test_sums_cost_a_relaxed_addition_each_and_no_spills(compiled, square, columns, arch):
-    types, constants = types_and_constants("fp32", square, False, columns, sums="*i64", BF16=True)
-    text, registers, spilled = compiled(_quantize, types, constants, 8 if square else 4, arch)
+def test_sums_cost_a_relaxed_addition_each_and_no_spills(compiled, columns, arch):
+    types, constants = types_and_constants("fp32", True, False, columns, sums="*i64", BF16=True)
+    text, registers, spilled = compiled(_quantize, types, constants, 8, arch)
     added = re.findall(r"(?:atom|red)\.\S*global\S*|membar\S*|fence\S*", text)
     assert added == ["red.global.gpu.relaxed.add.u64"] * 2
     assert re.search(r"cvt\.rn\.bf16", text)
     assert spilled == 0
-    if columns == "i32 16":  # two blocks, or eight tiles of rows and more than half of another, at once
-        assert registers <= 128 if square else registers <= 80
+    if columns == "i32 16":
+        assert registers <= 128  # two blocks at once
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])

@@ -16,7 +16,7 @@ from trl_fp8.quantization.codec.kv_scales import (
     logit_error,
     outlier_layers,
 )
-from trl_fp8.quantization.facts.scaling import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 
 @pytest.mark.parametrize("margin", [1.0, 1.05, 2.0])

@@ -11,9 +11,7 @@ from testing.quantization_counter import QuantizationCounter
 from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.weights import dead_scale, quantize_as_engine, quantize_fused, stored_scale
-from trl_fp8.quantization.facts import FORMATS, format_named
-from trl_fp8.quantization.facts.scaling import FLOORED_SCALE_AMAX, ActivationScaling
-from trl_fp8.quantization.facts.tensor import TENSOR
+from trl_fp8.quantization.formats import FLOORED_SCALE_AMAX, FORMATS, TENSOR, ActivationScaling, format_named
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
 from trl_fp8.sync.weight_stream import weight_stream

@@ -5,16 +5,22 @@ from math import prod
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+import transformers
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Qwen3ForCausalLM
 
 from testing import other_models, published, tiny_models
-from trl_fp8.recipe.caches import LayerCache
 from trl_fp8.recipe.from_model import outline_of, outline_of_pretrained
+from trl_fp8.recipe.outline import LayerCache
 from trl_fp8.recipe.recipe import is_vision
 
 
+ORIGINAL = "original_max_position_embeddings"  # up to it longrope takes its factors for short sequences
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 32, "long_factor": [4.0] * 32}
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, ORIGINAL: 128}
+NESTED = {
+    "full_attention": LONGROPE | {ORIGINAL: 48},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 
 
 def outline_of_config(folder, **fields):
@@ -44,14 +50,32 @@ def test_a_flat_config_of_a_vision_language_model_is_read_as_one_of_today(tmp_pa
     [
         ("qwen3", {}, (0, False, "silu")),
         ("gemma2", {}, (0, False, "gelu_pytorch_tanh")),
-        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}, (64, True, "silu")),
+        ("phi3", {"rope_parameters": LONGROPE, ORIGINAL: 64}, (64, True, "silu")),
+        ("phi3", {"rope_parameters": LONGROPE | {ORIGINAL: 32}, ORIGINAL: 64}, (64, True, "silu")),
+        ("llama", {"rope_parameters": LONGROPE | {ORIGINAL: 32}}, (32, True, "silu")),
         ("llama", {"rope_parameters": YARN}, (0, True, "silu")),
+        ("gemma3_text", {"rope_parameters": NESTED}, (48, True, "gelu_pytorch_tanh")),
     ],
 )
 def test_what_a_config_says_of_positions_and_activations(architecture, options, expected, tmp_path):
     tiny_models.config(architecture, **options).save_pretrained(tmp_path)
     found = outline_of_pretrained(str(tmp_path))
     assert (found.turned_alike, found.is_stretched, found.activation) == expected
+
+
+class DropPaths(Qwen3ForCausalLM):
+    """Numbers are computed while it is built, which a tensor on the meta device does not have."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.rates = [rate.item() for rate in torch.linspace(0, 0.1, config.num_hidden_layers)]
+
+
+def test_a_class_that_computes_while_it_is_built_is_built_as_from_pretrained_builds_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(transformers, "DropPaths", DropPaths, raising=False)
+    policy = DropPaths(tiny_models.config("qwen3"))
+    found = outline_of_config(tmp_path, **policy.config.to_dict() | {"architectures": ["DropPaths"]})
+    assert found.class_name == "DropPaths" and found.parameters == outline_of(policy).parameters
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from testing import published
 from trl_fp8.quantization.codec.blockwise import Destination, quantize_into, quantize_weight
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.facts.tensor import TENSOR
+from trl_fp8.quantization.formats import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
 from trl_fp8.sync import shards
 from trl_fp8.sync.pieces import Layout, Piece, Span

@@ -17,9 +17,7 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
-from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.quantization.facts.scaling import ActivationScaling
-from trl_fp8.quantization.facts.tensor import TENSOR
+from trl_fp8.quantization.formats import BLOCKS, TENSOR, ActivationScaling
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

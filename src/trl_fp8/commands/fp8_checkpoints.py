@@ -3,8 +3,7 @@
 from argparse import ArgumentParser, Namespace
 
 from trl_fp8.export.file_checksums import verify_export
-from trl_fp8.quantization.facts import FORMATS
-from trl_fp8.quantization.facts.scaling import SCALE_FORMATS
+from trl_fp8.quantization.formats import FORMATS, SCALE_FORMATS
 from trl_fp8.run.registration import Command
 
 

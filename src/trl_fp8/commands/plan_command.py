@@ -19,7 +19,7 @@ from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.planning.capacity import COMPLETIONS, CONTEXT, LORA_RANK, MOST_PROMPT, SIZES, Planner, Setup
 from trl_fp8.planning.plan import GIB, Plan, format_bytes, plan_for
 from trl_fp8.planning.trainer_memory import BYTES, Training
-from trl_fp8.quantization.facts import FORMATS
+from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe import from_model
 from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.messages import listed

@@ -26,7 +26,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from trl_fp8.quantization.facts.scaling import ActivationScaling
+from trl_fp8.quantization.formats import ActivationScaling
 from trl_fp8.sync.audit import Replicas
 from trl_fp8.sync.delivery import SyncReport, Tensors
 from trl_fp8.sync.writer import Named

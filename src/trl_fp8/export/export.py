@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_fp8.planning.plan import plan_for_model
 from trl_fp8.quantization.codec.kv_scales import KVScales
-from trl_fp8.quantization.facts.blocks import BLOCKS
+from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.from_model import outline_of, persistent_buffers
 from trl_fp8.recipe.names import checkpoint_name, published_names

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import FormatSpec
 
 
 # metric -> what it is called in the card

@@ -12,8 +12,7 @@ from math import prod
 
 from torch import nn
 
-from trl_fp8.recipe.caches import LayerCache
-from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.outline import LayerCache, Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
 

@@ -27,8 +27,8 @@ from transformers.masking_utils import AttentionMaskInterface, causal_mask_funct
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_fp8.quantization.codec.e4m3 import cache_round_trip
-from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of
+from trl_fp8.recipe.outline import kv_layers
 
 from .model import transformers_model
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoConfig, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel, ProcessorMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.facts import format_stored
+from trl_fp8.quantization.formats import format_stored
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import expert_modules
 

@@ -9,13 +9,10 @@ import transformers
 from accelerate.utils import is_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.initialization import meta_device_safe_creation_ops
 
-from .caches import LayerCache, layer_caches
 from .names import TRANSFORMERS, checkpoint_name, expert_modules, expert_weights, full_shape, is_router, routers
-from .outline import Outline
-
-
-ORIGINAL = "original_max_position_embeddings"  # up to it longrope takes its factors for short sequences
+from .outline import LayerCache, Outline, layer_caches
 
 
 def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
@@ -31,7 +28,7 @@ def outline_of_pretrained(model: str, revision: str | None = None) -> Outline:
     try:
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=False)
         named = getattr(transformers, (config.architectures or [""])[0], None)
-        with torch.device("meta"):
+        with torch.device("meta"), meta_device_safe_creation_ops():  # as from_pretrained builds it
             made = named(config) if named else AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         return outline_of(made)
     except OSError:
@@ -48,7 +45,8 @@ def outline_of(model: nn.Module) -> Outline:
     """Names and shapes of a causal LM."""
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each kind of layers
-    kinds = [part.get("rope_type") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict) and part.get("rope_type")]
+    longropes = [part for part in ropes if part["rope_type"] == "longrope"]
     base = model.get_base_model() if is_peft_model(model) else model
     class_name = type(base).__name__
     kv_heads, head_dim = _heads(text)
@@ -72,8 +70,9 @@ def outline_of(model: nn.Module) -> Outline:
         experts_per_token=getattr(text, "num_experts_per_tok", None) or 0 if experts else 0,
         top_k_routers=bool(experts) and all(map(is_router, routers(base).values())),
         context=getattr(text, "max_position_embeddings", None) or 0,
-        turned_alike=(getattr(text, ORIGINAL, None) or rope.get(ORIGINAL) or 4096) if kinds[0] == "longrope" else 0,
-        is_stretched=any(kind not in (None, "default") for kind in kinds),
+        # transformers' configs fill it in, also from the field of the same name outside of rope_parameters
+        turned_alike=min((part["original_max_position_embeddings"] for part in longropes), default=0),
+        is_stretched=any(part["rope_type"] != "default" for part in ropes),
         activation=getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None) or "",
         stored_as=_stored_as(model.config),
     )

@@ -16,10 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from trl_fp8.quantization.facts import FORMATS, format_named
-from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.quantization.facts.scaling import ScaleFormat
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import BLOCKS, FORMATS, FormatSpec, ScaleFormat, format_named
 
 from .families import family_of
 from .messages import listed

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trl_fp8.quantization.facts import FORMATS, format_named
-from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.quantization.facts.scaling import check_scale_format
+from trl_fp8.quantization.formats import BLOCKS, FORMATS, check_scale_format, format_named
 
 from .flag import FlagGroup, flag
 

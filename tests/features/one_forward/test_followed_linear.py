@@ -17,7 +17,7 @@ from testing.quantization_counter import QuantizationCounter
 from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.features.one_forward.modules import followed_linear as module
 from trl_fp8.features.one_forward.modules.followed_linear import FusedCall
-from trl_fp8.quantization.facts.tensor import TENSOR
+from trl_fp8.quantization.formats import TENSOR
 
 
 # (leading dims, K, N, bias)

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.facts import FORMATS, format_stored
+from trl_fp8.quantization.formats import FORMATS, format_stored
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import HELD
 

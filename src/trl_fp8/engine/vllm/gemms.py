@@ -36,8 +36,7 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import (
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.codec.weights import quantize_as_engine, quantize_fused
-from trl_fp8.quantization.facts.scaling import ScaleFormat
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import FormatSpec, ScaleFormat
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -22,9 +22,7 @@ from vllm.model_executor.models.gpt_oss import GptOssRoutedExperts
 
 from trl_fp8.quantization.codec.kv_scales import QKV
 from trl_fp8.quantization.codec.weights import held_weight
-from trl_fp8.quantization.facts import FORMATS
-from trl_fp8.quantization.facts.blocks import BLOCKS
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import BLOCKS, FORMATS, FormatSpec
 from trl_fp8.recipe.names import FUSED, HELD, PARTS, sent_expert_name
 from trl_fp8.recipe.servable import REMEDY
 from trl_fp8.sync.pieces import Joined, Layout, Piece, Span

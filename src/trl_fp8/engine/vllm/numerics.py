@@ -8,7 +8,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
-from trl_fp8.quantization.facts.scaling import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:

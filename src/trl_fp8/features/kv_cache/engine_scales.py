@@ -15,9 +15,9 @@ from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, QKV, KVScales
-from trl_fp8.recipe.caches import kv_layers
 from trl_fp8.recipe.from_model import caches_of
 from trl_fp8.recipe.messages import listed
+from trl_fp8.recipe.outline import kv_layers
 from trl_fp8.recipe.servable import REMEDY
 
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from trl_fp8.policy.hook import AttentionHook
-from trl_fp8.quantization.codec.kv_scales import logit_error
-from trl_fp8.quantization.codec.magnitudes import add_magnitudes
-from trl_fp8.quantization.facts.scaling import E4M3_MAX
+from trl_fp8.quantization.codec.kv_scales import add_magnitudes, logit_error
+from trl_fp8.quantization.formats import E4M3_MAX
 
 
 class QKVObservation:

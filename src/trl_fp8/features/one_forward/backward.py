@@ -1,7 +1,7 @@
 """How a trainer with one forward computes backward GEMMs, decided once for all layers.
 
 The engine computes the forward. With `fp8_backward="fp8"` the operands of both backward GEMMs are rounded to e4m3:
-weights as their format says (`quantization.facts`), the others in groups of 128 along the dim that the GEMM contracts.
+weights as their format says (`quantization.formats`), the others in groups of 128 along the dim that the GEMM contracts.
 Flag fp8_gemm_backend says how two quantized operands are multiplied:
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
@@ -22,9 +22,7 @@ from torchao.quantization import Float8Tensor
 
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.quantization.codec.weights import quantize_fused
-from trl_fp8.quantization.facts.blocks import BLOCK, BLOCKS
-from trl_fp8.quantization.facts.scaling import ScaleFormat
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import BLOCK, BLOCKS, FormatSpec, ScaleFormat
 
 
 # Gradients of a loss that is a mean over many tokens are far below any activation; the floor only has to keep the

@@ -4,7 +4,7 @@ import logging
 import os
 from dataclasses import dataclass
 
-from trl_fp8.quantization.facts import format_named
+from trl_fp8.quantization.formats import format_named
 from trl_fp8.recipe.families import family_of, types_with
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.run.flag import FlagGroup, flag

@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
-from trl_fp8.quantization.facts.blocks import BLOCK, BLOCKS
+from trl_fp8.quantization.formats import BLOCK, BLOCKS
 from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.names import WRAPPED, WRAPPED_OTHERWISE, published_names
 from trl_fp8.recipe.recipe import FP8Recipe

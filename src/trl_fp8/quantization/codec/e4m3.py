@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from trl_fp8.quantization.facts.scaling import E4M3_MAX, ScaleFormat
+from trl_fp8.quantization.formats import E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn

@@ -7,13 +7,12 @@ from importlib.metadata import version
 
 import torch
 
-from trl_fp8.quantization.facts.blocks import BLOCK, WEIGHT_AMAX_FLOOR
-from trl_fp8.quantization.facts.scaling import SCALE_FORMATS
+from trl_fp8.quantization.formats import BLOCK, SCALE_FORMATS, WEIGHT_AMAX_FLOOR
 
 from .blockwise import Destination, dequantize_weight, quantize_activation, quantize_into, quantize_weight
 from .digest import Table, digest, digests_of_sent
 from .e4m3 import E4M3, cache_round_trip
-from .magnitudes import add_magnitudes
+from .kv_scales import add_magnitudes
 
 
 def require_exact_kernels(device: torch.device) -> None:

@@ -1,9 +1,11 @@
-"""Per-tensor scales of an FP8 KV cache, from the largest magnitudes of q, k and v.
+"""Magnitudes of q, k and v, and the per-tensor scales of an FP8 KV cache that are made from the largest.
 
 A scale one step too small saturates K and destroys the attention (measured on a tiny Qwen3: mean log-prob difference
 0.06 -> 5.0). One several steps too large costs next to nothing: e4m3's relative error is the same anywhere in its
 normal range. Hence amax times a margin, rounded up to a power of two, which is exact in BF16 too (vLLM reads a
 checkpoint's scales as BF16).
+
+Shape letters: L layers, B sequences, H heads, G KV heads, T tokens, D head size.
 """
 
 from collections.abc import Collection
@@ -12,7 +14,7 @@ from math import log
 
 import torch
 
-from trl_fp8.quantization.facts.scaling import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 from .e4m3 import ceil_pow2
 
@@ -44,6 +46,40 @@ class KVScales:
 
     def scale(self, layer: int, which: str) -> float:
         return self.values[layer, QKV.index(which)].item()
+
+
+def add_magnitudes(
+    states: torch.Tensor,
+    real_BT: torch.Tensor,
+    amax: torch.Tensor,
+    elements: torch.Tensor,
+    limit: torch.Tensor | None = None,
+    beyond: torch.Tensor | None = None,
+) -> None:
+    """Add the magnitudes of q, k or v of an attention call to those of other calls, without a wait for the device.
+
+    Args:
+        states: `[B, H, T, D]`, floating point, any strides.
+        real_BT: Which tokens count, bool, any strides.
+        amax: 0-d, fp32, not negative; raised to the largest magnitude, of which NaN is larger than all others.
+        elements: 0-d, fp64; the number of elements is added.
+        limit: 0-d, fp32, exact in the dtype of `states`.
+        beyond: With `limit`: 0-d, fp64; the number of elements whose magnitude is above it is added.
+    """
+    if states.is_cuda:
+        from trl_fp8.quantization.kernels.cache_kernels import add_magnitudes as by_kernel  # needs Triton
+
+        by_kernel(states, real_BT, amax, elements, limit, beyond)
+        return
+    padded_BT = ~real_BT
+    values = states.abs()  # vector_norm needs no temporary, but takes ten times as long on CPU
+    # Padding is left out of the B x T results: to leave it out of the states would copy them once more
+    largest = values.amax((1, 3)).masked_fill_(padded_BT, 0).amax().float()
+    torch.maximum(amax, largest, out=amax)
+    elements.add_(real_BT.sum() * (values.shape[1] * values.shape[3]))
+    if limit is not None:
+        beyond_BT = values.gt_(limit).sum((1, 3), dtype=torch.float32)  # ones and zeros, in the states' own dtype
+        beyond.add_(beyond_BT.masked_fill_(padded_BT, 0).sum())
 
 
 def kv_scales_from_amax(

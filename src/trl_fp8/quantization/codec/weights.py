@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.quantization.facts.scaling import ActivationScaling, ScaleFormat
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import ActivationScaling, FormatSpec, ScaleFormat
 
 from .blockwise import quantize_activation, quantize_weight
 from .e4m3 import scale_from_amax

@@ -11,14 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
-from trl_fp8.quantization.facts import keys
-from trl_fp8.quantization.facts.blocks import BLOCK
-from trl_fp8.quantization.facts.scaling import E4M3_MAX, ScaleFormat
+from trl_fp8.quantization import formats
+from trl_fp8.quantization.formats import BLOCK, E4M3_MAX, ScaleFormat
 
 
 E4M3 = torch.float8_e4m3fn
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
-COLUMN_STEP = tl.constexpr(keys.COLUMN_STEP)
+COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
 
 
 def quantize_blocks(
@@ -38,7 +37,8 @@ def quantize_blocks(
         values: `[..., N, K]`, any strides. Without `square` `[..., K]`.
         round_to_bf16: Quantize `values.bfloat16()`, which is rounded in registers.
         into: Codes and scales to write to, in the shapes that are returned and any strides. None: new ones.
-        sums: int64 `[2]`: the checksums (`digest`) of the codes and of the scales are added to it.
+        sums: With `square`, and K a multiple of 4: the checksums (`digest`) of the codes and of the scales are added
+            to this int64 `[2]`.
         first_rows: Rows of codes and of scales, leading dims counted, that come before these in a larger tensor:
             `sums` of all its parts add up to its checksums.
 
@@ -50,27 +50,25 @@ def quantize_blocks(
     """
     matrices = values.reshape(_matrices(values.shape, square))
     count, rows, columns = matrices.shape
+    assert sums is None or (square and columns % 4 == 0)
+    height, warps = (BLOCK, 8) if square else (ROWS, 4)
     blocks = triton.cdiv(columns, BLOCK)
-    lead = values.shape[:-2] if square else values.shape[:-1]
-    scale_shape = (*lead, triton.cdiv(rows, BLOCK), blocks) if square else (*lead, blocks)
-    if into is None:
-        codes = torch.empty(values.shape, dtype=E4M3, device=values.device)
-        if square:
-            scale = torch.empty(scale_shape, dtype=torch.float32, device=values.device)
-        else:  # column by column, as cuBLASLt reads scales of rows
-            scale = torch.empty((blocks, rows), dtype=torch.float32, device=values.device).t().view(scale_shape)
-    else:
+    scale_shape = (*values.shape[:-2], triton.cdiv(rows, BLOCK), blocks) if square else (*values.shape[:-1], blocks)
+    if into is not None:
         codes, scale = into
+    else:
+        codes = torch.empty(values.shape, dtype=E4M3, device=values.device)
+        scale = torch.empty(scale_shape, dtype=torch.float32, device=values.device)
+        if not square:  # column by column, as cuBLASLt reads scales of rows
+            scale = scale.view(blocks, rows).t().view(scale_shape)
     code_matrices = _destination("codes", codes, values.shape, E4M3, square)
     scale_matrices = _destination("scales", scale, scale_shape, torch.float32, square)
-    height, warps = (BLOCK, 8) if square else (ROWS, 4)
     if values.numel():
         with torch.cuda.device_of(values):
             tensors = matrices, code_matrices, scale_matrices
             strides = [stride for tensor in tensors for stride in tensor.stride()]
             constants = {"SQUARE": square, "POW2": scale_format == "pow2", "HEIGHT": height, "WIDTH": BLOCK}
-            constants |= {"LIMIT": E4M3_MAX, "WHOLE_WORDS": columns % 4 == 0}
-            constants["BF16"] = round_to_bf16 and values.dtype != torch.bfloat16
+            constants |= {"LIMIT": E4M3_MAX, "BF16": round_to_bf16 and values.dtype != torch.bfloat16}
             numbers = rows, columns, *strides, *first_rows, amax_floor
             grid = triton.cdiv(rows, height), blocks, count
             _quantize[grid](*tensors, sums, *numbers, **constants, num_warps=warps)
@@ -108,7 +106,7 @@ def _destination(
     except RuntimeError as error:
         raise ValueError(
             f"{name} are to be written into shape {tuple(shape)} with strides {tensor.stride()}: "
-            f"{'leading dims' if square else 'dims before the last'} need to be steps of one stride. Pass parts."
+            "leading dims need to be steps of one stride. Pass parts."
         ) from error
 
 
@@ -146,7 +144,6 @@ def _quantize(
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     LIMIT: tl.constexpr,
-    WHOLE_WORDS: tl.constexpr,  # in a row of codes
 ):
     matrix = tl.program_id(2).to(tl.int64)
     row, column, inside = tile(rows, columns, HEIGHT, WIDTH)
@@ -190,39 +187,20 @@ def _quantize(
     # 4. Checksums of both while they are in registers: reading them again would cost as much as writing them. Which
     # program adds first does not matter, so that the additions need no order ("relaxed")
     if sums is not None:
+        # Sums are linear, so that no word has to be put together: a byte counts as much as the word whose other bytes
+        # are zero. A key rises by 2 COLUMN_STEP from word to word: two plain sums of a row, and one 64-bit product for
+        # each
         byte = tl.where(inside, code.to(tl.uint8, bitcast=True).to(tl.int32), 0)
-        start = first_row + matrix * rows
-        tl.atomic_add(sums, _sum_of_codes(byte, start, columns, HEIGHT, WIDTH, WHOLE_WORDS), sem="relaxed")
-        word = inverse.to(tl.int32, bitcast=True).to(tl.int64)  # a scale is a word of its own
-        step = tl.program_id(1).to(tl.int64) * COLUMN_STEP
-        if SQUARE:
-            scale_row = first_scale_row + matrix * tl.num_programs(0) + tl.program_id(0)
-            tl.atomic_add(sums + 1, word * (2 * (scale_row + step) + 1), sem="relaxed")
-        else:
-            keyed = tl.where(row < rows, word * (2 * (first_scale_row + row + step) + 1), 0)
-            tl.atomic_add(sums + 1, tl.sum(keyed, axis=0), sem="relaxed")
-
-
-@triton.jit
-def _sum_of_codes(byte, start, columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, WHOLE_WORDS: tl.constexpr):
-    """What bytes `[HEIGHT, WIDTH]` of a program add to a checksum. Row 0 of its matrix is the tensor's row `start`."""
-    row = start + tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
-    column = tl.program_id(1).to(tl.int64) * WIDTH
-    # 1. The key of the word in which this program's part of each row begins, and how many bytes of it come before
-    if WHOLE_WORDS:
-        key = 2 * (row + column // 4 * COLUMN_STEP) + 1
-        skipped = tl.zeros([HEIGHT], tl.int32)
-    else:  # words go across the ends of rows: the whole tensor is one row of words
-        place = row * columns + column
-        key = 2 * (place // 4) * COLUMN_STEP + 1
-        skipped = (place % 4).to(tl.int32)
-    position = skipped[:, None] + tl.arange(0, WIDTH)[None, :]
-    # 2. Sums are linear, so that no word has to be put together: a byte counts as much as the word whose other bytes
-    # are zero, though its neighbours may be in other programs
-    word = (byte << (8 * (position % 4))).to(tl.int64)
-    # 3. A key rises by 2 COLUMN_STEP from word to word: two plain sums of a row, and one 64-bit product for each
-    by_row, by_column = tl.sum(word, axis=1), tl.sum(word * (position // 4), axis=1)
-    return tl.sum(by_row * key + by_column * (2 * COLUMN_STEP), axis=0)
+        position = tl.arange(0, WIDTH)[None, :]
+        word = (byte << (8 * (position % 4))).to(tl.int64)
+        by_row, by_column = tl.sum(word, axis=1), tl.sum(word * (position // 4), axis=1)
+        block_column = tl.program_id(1).to(tl.int64)
+        key = 2 * (first_row + matrix * rows + row + block_column * (WIDTH // 4) * COLUMN_STEP) + 1
+        tl.atomic_add(sums, tl.sum(by_row * key + by_column * (2 * COLUMN_STEP), axis=0), sem="relaxed")
+        # A scale is a word of its own
+        scale_row = first_scale_row + matrix * tl.num_programs(0) + tl.program_id(0)
+        scale_word = inverse.to(tl.int32, bitcast=True).to(tl.int64)
+        tl.atomic_add(sums + 1, scale_word * (2 * (scale_row + block_column * COLUMN_STEP) + 1), sem="relaxed")
 
 
 @triton.jit

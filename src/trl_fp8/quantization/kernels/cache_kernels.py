@@ -2,7 +2,7 @@
 
 torch's operations would launch up to 18 kernels for the one and seven for the other, and most of them read or write
 the whole tensor. Here it is read once, in the strides in which attention gets it. Results equal those of
-codec/magnitudes.py and codec/e4m3.py on CPU, bit for bit: neither a maximum nor a count depends on the order of
+codec/kv_scales.py and codec/e4m3.py on CPU, bit for bit: neither a maximum nor a count depends on the order of
 programs.
 
 Shape letters: B sequences, H heads, T tokens, D head size.
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from trl_fp8.quantization.facts.scaling import E4M3_MAX
+from trl_fp8.quantization.formats import E4M3_MAX
 
 
 ELEMENTS = 4096  # per program, whole tokens
@@ -26,7 +26,7 @@ def add_magnitudes(
     limit: torch.Tensor | None,
     beyond: torch.Tensor | None,
 ) -> None:
-    """As `codec.magnitudes.add_magnitudes`."""
+    """As `codec.kv_scales.add_magnitudes`."""
     real_BT = real_BT.expand(states.shape[0], states.shape[2]).view(torch.uint8)
     if states.numel():
         grid, tile = _tiles(states)

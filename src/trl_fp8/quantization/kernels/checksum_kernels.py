@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 
-from trl_fp8.quantization.facts import keys
+from trl_fp8.quantization import formats
 
 
 LANES = 256  # elements that a program loads with one instruction, one per thread: of one row, or of several short ones
 STEPS = 128  # of a program, down its columns
 AT_ONCE = 8  # steps whose loads are under way together
-COLUMN_STEP = tl.constexpr(keys.COLUMN_STEP)
+COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
 FIELDS = tl.constexpr(10)  # of an entry
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 

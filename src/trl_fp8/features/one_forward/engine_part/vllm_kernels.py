@@ -24,7 +24,7 @@ from vllm.model_executor.models.interfaces import supports_multimodal
 from trl_fp8.engine.kernels import Adapter, Rotary
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
-from trl_fp8.quantization.facts.spec import FormatSpec
+from trl_fp8.quantization.formats import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Layout, Piece
 from trl_fp8.upstream.vllm import choose_experts

@@ -32,7 +32,7 @@ from trl_fp8.features.one_forward.backward import BackwardPrecision, gemm_dtype
 from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
-from trl_fp8.quantization.facts.blocks import BLOCK
+from trl_fp8.quantization.formats import BLOCK
 
 
 class FusedCall:

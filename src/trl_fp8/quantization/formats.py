@@ -1,0 +1,155 @@
+"""The formats of FP8 weights and of their scales, in numbers and words, without torch.
+
+A format is one `FormatSpec` and one entry of `FORMATS`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, NamedTuple
+
+
+E4M3_MAX = 448.0  # largest value of e4m3 (`torch.float8_e4m3fn`), which has no infinity
+BLOCK = 128  # side of a weight's block, and length of an activation's group
+# Kernels multiply the scales of weight and activation, and some make NaN of very small ones (flashinfer#2595: blocks
+# of dead experts). A block whose amax is below this is lost in any sum with another
+WEIGHT_AMAX_FLOOR = 1e-12
+# Where vLLM's activation kernels floor amax (csrc/quantization/w8a8/fp8/per_token_group_quant.cu): below any that
+# matters, only to keep an all-zero group from dividing by zero
+ACTIVATION_AMAX_FLOOR = 1e-10
+# Where the scale, and not amax, is floored, at 1 / (448 * 512): by vLLM's torch path (QuantFP8.forward_native) and by
+# its kernel that fuses an activation function with the quantization (silu_and_mul_per_block_quant)
+FLOORED_SCALE_AMAX = 1 / 512
+# Checksums (codec/digest.py) multiply word (r, c) by 2 (r + c COLUMN_STEP) + 1: any large odd number that fits into
+# int64
+COLUMN_STEP = 0x1E3779B97F4A7C15
+
+ScaleFormat = Literal["pow2", "fp32"]
+SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
+
+
+class ActivationScaling(NamedTuple):
+    """How an engine quantizes activations."""
+
+    scale_format: ScaleFormat  # "pow2" (DeepGEMM) or "fp32" (CUTLASS, Triton)
+    amax_floor: float = ACTIVATION_AMAX_FLOOR  # smallest amax that a scale is made from
+    scope: str = "group"  # what shares a scale: "group" (elements of a token), "token" or "tensor" (the batch)
+    reciprocal: bool = False  # the engine multiplies by a scale's rounded reciprocal where others divide
+
+
+def check_scale_format(scale_format: str) -> None:
+    """Raise `ValueError` for an unknown format of scales."""
+    if scale_format not in SCALE_FORMATS:
+        raise ValueError(
+            f"scale_format={scale_format!r} is not a scale format: expected 'pow2' (a power of two, exact in BF16) or "
+            "'fp32' (amax / 448, one rounding less but inexact in BF16)."
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class FormatSpec:
+    """One format of FP8 weights, and of the activations that they are multiplied with. All codes are e4m3."""
+
+    name: str  # value of the flag fp8_weight_format
+    description: str  # of the weights, for tables and model cards
+    help: str  # of the flag's value
+    weight_block: tuple[int, int] | None  # rows and columns that share a scale; None: the whole weight
+    activation_group: int | None  # elements of a token that share a scale; None: all of them
+    weight_amax_floor: float  # smallest amax that a weight's scale is made from
+    scale_suffix: str  # appended to a weight's name, in checkpoints and in vLLM, gives its scale's
+    alignment: int  # both sides of each weight's shard are multiples of it
+    requirement: str  # the same in words, after "shards that"
+    kernels: tuple[str, ...]  # vLLM's that read weight and scales anew in each call and compute each row by itself
+    readers: str  # who loads a checkpoint, for its model card
+    linear_backend: str | None = None  # vLLM's on CUDA; None: the fastest on the GPU (engine/vllm/gemms.py)
+    gemm_backends: tuple[str, ...] = ("fake_quant",)  # values of fp8_gemm_backend that compute with the format
+    why_no_experts: str | None = None  # why experts stay in high precision; None: they need not
+    why_no_start: str | None = None  # why no policy can start from such a checkpoint, after "with"; None: it can
+
+    def __repr__(self) -> str:
+        return f"<{self.description}>"
+
+    @property
+    def fused_share_scale(self) -> bool:
+        """Weights that vLLM fuses (q, k, v and gate, up) have one scale in common, as their parameter has one."""
+        return self.weight_block is None
+
+    @property
+    def quantization_config(self) -> dict:
+        """In a checkpoint's config.json, as vLLM's `Fp8Config` reads it."""
+        blocks = {"weight_block_size": list(self.weight_block)} if self.weight_block else {}
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"} | blocks
+
+    def fits(self, rows: float, columns: float) -> bool:
+        """An engine can hold a shard of this size."""
+        return not (rows % self.alignment or columns % self.alignment)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """`[..., n, k]` of the scales of a weight `[..., N, K]`; a block that N or K does not fill counts as one."""
+        rows, columns = self.weight_block or shape[-2:]
+        return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
+
+    def weight_bytes(self, shape: Sequence[int]) -> int:
+        """Of a weight `[..., N, K]` with its scales: one byte per element, four per scale."""
+        return prod(shape) + 4 * prod(self.scale_shape(shape))
+
+
+# DeepSeek-V3's
+BLOCKS = FormatSpec(
+    name="blocks",
+    description="e4m3 in 128x128 blocks",
+    help="one scale per 128x128 block of a weight and per 128 elements of a token (DeepSeek-V3's, DeepGEMM's).",
+    weight_block=(BLOCK, BLOCK),
+    activation_group=BLOCK,
+    weight_amax_floor=WEIGHT_AMAX_FLOOR,
+    scale_suffix="_scale_inv",
+    alignment=BLOCK,
+    requirement="fill whole 128x128 blocks",
+    kernels=(
+        "ReferenceFp8BlockKernel",
+        "CutlassFp8BlockScaledMMKernel",
+        "DeepGemmFp8BlockScaledMMKernel",
+        "TritonFp8BlockScaledMMKernel",
+        "BlockWiseTorchFP8ScaledMMLinearKernel",
+        "Fp8MoeBackend.TRITON",
+    ),
+    readers="vLLM reads it as it is, transformers dequantizes or runs it.",
+    gemm_backends=("fake_quant", "scaled_mm"),
+)
+# vLLM's `fp8` without blocks. It holds q, k, v in one parameter with one scale, and gate, up in another. What it loads
+# with several scales it dequantizes to FP16 and quantizes again with the largest. Here such weights share a scale from
+# the start, the largest, and no scale is below FP16's smallest normal number: then both of vLLM's roundings give back
+# what they were given, and an engine that loads a checkpoint holds the bytes that a sync writes
+# (tests/quantization/test_tensor_format.py)
+TENSOR = FormatSpec(
+    name="tensor",
+    description="e4m3 per tensor",
+    help="one scale per weight, common to those that vLLM fuses, and one per token; experts stay in high precision.",
+    weight_block=None,
+    activation_group=None,
+    weight_amax_floor=448 * 2**-14,  # 2^-14 is FP16's smallest normal number
+    scale_suffix="_scale",
+    alignment=16,
+    requirement="have sides that are multiples of 16",
+    kernels=("ReferenceFp8TensorKernel", "CutlassFP8ScaledMMLinearKernel"),
+    readers="vLLM reads it as it is.",
+    linear_backend="cutlass",
+    why_no_experts="vLLM quantizes the input of per-tensor FP8 experts with one scale per batch",
+    why_no_start=(
+        "one scale per weight (no weight_block_size in its config), which transformers reads without its scales"
+    ),
+)
+FORMATS: dict[str, FormatSpec] = {spec.name: spec for spec in (BLOCKS, TENSOR)}  # by the flag fp8_weight_format
+
+
+def format_named(name: str) -> FormatSpec:
+    """The format of a value of the flag; `ValueError` if there is none."""
+    if name not in FORMATS:
+        raise ValueError(f"fp8_weight_format={name!r} is not a format of weights. Use one of {list(FORMATS)}.")
+    return FORMATS[name]
+
+
+def format_stored(weight_block: Sequence[int] | None) -> FormatSpec | None:
+    """The format of a checkpoint, or of an engine's layer, by its `weight_block_size`; None if it is none of ours."""
+    block = tuple(weight_block) if weight_block else None
+    return next((spec for spec in FORMATS.values() if spec.weight_block == block), None)
