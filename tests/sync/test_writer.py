@@ -41,13 +41,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("part", [2**20, 2**14], ids=["whole", "in parts"])
+@pytest.mark.parametrize("together", [2**20, 2**14], ids=["stacked", "in parts"])
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
-def test_an_engine_holds_what_a_checkpoint_would(case, dtype, at_once, part, monkeypatch):
+def test_an_engine_holds_what_a_checkpoint_would(case, dtype, at_once, together, monkeypatch):
     """And the checksums of what was sent are those of it."""
-    monkeypatch.setattr(blockwise, "_PART", part)
+    monkeypatch.setattr(blockwise, "_TOGETHER", together)
     architecture, options, flags = CASES[case]
     model = tiny_models.build(architecture, **options).to(dtype)
     recipe = recipe_for_model(model, **flags)
@@ -213,7 +213,13 @@ def operations(model) -> int:
 
 def test_the_work_of_a_sync_does_not_grow_with_the_number_of_experts():
     few, many = (operations(tiny_models.build("qwen3_moe", num_experts=experts)) for experts in (4, 8))
-    assert many < few + 8  # the keys of words of routers of another shape
+    assert many < few + 8  # routers of another shape are summed up in another batch
+
+
+def test_the_work_of_a_sync_of_small_layers_does_not_grow_with_their_number():
+    """On CPU layers of one shape are quantized and summed up together; what is left are views."""
+    two, eight = (operations(tiny_models.build(num_hidden_layers=layers)) for layers in (2, 8))
+    assert eight - two < 6 * 7 * 5  # 6 layers more, 7 weights each
 
 
 def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
@@ -239,11 +245,9 @@ def test_near_dead_experts_neither_turn_to_nan_nor_vanish_unseen():
 def test_a_backward_through_codes_that_a_kernel_has_replaced_is_an_error(monkeypatch):
     """torch does not see what Triton writes, and a trainer's backward may still hold the engine's tensors."""
     monkeypatch.setattr(kernels, "quantize_blocks", lambda *args, **options: None)
-    monkeypatch.setattr(blockwise, "casts_in_hardware", lambda device: True)
     codes, scale = torch.zeros(128, 128).to(torch.float8_e4m3fn), torch.ones(1, 1)
     kept = (torch.ones(1, 1, requires_grad=True) * scale).sum()  # saves what it was multiplied with
-    destination = blockwise.Destination(torch.ones(128, 128), codes, scale)
-    blockwise.quantize_into([destination], "pow2", (128, 128), 1e-12)
+    blockwise._quantize_by_kernel([blockwise.Destination(torch.ones(128, 128), codes, scale)], "pow2", 1e-12)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.backward()
 

@@ -16,7 +16,7 @@ Shape letters: N out-features, K in-features, `...` any leading dims (experts), 
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torchao.quantization import Float8Tensor
@@ -29,11 +29,12 @@ from trl_fp8.quantization.formats import (
     check_scale_format,
 )
 
-from .digest import digest
+from .batches import in_batches
+from .digest import digest, digests
 from .e4m3 import E4M3, casts_in_hardware, saturating_cast_, scale_from_amax
 
 
-_PART = 2**19  # elements that are quantized at once by torch, where each needs 11 bytes for the time
+_TOGETHER = 2**19  # elements that are quantized at once on CPU, where each needs 11 bytes for the time
 
 
 def quantize_weight(
@@ -121,14 +122,34 @@ def quantize_into(
         block: Rows and columns that share a scale; None: a whole weight does, whose `amax` is given.
 
     Returns:
-        int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored.
+        int64 `[n, 2]`: checksums (`digest`) of each weight's codes and scales, as computed and not as stored. On CPU
+        weights of one shape are quantized together and large ones in parts: copies of `_TOGETHER` elements are alive.
     """
-    device = destinations[0].weight.device
-    if block != (BLOCK, BLOCK) or not casts_in_hardware(device):
-        return torch.stack([_quantize_in_parts(one, scale_format, block, amax_floor) for one in destinations])
+    if not destinations:
+        return torch.zeros(0, 2, dtype=torch.int64)
+    device, options = destinations[0].weight.device, (scale_format, block, amax_floor)
+    if device.type != "cpu":
+        if block == (BLOCK, BLOCK) and casts_in_hardware(device):
+            return _quantize_by_kernel(destinations, scale_format, amax_floor)
+        return torch.cat([_quantize_batch([destination], *options) for destination in destinations])
+    # A stack of weights is quantized with one amax: weights that are given one go alone
+    kinds = [
+        (one.weight.shape, one.weight.dtype, one.rows_before, one.amax is not None and number)
+        for number, one in enumerate(destinations)
+    ]
+    return in_batches(
+        kinds,
+        lambda number: _TOGETHER // destinations[number].weight.numel(),
+        lambda batch: _quantize_batch([destinations[number] for number in batch], *options),
+    )
+
+
+def _quantize_by_kernel(
+    destinations: Sequence[Destination], scale_format: ScaleFormat, amax_floor: float
+) -> torch.Tensor:
     from trl_fp8.quantization.kernels.block_kernels import quantize_blocks
 
-    sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=device)
+    sums = torch.zeros(len(destinations), 2, dtype=torch.int64, device=destinations[0].weight.device)
     for (weight, codes, scale, _, rows), row in zip(destinations, sums, strict=True):
         options = {"round_to_bf16": True, "into": (codes, scale), "sums": row, "first_rows": rows}
         quantize_blocks(weight.detach(), True, scale_format, amax_floor, **options)
@@ -138,32 +159,35 @@ def quantize_into(
     return sums
 
 
-def _quantize_in_parts(
-    destination: Destination, scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
+def _quantize_batch(
+    batch: list[Destination], scale_format: ScaleFormat, block: tuple[int, int] | None, amax_floor: float
 ) -> torch.Tensor:
-    """Checksums `[2]` of a weight that is quantized in parts of about `_PART` elements, of which copies are alive."""
-    weight, codes, scale, amax, (first_row, first_scale_row) = destination
-    # Checksums of parts add up to that of the whole. Scales are few, and are summed and written at the end
-    made, total = torch.empty_like(scale, memory_format=torch.contiguous_format), 0
-    for where, scales_where, row in _row_parts(weight, block):
-        part = weight[where].detach().to(torch.bfloat16)
-        part_codes, made[scales_where] = _quantize_by_torch(
-            part, block or tuple(part.shape[-2:]), scale_format, amax_floor, amax
-        )
-        codes[where].copy_(part_codes)
-        total = total + digest(part_codes, first_row=first_row + row)
-    scale.copy_(made)
-    return torch.stack([total, digest(made, first_row=first_scale_row)])
+    """Checksums `[G, 2]` of weights of one shape; a single one in parts of about `_TOGETHER` elements."""
+    first, options = batch[0], (scale_format, amax_floor, batch[0].amax)
+    rows_before, scales_before = first.rows_before
+    if len(batch) == 1 and first.weight.numel() > _TOGETHER and first.weight.device.type == "cpu":
+        # In parts, so that copies of a part are alive and not of the weight. Checksums of parts add up to that of the
+        # whole; scales are few, and are summed and written at the end
+        scale, sums = torch.empty_like(first.scale, memory_format=torch.contiguous_format), 0
+        for where, scales_where, row in _row_parts(first.weight.shape, block):
+            part = first.weight[where].detach().to(torch.bfloat16)
+            codes, scale[scales_where] = _quantize_by_torch(part, block or tuple(part.shape[-2:]), *options)
+            first.codes[where].copy_(codes)
+            sums = sums + digest(codes, first_row=rows_before + row)
+        first.scale.copy_(scale)
+        return torch.stack([sums, digest(scale, first_row=scales_before)])[None]
+    stacked = torch.stack([one.weight.detach() for one in batch]).to(torch.bfloat16)
+    codes, scale = _quantize_by_torch(stacked, block or tuple(stacked.shape[-2:]), *options)
+    # What is written to are views all over the engine; one call copies to all of them
+    torch._foreach_copy_([one.codes for one in batch], list(codes.unbind()))
+    torch._foreach_copy_([one.scale for one in batch], list(scale.unbind()))
+    return torch.stack([digests(codes, rows_before), digests(scale, scales_before)], 1)
 
 
-def _row_parts(weight: torch.Tensor, block: tuple[int, int] | None) -> Iterator[tuple[Any, Any, int]]:
+def _row_parts(shape: torch.Size, block: tuple[int, int] | None) -> Iterator[tuple[tuple, tuple, int]]:
     """(place in the weight, in its scales, first row) of parts of `[..., N, K]` that hold whole blocks."""
-    shape, height = weight.shape, block[0] if block else 1
-    most = _PART if weight.device.type == "cpu" else weight.numel()  # a GPU would need longer for many small parts
-    if weight.numel() <= most:
-        yield ..., ..., 0
-        return
-    count = max(height, most // shape[-1] // height * height)
+    height = block[0] if block else 1
+    count = max(height, _TOGETHER // shape[-1] // height * height)
     for lead in product(*map(range, shape[:-2])):
         rows_before = sum(index * shape[dim + 1 : -1].numel() for dim, index in enumerate(lead))
         for start in range(0, shape[-2], count):

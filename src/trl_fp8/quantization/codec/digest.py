@@ -9,16 +9,18 @@ Two properties make it cheap. Keys are a number of the row plus a number of the 
 bytes, by row and by column, are all the work: sum w (2r + 1 + 2cP) = sum_r (2r + 1) sum_c w + sum_c 2cP sum_r w. And
 sums are linear: those of parts, each with its `first_row`, add up to that of the whole.
 
-On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py). Hosts without a GPU may have no
-Triton, so that the kernels are imported where they are called.
+On a GPU a kernel reads many tensors in one launch (kernels/checksum_kernels.py); on CPU those of one shape are summed
+together. Hosts without a GPU may have no Triton, so that the kernels are imported where they are called.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 
 from trl_fp8.quantization.formats import COLUMN_STEP
+
+from .batches import in_batches, places
 
 
 _PART = 2**18  # words that are looked at together: a cast, and what integer sums copy on CPU, stay small
@@ -30,33 +32,41 @@ def digest(tensor: torch.Tensor, dtype: torch.dtype | None = None, first_row: in
     Takes any strides, casts to `dtype` first if one is given, and pads the last word with zeros. `first_row` is the
     row that the tensor's first one has in a larger tensor of which it is a part.
     """
-    dtype = dtype or tensor.dtype
-    return sum(_sum_of_words(part.to(dtype), first_row + row) for part, row in _parts(tensor.detach(), dtype))
+    dtype, total = dtype or tensor.dtype, torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part, row in _parts(tensor.detach(), dtype):
+        total += _sums(_words(part.to(dtype)[None]), first_row + row)[0]
+    return total
+
+
+def digests(stacked: torch.Tensor, first_row: int = 0) -> torch.Tensor:
+    """int64 `[G]`: `digest` of each of `[G, ...]`, of a few MiB in all."""
+    return _sums(_words(stacked), first_row)
 
 
 class Table:
     """Tensors of one device that stay where they are, whose checksums are taken again and again."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
-        in_table = [number for number, tensor in enumerate(tensors) if tensor.is_cuda and _holds_words(tensor)]
-        rest = [number for number in range(len(tensors)) if number not in set(in_table)]
-        self._rest = [tensors[number].detach() for number in rest]
+        self._rest = [tensor.detach() for tensor in tensors]  # what is stacked, and padded, each time
         self._table = None
-        if in_table:
+        if tensors and tensors[0].is_cuda:
             from trl_fp8.quantization.kernels.checksum_kernels import table_of
 
-            self._table = table_of([tensors[number].detach() for number in in_table])
-            self._places = torch.tensor([*in_table, *rest]).argsort().to(tensors[0].device)
+            order = sorted(range(len(tensors)), key=lambda index: not _holds_words(tensors[index]))
+            in_table = sum(map(_holds_words, tensors))
+            self._table = table_of([self._rest[index] for index in order[:in_table]]) if in_table else None
+            self._rest = [self._rest[index] for index in order[in_table:]]
+            self._places = torch.tensor(places(order)).to(tensors[0].device)
 
     def sums(self) -> torch.Tensor:
         """int64 `[n]` on the device: `digest` of each tensor as it is now."""
-        rest = [digest(tensor) for tensor in self._rest]
+        rest = _looked_at(self._rest, lambda batch, row: _sums(_words(batch), row))
         if self._table is None:
-            return torch.stack(rest) if rest else torch.zeros(0, dtype=torch.int64)
+            return rest
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table
 
         sums = sum_table(self._table)
-        return torch.cat([sums, torch.stack(rest)])[self._places] if rest else sums
+        return torch.cat([sums, rest])[self._places] if self._rest else sums
 
 
 def _holds_words(tensor: torch.Tensor) -> bool:
@@ -68,41 +78,65 @@ def _holds_words(tensor: torch.Tensor) -> bool:
 def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each of at least one tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite,
-    bool `[n]`.
-    """
-    if tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
+    """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
+    if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         from trl_fp8.quantization.kernels.checksum_kernels import sum_sent
 
         sums, bad = sum_sent([tensor.detach() for tensor in tensors], dtypes)
         return sums, bad == 0
-    found = torch.zeros(2, len(tensors), dtype=torch.int64, device=tensors[0].device)  # checksums, parts not finite
-    for number, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True)):
-        for part, row in _parts(tensor.detach(), dtype):
-            cast = part.to(dtype)
-            found[:, number] += torch.stack([_sum_of_words(cast, row), ~_is_finite(cast)])
-    return found[0], found[1] == 0
+    found = torch.zeros(len(tensors), 2, dtype=torch.int64, device=tensors[0].device if tensors else None)
+    for dtype in dict.fromkeys(dtypes):
+        members = [index for index, wanted in enumerate(dtypes) if wanted == dtype]
+        found[members] = _looked_at([tensors[index].detach() for index in members], _sent_as(dtype), dtype)
+    return found[:, 0], found[:, 1] == 0
 
 
-def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
-    """Bool 0-d. NaN and infinity show in the extremes, which a norm would show, too, in 15 times the time on CPU."""
-    if tensor.dtype.itemsize == 1 and tensor.is_floating_point():  # e4m3 has no infinity, and torch no order of it
-        return ~tensor.isnan().any()
-    if not tensor.is_floating_point() or not tensor.numel():
-        return torch.ones((), dtype=torch.bool, device=tensor.device)
-    return torch.stack(torch.aminmax(tensor)).isfinite().all()
+def _sent_as(dtype: torch.dtype) -> Callable[[torch.Tensor, int], torch.Tensor]:
+    """Checksum of each of `[G, ...]` in `dtype`, and a number that is 0 if all of it is finite: `[G, 2]`."""
+
+    def looked_at(batch: torch.Tensor, row: int) -> torch.Tensor:
+        batch = batch.to(dtype).contiguous()
+        flat = batch.view(len(batch), batch.shape[1:].numel())
+        bad = torch.zeros(len(batch), dtype=torch.int64, device=batch.device)
+        if dtype.itemsize == 1 and batch.is_floating_point():  # e4m3 has no infinity, and torch no order of it
+            bad = flat.isnan().sum(1)
+        elif batch.is_floating_point() and flat.shape[1]:
+            # NaN and infinity show in the extremes, whichever element they are. In a norm they would, too, but that
+            # takes 15 times as long on CPU
+            bad = torch.stack([flat.amax(1), flat.amin(1)]).isfinite().logical_not().sum(0)
+        return torch.stack([_sums(_words(batch), row), bad], 1)
+
+    return looked_at
 
 
-def _sum_of_words(tensor: torch.Tensor, first_row: int) -> torch.Tensor:
-    """The checksum of a tensor that has few words."""
-    words = _words(tensor)
+def _looked_at(
+    tensors: Sequence[torch.Tensor],
+    look: Callable[[torch.Tensor, int], torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What `look` finds of each tensor, in order: it gets stacks of one shape, or parts of one tensor and their row,
+    over which it is added up. `dtype` is that of the words, if `look` casts.
+    """
+    words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
+
+    def looked_at(batch: list[int]) -> torch.Tensor:
+        first = tensors[batch[0]]
+        if len(batch) == 1 and words[batch[0]] > _PART:
+            return sum(look(part[None], row) for part, row in _parts(first, dtype or first.dtype))
+        return look(torch.stack([tensors[number] for number in batch]), 0)
+
+    return in_batches([(t.dtype, *t.shape) for t in tensors], lambda number: _PART // words[number], looked_at)
+
+
+def _sums(words: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Checksums `[G]` of int32 words `[G, R, C]`."""
     if words.is_cuda:
         from trl_fp8.quantization.kernels.checksum_kernels import sum_table, table_of
 
-        return sum_table(table_of([words], first_row=first_row))[0]
+        return sum_table(table_of(list(words), first_row=first_row))
     wide = words.long()  # each sum would make its own, more slowly
-    by_row, by_column = wide.sum(1), wide.sum(0)
-    return by_row @ _row_keys(first_row, words.shape[0]) + by_column @ _column_keys(words.shape[1])
+    by_row, by_column = wide.sum(2), wide.sum(1)
+    return by_row @ _row_keys(first_row, words.shape[1]) + by_column @ _column_keys(words.shape[2])
 
 
 @lru_cache(256)
@@ -128,11 +162,12 @@ def _parts(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[tuple[torch.Ten
         yield part, number * count * rows
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as int32 `[R, C]`; `C` spans the last dim if that is a whole number of words."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if len(flat) % 4:
-        flat = torch.nn.functional.pad(flat, (0, -len(flat) % 4))
-    row_bytes = tensor.shape[-1:].numel() * tensor.element_size()  # of one element in 0-d
+def _words(tensors: torch.Tensor) -> torch.Tensor:
+    """The bytes of `[G, ...]` as int32 `[G, R, C]`; `C` spans the last dim if that is a whole number of words."""
+    flat = tensors.contiguous().view(len(tensors), tensors.shape[1:].numel()).view(torch.uint8)
+    row_bytes = tensors.shape[1:][-1:].numel() * tensors.element_size()  # of one element in 0-d
+    if flat.shape[1] % 4:
+        flat = torch.nn.functional.pad(flat, (0, -flat.shape[1] % 4))
+    words = flat.view(torch.int32)
     whole = row_bytes and row_bytes % 4 == 0
-    return flat.view(torch.int32).view(-1, row_bytes // 4) if whole else flat.view(torch.int32).view(1, -1)
+    return words.view(len(tensors), -1, row_bytes // 4) if whole else words.view(len(tensors), 1, -1)
