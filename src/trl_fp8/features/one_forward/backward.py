@@ -1,7 +1,8 @@
 """How a trainer with one forward computes backward GEMMs, decided once for all layers.
 
 The engine computes the forward. With `fp8_backward="fp8"` the operands of both backward GEMMs are rounded to e4m3:
-weights as their format says (`quantization.formats`), the others in groups of 128 along the dim that the GEMM contracts.
+weights as their format says (`quantization.formats`), the others in groups of 128 along the dim that the GEMM
+contracts.
 Flag fp8_gemm_backend says how two quantized operands are multiplied:
 
 - `fake_quant` multiplies the dequantized operands, on any device. With power-of-two scales they are exact in BF16, so
