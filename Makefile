@@ -19,8 +19,9 @@ TORCH := $(if $(filter cpu,$(ENGINE)),$(shell sed -n 's/^cpu = \["\(torch==[^"]*
 # For classes of vLLM that import it: testing/matrix/torchvision.py
 TORCHVISION := torchvision==0.28.0
 
-# Each worker of the tests starts engines of its own; on a GPU they would share one memory
-WORKERS := $(if $(filter cpu,$(ENGINE)),2,1)
+# Each worker of the tests starts engines of its own; on a GPU they would share one memory. Two cores are idle for a fifth
+# of the time with two workers: ranks wait for each other
+WORKERS := $(if $(filter cpu,$(ENGINE)),3,1)
 # Two OpenMP threads that spin while they wait slow each other down on a busy machine, 20-fold at worst
 export OMP_WAIT_POLICY := PASSIVE
 # Where it is set, every process of the tests would compile torch, vLLM and transformers anew: 30 s each

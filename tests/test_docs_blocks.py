@@ -4,6 +4,7 @@ A block that is not run as it stands says why in its title. What is checked inst
 """
 
 import copy
+import json
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from testing import published
 from testing.processes import alone
@@ -104,7 +105,8 @@ def test_plans_say_what_the_pages_quote(tmp_path, monkeypatch, capsys):
     published.qwen3_8b().save_pretrained(tmp_path)
     as_published = AutoConfig.from_pretrained(tmp_path)
     as_published.name_or_path = "Qwen/Qwen3-8B"
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda model, name: str(tmp_path / name))
+    held = json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda model, **options: (dict(held), {}))
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda model, **options: copy.deepcopy(as_published))
     planned = [block for block in blocks() if block.title == "with a network"]
     for command, quoted in ((command, block.quoted) for block in planned for command in block.commands):

@@ -28,7 +28,7 @@ def synced(request, checkpoint):
 
 def eps(layer, patch):
     patch.setattr(layer.input_layernorm, "variance_epsilon", 1e-5)
-    return f"{LAYER}.input_layernorm: eps (the policy's 1e-06, the engine's 1e-05)"
+    return f"{LAYER}.input_layernorm: eps (output for rows whose mean square is"
 
 
 def soft_cap(layer, patch):

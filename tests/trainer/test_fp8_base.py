@@ -98,7 +98,7 @@ def test_frozen_adapters_are_refused(checkpoint, tmp_path):
 def test_zero3_is_refused(checkpoint, tmp_path):
     args = SimpleNamespace(skip_layers=(), deepspeed_plugin=SimpleNamespace(zero_stage=3))
     with pytest.raises(ValueError, match="fp8_base=True under ZeRO-3.*DDP, FSDP2 or ZeRO-2"):
-        require_trainable_base(args, lora())
+        require_trainable_base(args, lora(), None)
 
 
 def test_several_adapters_at_once_are_refused(checkpoint, tmp_path):
@@ -116,12 +116,10 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     args = arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
     with pytest.raises(ValueError, match="kv_cache_skip_layers='auto' with fp8_base=True"):
         FP8GRPOTrainer(policy(checkpoint), reward_digits, args, dataset(), peft_config=lora())
-    with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):
-        config = BitsAndBytesConfig(load_in_8bit=True)
-        args = arguments(tmp_path, **SHARED)
-        FP8GRPOTrainer(
-            checkpoint("qwen3"), reward_digits, args, dataset(), peft_config=lora(), quantization_config=config
-        )
+    config, args = BitsAndBytesConfig(load_in_8bit=True), arguments(tmp_path, **SHARED)
+    for model in (checkpoint("qwen3"), policy(checkpoint)):
+        with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):
+            FP8GRPOTrainer(model, reward_digits, args, dataset(), peft_config=lora(), quantization_config=config)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from peft import LoraConfig
 
 from testing.runs import arguments, training, trajectory
@@ -45,8 +46,11 @@ def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path)
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train()
         whole = trajectory(trainer)
-    assert (tmp_path / "checkpoint-2" / "rollouts_0.pt").exists()
-    (tmp_path / "checkpoint-2" / "rollouts_0.pt").unlink()
+    own = tmp_path / "checkpoint-2" / "rollouts_0.pt"
+    own.rename(own.with_name("rollouts_1.pt"))  # another rank's
+    with pytest.raises(ValueError, match="lacks rollouts_0.pt.*Copy the whole checkpoint"):
+        load_rollouts(own.parent, Accelerator(cpu=True))
+    own.with_name("rollouts_1.pt").unlink()
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert trajectory(trainer)[:2] == whole[:2] and trajectory(trainer)[2:] != whole[2:]

@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from importlib.metadata import version
 
+from trl_fp8 import __version__
 from trl_fp8.features import registrations
 from trl_fp8.upstream.quiet import quiet
 from trl_fp8.upstream.versions import require_versions
@@ -63,7 +63,7 @@ def _answered(answer: Callable[[], str]) -> int:
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """The parser of all words, and those of each command, whose usage its errors show."""
     parser = argparse.ArgumentParser(prog="trl-fp8", description="FP8 rollouts for TRL's GRPOTrainer")
-    parser.add_argument("--version", action="version", version=f"trl-fp8 {version('trl-fp8')}")
+    parser.add_argument("--version", action="version", version=f"trl-fp8 {__version__}")
     added = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     added.add_parser("plan", help="say what of a model would be FP8, and what fits on which GPUs, with which flags")
     added.add_parser("train", help="GRPO with FP8 rollouts, with the arguments of `trl grpo` and the FP8 flags")

@@ -93,7 +93,13 @@ def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, li
     require_ranks(folder, accelerator.num_processes)
     if not _rollout_files(folder):
         return None
-    state = _read(Path(folder) / f"rollouts_{accelerator.process_index}.pt")
+    own = Path(folder) / f"rollouts_{accelerator.process_index}.pt"
+    if not own.exists():
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} lacks {own.name}, the rollouts of process "
+            f"{accelerator.process_index}. Copy the whole checkpoint, or resume from one without rollouts_*.pt."
+        )
+    state = _read(own)
     return state["step"], send_to_device(state["batches"], accelerator.device)
 
 

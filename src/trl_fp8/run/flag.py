@@ -20,7 +20,7 @@ class FlagGroup:
 
     AS_JSON: ClassVar[tuple[str, ...]] = ()  # flags that a command line gives as JSON
     FP8: ClassVar[dict[str, Any]] = {}  # flags that make something FP8 -> the value that does not
-    # What one group has as a property, of the whole config
+    # Of the whole config; the one group that decides it has a property of this name
     policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
     base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
 

@@ -230,13 +230,14 @@ class InPlaceDelivery:
 
     def _change(self, part: Part) -> RuntimeError | None:
         """The error that names what has changed in a part on this rank since it was sent; None if nothing has."""
-        if changed := part.layout.changed(part.seal):
-            return RuntimeError(
-                f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
-                "Something other than the sync wrote to them (a callback, a hook, memory that was handed out twice), "
-                "so that the engine would sample from another policy. Nothing was sampled; the next sync repairs it."
-            )
-        try:
+        try:  # the layout raises, too, if a parameter was replaced by one of another shape
+            if changed := part.layout.changed(part.seal):
+                raise RuntimeError(
+                    f"{len(changed)} tensors of the engine have changed since the last sync: {listed(changed, 12)}. "
+                    "Something other than the sync wrote to them (a callback, a hook, memory that was handed out "
+                    "twice), so that the engine would sample from another policy. Nothing was sampled; the next sync "
+                    "repairs it."
+                )
             if part is self._trained and self.last.carried:
                 self.carried.verify()
         except RuntimeError as error:

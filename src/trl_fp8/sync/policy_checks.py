@@ -73,7 +73,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
-    """How the engine's tensor of this name differs from what is sent, so that it could not be written; None: not."""
+    """How the engine's tensor of this name differs from what is sent; None if what is sent can be written."""
     piece = layout.pieces[name]
     held = piece.of_engine()
     try:

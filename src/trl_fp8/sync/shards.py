@@ -77,7 +77,7 @@ class Sharded(NamedTuple):
 
     @classmethod
     def of(cls, parameter: torch.Tensor) -> "Sharded | None":
-        """None if it is not sharded, or otherwise (HSDP, tensor parallelism, parts on a disk)."""
+        """None if the parameter is whole, or sharded in another way (HSDP, tensor parallelism, parts on a disk)."""
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             in_order = mesh.ndim == 1 and parameter.placements == (Shard(0),)

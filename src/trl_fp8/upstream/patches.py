@@ -125,7 +125,7 @@ register(
         ),
         "vllm.v1.attention.backends.mla.cpu_mla.CPUMLABackend": (
             "engine/vllm/cpu/reference_attention.py",
-            "As its other attention.",
+            "For MLA what the entry above is for other attention.",
         ),
         "transformers.AttentionInterface": ("policy/hook.py", "No hook of a module sees q, k, v after RoPE."),
         "transformers.AttentionMaskInterface": ("policy/hook.py", "Masks of eager attention with a hook."),

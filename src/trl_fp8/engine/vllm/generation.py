@@ -89,7 +89,7 @@ class FP8VLLMGeneration(VLLMGeneration):
         others = (part.weights(self) for part in self.parts)
         self.weights = next((other for other in others if other is not None), None) or PolicyWeights(self)
         constants = self.engine.constants(self.accelerator.device)
-        carried = (part.carried(self) for part in self.parts)
+        [carried] = [each for part in self.parts if (each := part.carried(self)) is not None] or [None]
         self.delivery = InPlaceDelivery(
             self.engine,
             self.model,
@@ -97,7 +97,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             frozen=(*self.weights.frozen, constants),
             at_once=self.weights.at_once(self.model),
             replicas=self.replicas,
-            carried=next((each for each in carried if each is not None), None),
+            carried=carried,
         )
         if not self.enable_sleep_mode:  # else the first sync does, once it has woken the engine
             self.delivery.send(constants)

@@ -1,4 +1,4 @@
-"""The platforms that there are. What one of them needs is imported on that one alone."""
+"""The platforms that there are. What vLLM builds for one of them alone is imported on that one alone."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

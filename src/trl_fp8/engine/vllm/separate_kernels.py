@@ -18,7 +18,7 @@ FUSIONS = "fuse_norm_quant", "fuse_act_quant", "fuse_attn_quant", "fuse_allreduc
 
 @dataclass(frozen=True)
 class SeparateKernels:
-    """Which kernels they are."""
+    """The kernels that compute norms and other small operations, each apart from its neighbours."""
 
     norms: str  # provider of vLLM's IR operations `NORMS`
     custom_ops: dict[str, bool]  # other operations -> True for vLLM's custom operation, False for its torch path

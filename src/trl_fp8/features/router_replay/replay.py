@@ -72,7 +72,7 @@ class RouterReplay:
         self._routes_BSLK, self._replay, self._tally, self._recording = routes_BSLK, replay, tally, record
         self._chunk_NLK = self._real_N = None  # of the forward that is running
         self._row = 0
-        if record:
+        if record or routes_BSLK is not None:  # not at the end of a pass: what it recorded is read then
             self._recorded = []
 
     def end(self) -> None:

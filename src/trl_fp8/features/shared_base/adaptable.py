@@ -19,13 +19,18 @@ OFF = "or set fp8_base=False."
 INITIALIZED_ALONE = True, False, "gaussian"  # `init_lora_weights` that read no weight of the base
 
 
-def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | None) -> None:
+def require_trainable_base(args: TrainingArguments, peft_config: PeftConfig | None, quantization: object) -> None:
     """Raise `ValueError` for arguments of a trainer that do not go with a shared base: before a model is loaded."""
     initialized = getattr(peft_config, "init_lora_weights", True)
     if initialized not in INITIALIZED_ALONE:
         raise ValueError(
             f"fp8_base=True with init_lora_weights={initialized!r}: it is computed from the base's weights, which the "
             f"policy does without. Use one of {list(INITIALIZED_ALONE)}, {OFF}"
+        )
+    if quantization is not None:
+        raise ValueError(
+            f"fp8_base=True with quantization_config={type(quantization).__name__}(...): the base is quantized to FP8 "
+            "for trainer and engine. Remove quantization_config: FP8 takes the place of 4 and 8 bits."
         )
     if getattr(args, "skip_layers", ()) is None:
         raise ValueError(

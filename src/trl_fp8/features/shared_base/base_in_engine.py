@@ -32,7 +32,7 @@ def without_base(making: Construction) -> Iterator[None]:
             require_own_weights(model)
         yield
         return
-    require_trainable_base(args, adapters)
+    require_trainable_base(args, adapters, making.given.get("quantization_config"))
     making.dequantizes = False  # codes of an FP8 checkpoint are taken as they are
     if isinstance(model, str):
         create = making.create_model

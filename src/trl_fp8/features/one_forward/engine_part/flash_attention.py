@@ -106,7 +106,7 @@ class InvariantFlashAttentionImpl(FlashAttentionImpl):
 
 
 class PackedAttention:
-    """One layer's, as the engine's prefill and its decode compute it; see `engine.kernels.Attention`."""
+    """Attention of one layer, as the engine's prefill and its decode compute it; see `engine.kernels.Attention`."""
 
     def __init__(self, layer: Attention):
         if not isinstance(layer.impl, InvariantFlashAttentionImpl):

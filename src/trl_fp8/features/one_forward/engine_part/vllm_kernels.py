@@ -97,8 +97,8 @@ class VLLMKernels:
         attention: Callable[[nn.Module], object],
         tokens: int,
     ):
-        """`attention` makes the platform's of a layer of the engine. `tokens`: The engine has made room to compute so
-        many at once.
+        """`attention` makes the platform's attention from a layer of the engine. `tokens`: The engine has made room to
+        compute so many at once.
         """
         self._model, self._layout, self._recipe, self._tokens = model, layout, recipe, tokens
         text = model.get_language_model() if supports_multimodal(model) else model
@@ -140,10 +140,14 @@ class VLLMKernels:
         return norm
 
     def activation(self, mlp: str) -> Callable[[Tensor], Tensor]:
-        return without_gradients(self._modules[self._recipe.engine_name(mlp)].act_fn)
+        held = self._modules.get(self._recipe.engine_name(mlp))
+        if not hasattr(held, "act_fn"):
+            raise self._unknown(mlp, held)
+        return without_gradients(held.act_fn)
 
     def rotary(self, layer: int) -> Rotary:
-        rotary = self._rotary(layer)
+        if (rotary := self._rotary(layer)) is None:
+            raise self._unknown(f"the rotary embedding of layer {layer}", None)
         # CUDA's kernel writes where it reads
         return without_gradients(lambda positions, query, key: rotary(positions, query.clone(), key.clone()))
 

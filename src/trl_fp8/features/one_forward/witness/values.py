@@ -31,6 +31,7 @@ from .bounds import U8, U16, activation_bound, experts_bound, linear_bound
 from .findings import Findings
 
 
+TINY = 2.0**-20  # mean square of rows that show a norm's eps
 DRAWS = 4  # of directions in which the input of experts is moved
 
 
@@ -73,12 +74,20 @@ class Values:
         self._note("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
 
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        with _in_bf16(module):
-            computed = own(args[0].to(torch.bfloat16).float())
-        # x times the inverse root, and that times the weight, are rounded to BF16, in either order and at most twice
-        # each. The mean that a LayerNorm takes away is FP32
-        size = computed.abs()
-        self._note("norm", module, output, computed, 4 * U16 * size + 2.0**-16 * size.amax(-1, keepdim=True))
+        """Of rows as they are, and of tiny ones: only those show with which eps the engine computes."""
+        x = args[0].to(torch.bfloat16)
+        size = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
+        tiny = (x * size).to(torch.bfloat16)
+        of_tiny = f"eps (output for rows whose mean square is {TINY:.1g})"
+        for rows, found, quantity in (x, output, "output"), (tiny, module._value(tiny), of_tiny):
+            with _in_bf16(module):
+                computed = own(rows.float())
+            # x times the inverse root, and that times the weight, are rounded to BF16, in either order and at most
+            # twice each. The mean that a LayerNorm takes away is FP32
+            size = computed.abs()
+            bound = 4 * U16 * size + 2.0**-16 * size.amax(-1, keepdim=True)
+            if not self._note("norm", module, found, computed, bound, quantity=quantity):
+                return
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
         """What `own` hands to the last of its linears, which are compared by themselves."""

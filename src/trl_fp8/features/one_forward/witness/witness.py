@@ -64,24 +64,22 @@ class Witness:
         compared: dict[nn.Module, Callable] = {}
         for path, module in self._model.named_modules():
             if module in decoder and not of_adapter(path, self._model):
-                compare_eps(self.findings, self._names[module], module, self._kernels)
-                if self._forward is None:
+                if self._forward is None:  # of one that follows the values show both
+                    compare_eps(self.findings, self._names[module], module, self._kernels)
                     compare_activation(self.findings, self._names[module], module, self._kernels)
                 if is_rotary(module):
                     compared[module] = self._rotary
         for module in self._forward.modules.values() if self._forward else ():
             if (compare := self.values.of(module)) is not None:
                 compared[module] = compare
-        self._model.eval()
         with torch.no_grad(), ExitStack() as handles, self._hook.watched(self._attention):
+            handles.callback(self._model.train, training)
+            self._model.eval()
             for module, compare in compared.items():
                 # Before the hooks of FSDP2 and ZeRO-3, which shard the weights again
                 hook = partial(self._call, compare)
                 handles.enter_context(module.register_forward_hook(hook, prepend=True, with_kwargs=True))
-            try:
-                yield
-            finally:
-                self._model.train(training)
+            yield
 
     def _call(self, compare: Callable, module: nn.Module, args: tuple, kwargs: dict, output: object) -> object:
         """After a call of `module`: compare, and return what takes the place of `output`, None to keep it."""
