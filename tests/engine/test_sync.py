@@ -74,6 +74,27 @@ def test_buffers_of_the_checkpoint_arrive(checkpoint):
     engines.shutdown(generation.llm)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_table_that_vllm_casts_in_its_first_forward_is_known_as_cast(dtype, checkpoint):
+    """vLLM makes GPT-OSS's rotary angles in FP32, and computes with them in the engine's dtype."""
+    generation = engines.start(checkpoint("gpt_oss"), engines.some_scales(2, 1), engine_kwargs={"dtype": dtype})
+    table = generation.engine.model.model.layers[0].attn.rotary_emb.cos_sin_cache
+    assert table.dtype is getattr(torch, dtype)
+    for step in range(2):
+        engines.perturb(generation.model, seed=step)
+        generation.sync_weights()
+        assert all(generation.generate([[5, 6], [7, 8, 9]], None, 1)[1]) and generation.audit_failures == 0
+    expected = engines.log_probs(generation.llm)
+    with torch.inference_mode():  # as in which vLLM made it
+        table[:64] *= -0.5
+    assert engines.log_probs(generation.llm) != expected
+    with pytest.raises(RuntimeError, match="^1 tensors of the engine have changed .*rotary_emb.cos_sin_cache"):
+        generation.generate([[5, 6]], None, 1)
+    generation.sync_weights()
+    assert engines.log_probs(generation.llm) == expected and generation.generate([[5, 6]], None, 1)
+    engines.shutdown(generation.llm)
+
+
 def test_sync_report_and_kernel_are_what_the_recipe_says(checkpoint):
     generation = engines.start(checkpoint("qwen3"), engines.some_scales(2, 1))
     assert isinstance(generation, RolloutEngine) and isinstance(generation.delivery, Delivery)

@@ -88,6 +88,11 @@ class FP8VLLMGeneration(VLLMGeneration):
             self.replicas = Replicas(*place, all_reduce_max, of_engine)
         others = (part.weights(self) for part in self.parts)
         self.weights = next((other for other in others if other is not None), None) or PolicyWeights(self)
+        if self.platform.name == "cpu" and not self.enable_sleep_mode:
+            # vLLM's first forward may replace a table of rotary angles by one in the engine's dtype. On a GPU vLLM has
+            # computed one by now, to measure its memory
+            with torch.random.fork_rng(devices=[]):
+                self.llm.prefill([0])
         constants = self.engine.constants(self.accelerator.device)
         [carried] = [each for part in self.parts if (each := part.carried(self)) is not None] or [None]
         self.delivery = InPlaceDelivery(
