@@ -167,7 +167,7 @@ def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[
     from trl_fp8.features.one_forward.engine_part.invariance import invariant_on_cuda
 
     shared = choice == FOLLOWED and platform_of(torch.device("cuda")).flash_attention == 3
-    return invariant_on_cuda(recipe_of(policy)) if shared else nullcontext()
+    return invariant_on_cuda() if shared else nullcontext()
 
 
 def _candidates(policy: "PreTrainedModel") -> list[str]:

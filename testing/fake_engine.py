@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.engine.kernels import Adapter
 from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.hook import hook_of
@@ -42,13 +41,12 @@ class FakeLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         self.calls += 1
-        outputs = [self.on(x, *held) for held in self._held.values()]
+        outputs = [self._product(x, *held) for held in self._held.values()]
         return torch.cat([*outputs, x.new_full((len(x), PADDING), float("nan"))], 1)
 
-    def on(
-        self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None, adapter: Adapter | None = None
-    ) -> Tensor:
-        assert x.dtype == torch.bfloat16 and x.dim() == 2 and adapter is None
+    @staticmethod
+    def _product(x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None) -> Tensor:
+        assert x.dtype == torch.bfloat16 and x.dim() == 2
         if isinstance(weight, Float8Tensor):
             x = dequantize_weight(quantize_activation(x, "pow2"), torch.float32)
             weight = dequantize_weight(weight, torch.float32)
@@ -128,9 +126,7 @@ class FakeEngine:
         return FakeAttention(scaling=module.scaling, window=window, softcap=self.softcap)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden, self.held.get_output_embeddings().weight, None)
-
-    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        weight = self.held.get_output_embeddings().weight
         scale = getattr(self.held.config, "logit_scale", None) or 1.0
         return scale * (hidden.double() @ weight.double().T).to(torch.bfloat16)
 

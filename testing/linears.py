@@ -28,32 +28,29 @@ class Wrapped(nn.Module):
         return self.layer(x)
 
 
-def follow(linear: nn.Linear, backward: BackwardPrecision, shares: bool = True, parts: int = 1) -> FakeLinear:
-    """Let `linear` compute as an FP8 engine; `shares`: on the engine's tensors, else on codes of its own."""
+def follow(linear: nn.Linear, backward: BackwardPrecision) -> FakeLinear:
+    """Let `linear` compute as an FP8 engine that holds its present weight. Return the engine's layer."""
     (codes,) = backward.quantize_weights([linear.weight])
     bias = None if linear.bias is None else linear.bias.detach().to(torch.bfloat16)
     engine = FakeLinear({"layer": (codes, bias)})
     attributes = {
-        "one_forward": SimpleNamespace(on=True, shares=shares, backward=backward),
+        "one_forward": SimpleNamespace(on=True, backward=backward),
         "name": "layer",
         "is_fp8": True,
         "adapted": False,
         "engine": engine,
         "columns": slice(0, linear.out_features),
-        "parts": parts,
         "fused": FusedCall(lambda x: engine(tokens_of(x)), 1),
         "along_tokens": FusedCall(lambda x: backward.quantize_for_backward(tokens_of(x).t()), 1),
-        "kept": None,
-        "peers": (linear,),
     }
     swap(linear, FollowedLinear, **attributes)
     return engine
 
 
-def pair(columns, rows, backward, bias=True, **options):
+def pair(columns, rows, backward, bias=True):
     """A plain linear and its twin."""
     plain, twin = Wrapped(columns, rows, bias), Wrapped(columns, rows, bias)
-    follow(twin.layer, backward, **options)
+    follow(twin.layer, backward)
     return plain, twin
 
 

@@ -114,6 +114,14 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
             ],
         ),
         (
+            {"fp8_forward": "one_forward", "vllm_tensor_parallel_size": 2},
+            [
+                "vllm_tensor_parallel_size=2 with fp8_forward='one_forward'",
+                "the engine's own tensors",
+                "Set vllm_tensor_parallel_size=1, or fp8_forward='off'",
+            ],
+        ),
+        (
             {"fp8_forward": "one_forward", "fp16": True, "bf16": False},
             ["fp8_forward='one_forward'", "fp16=True", "bf16=True"],
         ),

@@ -76,8 +76,6 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/*", "trainer.recipe"): "the run's, which two features resolve before the engine starts",
     ("features/kv_cache/engine_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/kv_cache/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization takes no argument",
-    ("features/one_forward/*", "*.kept"): "a layer's codes, shared by layers that vLLM fuses, and dropped together",
-    ("features/one_forward/engine_part/vllm_kernels.py", "processor.logits_as_input"): "a copy of vLLM's",
     ("features/one_forward/followed_reference.py", "self._part.seal"): "a record of a delivery",
     ("features/router_replay/replay.py", "router.*"): "routers become replayed ones in place",
     ("features/shared_base/engine_adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",

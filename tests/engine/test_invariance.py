@@ -150,7 +150,7 @@ def hopper(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl_fp8.features.one_forward.engine_part.flash_attention", attention)
     monkeypatch.setattr(invariance, "pin_tiles", lambda: None)
     monkeypatch.setattr(invariance, "register_cuda_norms", lambda: None)
-    yield invariant_on_cuda(SimpleNamespace(tensor_parallel_size=1))
+    yield invariant_on_cuda()
     forget_choices()
 
 

@@ -9,7 +9,6 @@ from safetensors import safe_open
 from trl.trainer.utils import ensure_master_addr_port
 
 from testing import engines
-from testing.rollouts import follow
 from trl_fp8.export.export import INDEX, export_fp8
 from trl_fp8.quantization.formats import FLOORED_SCALE_AMAX
 from trl_fp8.upstream.vllm import engine_model
@@ -71,20 +70,6 @@ def test_a_flipped_byte_and_a_changed_scale_are_named(checkpoint):
     generation.sync_weights()
     generation.delivery.verify()
     engines.shutdown(generation.llm)
-
-
-def test_what_a_trainer_quantizes_itself_is_what_the_engine_holds(checkpoint):
-    """Peers share a scale there, too."""
-    generation = start(checkpoint)
-    generation.sync_weights()
-    forward = follow(generation)
-    for name in generation.recipe.fp8_modules:
-        linear = forward.modules[name]
-        ours, held = linear.quantized_weight(), linear.engine.codes(name)
-        assert torch.equal(ours.scale, held.scale)
-        assert torch.equal(ours.qdata.view(torch.uint8), held.qdata.view(torch.uint8))
-    peers = [forward.modules[f"model.layers.0.mlp.{kind}"].quantized_weight() for kind in ("gate_proj", "up_proj")]
-    assert torch.equal(*(one.scale for one in peers))
 
 
 def test_vllm_loads_an_export_and_computes_the_same(checkpoint, tmp_path):

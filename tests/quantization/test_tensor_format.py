@@ -5,9 +5,7 @@ import pytest
 import torch
 
 from testing import tiny_models
-from testing.fake_engine import followed
 from testing.linears import gradients, inputs, pair
-from testing.quantization_counter import QuantizationCounter
 from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.weights import dead_scale, quantize_as_engine, quantize_fused, stored_scale
@@ -160,20 +158,6 @@ def test_a_parameter_that_changes_while_its_peers_are_awaited_was_copied(model):
 
     for name, tensor in weight_stream(as_zero3_gathers_them(), recipe):
         assert torch.equal(tensor.float(), expected[name].float()), name
-
-
-def test_peers_are_quantized_together_once_and_anew_when_one_changes(model, monkeypatch):
-    """Where the trainer quantizes weights itself: with tensor parallelism."""
-    recipe = recipe_for_model(model, weight_format="tensor", tensor_parallel_size=2)
-    modules = followed(model, recipe)[0].modules
-    counter, ids = QuantizationCounter(monkeypatch), torch.arange(12)[None]
-    fp8 = len(recipe.fp8_modules)
-    assert counter.during(lambda: model(ids)) == fp8 and counter.during(lambda: model(ids)) == 0
-    with torch.no_grad():
-        modules["model.layers.0.self_attn.k_proj"].weight.mul_(100)
-    before = modules["model.layers.0.self_attn.q_proj"].kept.codes.scale.clone()
-    assert counter.during(lambda: model(ids)) == 3
-    assert modules["model.layers.0.self_attn.q_proj"].quantized_weight().scale > 10 * before
 
 
 @pytest.mark.parametrize("backward", ["bf16", "fp8"])

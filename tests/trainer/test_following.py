@@ -1,7 +1,5 @@
 """Training with a full FP8 forward: the policy's log-probs stay the engine's while the weights move."""
 
-from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -17,7 +15,7 @@ from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
-from trl_fp8.quantization.formats import BLOCKS, TENSOR, ActivationScaling
+from trl_fp8.quantization.formats import TENSOR, ActivationScaling
 from trl_fp8.recipe.recipe import FP8Recipe
 
 
@@ -94,27 +92,9 @@ def test_what_shows_without_an_engine_is_refused_before_one_starts():
         Following(bare_trainer(model, recipe, fp8_gemm_backend="scaled_mm"))
     with pytest.raises(ValueError, match="one_forward' with a policy of type 'glm4_moe': .* known of cohere, gemma, "):
         Following(bare_trainer(tiny_models.build("glm4_moe"), recipe))
-    with pytest.raises(
-        ValueError,
-        match="'one_forward' with experts and vllm_tensor_parallel_size=2: each rank of the engine has a part",
-    ):
-        Following(
-            bare_trainer(tiny_models.build("mixtral"), replace(recipe, fp8_experts=("b",), tensor_parallel_size=2))
-        )
     model.model.embed_tokens.__class__ = type("OddEmbedding", (torch.nn.Embedding,), {"forward": lambda *args: None})
     with pytest.raises(ValueError, match="the model's embedding is a OddEmbedding"):
         Following(bare_trainer(model, recipe))
-
-
-@pytest.mark.parametrize("spec, refused", [(TENSOR, True), (BLOCKS, False)], ids=["tensor", "blocks"])
-def test_shared_scales_of_weights_that_are_gathered_one_at_a_time_are_refused(spec, refused):
-    """Only with tensor parallelism: else the codes are the engine's."""
-    model = tiny_models.build("qwen3")
-    Following(bare_trainer(model, FP8Recipe(("a",), format=spec), sharded=True))
-    Following(bare_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2)))
-    said = "'tensor' with fp8_forward='one_forward' and vllm_tensor_parallel_size=2 under FSDP2 or ZeRO-3"
-    with pytest.raises(ValueError, match=said) if refused else nullcontext():
-        Following(bare_trainer(model, FP8Recipe(("a",), format=spec, tensor_parallel_size=2), sharded=True))
 
 
 def test_an_engine_without_fp8_kernels_has_nothing_to_call():

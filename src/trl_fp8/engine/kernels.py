@@ -15,7 +15,6 @@ from torch import Tensor
 from torchao.quantization import Float8Tensor
 
 
-Adapter = tuple[str, Tensor, Tensor]  # one of `Linear.layers`, its A `[r, K]`, and its B `[N, r]` times the scaling
 # positions `[T]`, query `[T, H * D]`, key `[T, G * D]` -> the two, turned; what is given stays as it is
 Rotary = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -27,13 +26,6 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x `[T, K]` -> the outputs of all of `layers`, biases included, one after another and maybe padding."""
-
-    def on(
-        self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None, adapter: Adapter | None = None
-    ) -> Tensor:
-        """The same kernel on other tensors: a weight `[N, K]`, as codes where the engine holds codes, a bias, and in
-        the engine's room for adapters this one or none.
-        """
 
     def codes(self, layer: str) -> Float8Tensor | None:
         """What the engine holds of one layer's weight `[N, K]`, views of it; None if it is not FP8."""
@@ -96,10 +88,7 @@ class EngineKernels(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Output head: `[T, K]` -> what the sampler gets, `[T, V]`, scaled and capped as the model wants it."""
 
-    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The same, with a weight `[V, K]` and a bias of the trainer's own."""
-
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> AbstractContextManager[None]:
-        """Inside the block `note(layers, x, y)` follows each call of a linear layer in the engine's own forward, as
-        this rank computes it. A compiled engine makes no calls.
+        """Call `note(layers, x, y)` after each call of a linear layer in the engine's own forward, inside the block.
+        A compiled engine makes no calls.
         """

@@ -178,10 +178,7 @@ def test_adapters_of_experts_learn_from_the_sum_that_the_engine_holds(checkpoint
 
 def test_experts_that_nobody_can_follow_are_refused():
     model = build("qwen3_moe")
-    with pytest.raises(ValueError, match=r"with experts and vllm_tensor_parallel_size=2: each rank"):
-        require_followable_experts(recipe_for_model(model, tensor_parallel_size=2, expert_kernels=False), "bf16")
     with pytest.raises(ValueError, match=r"fp8_backward='fp8' with FP8 experts \(model.layers.0.mlp.experts"):
         require_followable_experts(recipe_for_model(model), "fp8")
     require_followable_experts(recipe_for_model(model), "bf16")
     require_followable_experts(recipe_for_model(model, expert_kernels=False), "fp8")
-    require_followable_experts(recipe_for_model(build("qwen3"), tensor_parallel_size=2), "fp8")

@@ -33,17 +33,12 @@ class Kernels:
 
     def __init__(self, weight, scale=1.0, cap=None):
         self.held, self.scale, self.cap = weight.detach().to(torch.bfloat16), scale, cap
-        self.rows, self.own = [], []
+        self.rows = []
 
     def logits(self, hidden):
         self.rows.append(len(hidden))
         logits = torch.mm(hidden, self.held.t()) * self.scale
         return logits if self.cap is None else torch.tanh(logits.float() / self.cap) * self.cap
-
-    def head(self, hidden, weight, bias):
-        self.own.append((weight.dtype, bias))
-        self.held = weight
-        return self.logits(hidden)
 
 
 def apply(function, hidden, weight, targets, outputs, scale=1.0, cap=None):
@@ -55,17 +50,16 @@ def test_the_optional_outputs_are_trls_in_its_order():
     assert OPTIONAL == OPTIONAL_OUTPUTS
 
 
-@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("outputs", [(), ("entropy",), ("is_top1", "mean_logits"), OPTIONAL])
 @pytest.mark.parametrize("scale, cap", [(1.0, None), (0.0625, None), (1.0, 3.0)])
 @pytest.mark.parametrize("tokens", [1024, 10])
-def test_values_and_gradients_are_trls_at_the_same_logits(shares, outputs, scale, cap, tokens, monkeypatch):
+def test_values_and_gradients_are_trls_at_the_same_logits(outputs, scale, cap, tokens, monkeypatch):
     monkeypatch.setattr(module, "TOKENS", tokens)
     results = []
     for ours in (False, True):
         hidden, weight, targets = given()
         kernels = Kernels(weight, scale, cap)
-        forward = SimpleNamespace(shares=shares, kernels=kernels)
+        forward = SimpleNamespace(kernels=kernels)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             found = apply(
                 followed_head(forward) if ours else ChunkedLogProbFunction,
@@ -80,10 +74,7 @@ def test_values_and_gradients_are_trls_at_the_same_logits(shares, outputs, scale
         loss = (log_probs * torch.linspace(-1, 1, T)).sum() + (0.3 * entropy.sum() if entropy is not None else 0.0)
         loss.backward()
         results.append(([log_probs, entropy, *others], hidden.grad, weight.grad))
-    if shares:
-        assert sum(kernels.rows) == T and max(kernels.rows) <= tokens and kernels.own == []
-    else:
-        assert set(kernels.own) == {(torch.bfloat16, None)}
+    assert sum(kernels.rows) == T and max(kernels.rows) <= tokens
     (theirs, *their_gradients), (ours, *our_gradients) = results
     for one, other in zip(theirs, ours, strict=True):
         assert (one is None) == (other is None)
@@ -98,7 +89,7 @@ def test_values_and_gradients_are_trls_at_the_same_logits(shares, outputs, scale
 
 def test_an_entropy_that_is_only_logged_costs_no_gradient(monkeypatch):
     hidden, weight, targets = given()
-    forward = SimpleNamespace(shares=True, kernels=Kernels(weight))
+    forward = SimpleNamespace(kernels=Kernels(weight))
     log_probs, entropy, *_ = apply(followed_head(forward), hidden, weight, targets, ("entropy",))
     assert entropy.requires_grad
     seen = []
@@ -111,7 +102,7 @@ def test_an_entropy_that_is_only_logged_costs_no_gradient(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_frozen_head_and_masters_of_either_dtype(dtype):
     hidden, weight, targets = given(dtype)
-    forward = SimpleNamespace(shares=True, kernels=Kernels(weight))
+    forward = SimpleNamespace(kernels=Kernels(weight))
     apply(followed_head(forward), hidden, weight, targets, ())[0].sum().backward()
     assert weight.grad.dtype == dtype and hidden.grad.dtype == torch.bfloat16
     expected, hidden.grad = hidden.grad, None

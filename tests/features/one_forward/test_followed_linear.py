@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from testing.fp8_oracle import gamma, rounded
-from testing.linears import Wrapped, follow, gradients, inputs, pair
-from testing.quantization_counter import QuantizationCounter
+from testing.linears import gradients, inputs, pair
 from trl_fp8.features.one_forward.backward import BackwardPrecision
 from trl_fp8.features.one_forward.modules import followed_linear as module
 from trl_fp8.features.one_forward.modules.followed_linear import FusedCall
-from trl_fp8.quantization.formats import TENSOR
 
 
 # (leading dims, K, N, bias)
@@ -62,11 +60,10 @@ class TestFusedCall:
         assert gone() is None
 
 
-@pytest.mark.parametrize("shares", [True, False])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lead, columns, rows, bias", SHAPES)
-def test_values_are_the_engines_whatever_autocast_says(lead, columns, rows, bias, autocast, shares):
-    plain, twin = pair(columns, rows, BackwardPrecision(), bias, shares=shares)
+def test_values_are_the_engines_whatever_autocast_says(lead, columns, rows, bias, autocast):
+    plain, twin = pair(columns, rows, BackwardPrecision(), bias)
     x, dy = inputs(lead, columns, rows)
     y = gradients(twin, x, dy, autocast)[0]
     x = x.detach().view(-1, columns)
@@ -105,11 +102,10 @@ def element_error(values):
 
 @pytest.mark.parametrize("lead, columns, rows, bias", SHAPES)
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
-@pytest.mark.parametrize("shares, cached", [(True, True), (False, True), (False, False)])
-def test_fp8_backward_is_jet_rls_formula(lead, columns, rows, bias, scale_format, shares, cached):
+def test_fp8_backward_is_jet_rls_formula(lead, columns, rows, bias, scale_format):
     """Q(dY) Q(W) and Q(dY^T) Q(X^T)^T: X is quantized once, along the tokens, and not from the forward's codes."""
     formats = {"scale_format": scale_format, "operand_scale_format": scale_format}
-    plain, twin = pair(columns, rows, BackwardPrecision("fp8", **formats, cache_weights=cached), bias, shares=shares)
+    plain, twin = pair(columns, rows, BackwardPrecision("fp8", **formats), bias)
     x, dy = inputs(lead, columns, rows)
     dy = dy.bfloat16().float()  # as it comes from the next layer
     _, dx, dw, db = gradients(twin, x, dy)
@@ -182,12 +178,11 @@ def test_a_second_derivative_is_refused(backward):
 
 
 def test_what_the_backward_keeps():
-    def kept(precision, shares=True, requires_grad=True):
-        _, twin = pair(256, 128, precision, shares=shares)
+    def kept(precision, requires_grad=True):
+        _, twin = pair(256, 128, precision)
         twin.layer.weight.requires_grad_(requires_grad)
         x, _ = inputs((100,), 256, 128)
         own = [twin.layer.weight, x, twin.layer.engine.codes("layer").qdata, twin.layer.engine.codes("layer").scale]
-        own += [twin.layer.quantized_weight().qdata, twin.layer.quantized_weight().scale]
         held, sizes = {tensor.untyped_storage().data_ptr() for tensor in own}, {}
 
         def pack(tensor):
@@ -203,9 +198,6 @@ def test_what_the_backward_keeps():
     assert kept(BackwardPrecision()) == 2 * 100 * 256  # the input in BF16
     assert kept(BackwardPrecision("fp8")) == 256 * 100 + 4 * 256  # its codes along the tokens, and their scales
     assert kept(BackwardPrecision(), requires_grad=False) == kept(BackwardPrecision("fp8"), requires_grad=False) == 0
-    assert (
-        kept(BackwardPrecision("fp8", cache_weights=False), shares=False, requires_grad=False) == 0
-    )  # no unsharded codes
 
 
 def test_no_tokens_give_no_rows_and_zero_gradients():
@@ -213,73 +205,3 @@ def test_no_tokens_give_no_rows_and_zero_gradients():
         _, twin = pair(256, 128, BackwardPrecision(backward))
         y, dx, dw, db = gradients(twin, torch.zeros(0, 256, requires_grad=True), torch.zeros(0, 128))
         assert y.shape == (0, 128) and dx.shape == (0, 256) and not dw.any() and not db.any()
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("weight_format", [{}, {"format": TENSOR}], ids=["blocks", "tensor"])
-def test_row_parallel_layers_add_the_partial_products_of_the_engines_ranks(bias, weight_format):
-    """Two ranks with half of K each: each product in BF16, the bias on the first rank, the sum rounded once."""
-    precision = BackwardPrecision(**weight_format)
-    _, twin = pair(512, 256, precision, bias, shares=False, parts=2)
-    x = inputs((9,), 512, 256, dtype=torch.bfloat16)[0].detach()
-    (codes,) = precision.quantize_weights([twin.layer.weight])
-    halves = []
-    for start in (0, 256):
-        part = module._split(codes, 2)[start // 256]
-        added = twin.layer.bias.detach().bfloat16() if bias and start == 0 else None
-        halves.append(twin.layer.engine.on(x[:, start : start + 256], part, added).float())
-    assert torch.equal(twin(x), sum(halves).to(torch.bfloat16))
-    whole = Wrapped(512, 256, bias)
-    follow(whole.layer, precision)
-    assert not torch.equal(twin(x), whole(x))
-
-
-class TestOwnCodes:
-    """Where ranks share an engine, the trainer quantizes the weight itself, and keeps the codes while they last."""
-
-    @pytest.mark.parametrize("fused", [False, True])
-    def test_a_weight_is_quantized_once_per_optimizer_step(self, fused, monkeypatch):
-        _, twin = pair(256, 128, BackwardPrecision("fp8"), shares=False)
-        optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1, fused=fused)
-        x, dy = inputs((9,), 256, 128)
-        counter = QuantizationCounter(monkeypatch)
-
-        def micro_batches():
-            for _ in range(4):
-                twin(x).backward(dy.bfloat16())
-
-        for _ in range(3):
-            assert counter.during(micro_batches) == 1
-            optimizer.step()
-            if fused:  # moves no version counter, which is why the trainer invalidates
-                assert twin.layer.cached_weight() is not None
-                twin.layer.kept = None
-            assert twin.layer.cached_weight() is None
-
-    def test_a_write_to_data_needs_invalidation_and_a_new_storage_does_not(self):
-        _, twin = pair(256, 128, BackwardPrecision(), shares=False)
-        x, _ = inputs((9,), 256, 128)
-        before = twin(x)
-        twin.layer.weight.data.mul_(3)
-        assert torch.equal(twin(x), before)
-        twin.layer.kept = None
-        assert not torch.equal(twin(x), before)
-        twin.layer.weight.data = twin.layer.weight.data * 3
-        assert twin.layer.cached_weight() is None
-
-    @BACKWARDS
-    def test_without_a_cache_nothing_is_ever_stale(self, backward, monkeypatch):
-        _, twin = pair(256, 128, BackwardPrecision(backward, cache_weights=False), shares=False)
-        x, dy = inputs((9,), 256, 128)
-        counter = QuantizationCounter(monkeypatch)
-        for _ in range(2):
-            made = counter.during(lambda: twin(x).backward(dy.bfloat16()))
-            assert made == (2 if backward == "fp8" else 1) and twin.layer.cached_weight() is None
-
-    @pytest.mark.parametrize("rows, columns", [(128, 256), (130, 300)])
-    def test_the_cache_holds_one_byte_per_weight_and_the_scales(self, rows, columns):
-        _, twin = pair(columns, rows, BackwardPrecision(), shares=False)
-        codes = twin.layer.quantized_weight()
-        assert twin.layer.cached_weight() is codes
-        assert codes.qdata.untyped_storage().nbytes() == rows * columns
-        assert codes.scale.untyped_storage().nbytes() == 4 * -(-rows // 128) * -(-columns // 128)

@@ -41,9 +41,6 @@ class BackwardPrecision:
     scale_format: ScaleFormat = "pow2"
     operand_scale_format: ScaleFormat = "pow2"  # of activations in the engine, and so of the backward's operands
     backend: str = "fake_quant"  # flag fp8_gemm_backend
-    # Keep each layer's quantized weight (1 byte per element) until its weight changes. False where the weight that a
-    # forward sees is gathered anew each time (FSDP2, ZeRO-3).
-    cache_weights: bool = True
 
     def quantize_weights(self, weights: Sequence[Tensor]) -> list[Float8Tensor]:
         """Q(W), `[N, K]` each, of one weight or of those that the engine fuses: the bytes that a sync sends."""

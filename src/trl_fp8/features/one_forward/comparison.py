@@ -26,7 +26,7 @@ class Comparison:
 
     def __init__(self, forward: OneForward):
         followed = [module for module in forward.modules.values() if isinstance(module, FollowedLinear)]
-        self._kernels, self._shares = forward.kernels, forward.shares
+        self._kernels = forward.kernels
         self._linears: dict[str, FollowedLinear] = {linear.name: linear for linear in followed}
         self._engine: dict[Place, list[Tensor]] = defaultdict(list)  # checksums `[T]` of each of its calls
         self._policy: dict[Place, Tensor] = {}
@@ -59,14 +59,9 @@ class Comparison:
         return None
 
     def _note_engine(self, layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
-        linears = [self._linears[layer] for layer in layers]
-        for linear in linears:
-            if x.shape[-1] == linear.in_features:  # else x is the part of a tensor parallel rank
-                self._engine[linear.name, "input"].append(checksums(x))
-            if self._shares:
-                self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
-            elif len(layers) == 1 and y.shape[-1] == linear.out_features:
-                self._engine[linear.name, "output"].append(checksums(y))
+        for linear in (self._linears[layer] for layer in layers):
+            self._engine[linear.name, "input"].append(checksums(x))
+            self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
 
     def _note_policy(self, name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
         self._policy[name, "input"], self._policy[name, "output"] = checksums(args[0]), checksums(y)

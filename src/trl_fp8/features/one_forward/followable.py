@@ -18,7 +18,7 @@ from .one_forward import TURN, computing, followed_embedding
 
 
 def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
-    require_sums(model, recipe.tensor_parallel_size)
+    require_sums(model)
     require_followable_experts(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
@@ -55,11 +55,6 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
 
 
 def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
-    if recipe.has_experts and recipe.tensor_parallel_size > 1:
-        raise ValueError(
-            f"fp8_forward='one_forward' with experts and vllm_tensor_parallel_size={recipe.tensor_parallel_size}: "
-            "each rank of the engine has a part of each expert. Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
-        )
     if recipe.fp8_experts and backward == "fp8":
         raise ValueError(
             f"fp8_backward='fp8' with FP8 experts ({listed(recipe.fp8_experts, 1)}): they have a straight-through "
@@ -67,16 +62,9 @@ def require_followable_experts(recipe: FP8Recipe, backward: str) -> None:
         )
 
 
-def require_sums(model: nn.Module, tensor_parallel_size: int) -> None:
+def require_sums(model: nn.Module) -> None:
     """Raise `ValueError` for adapters whose layers are not followed."""
-    shared = any(isinstance(module, HoldsCodes) for module in model.modules())
     adapters = {name: module for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)}
-    if adapters and tensor_parallel_size > 1 and not shared:
-        raise ValueError(
-            f"fp8_forward='one_forward' with adapters and vllm_tensor_parallel_size={tensor_parallel_size}: the "
-            "engine quantizes the sum of base and adapters, of which each rank has a part. Set fp8_base=True, "
-            "vllm_tensor_parallel_size=1, or fp8_forward='off'."
-        )
     kinds = {checkpoint_name(name): _other_than_sum(module) for name, module in adapters.items()}
     if others := [f"{name} ({kind})" for name, kind in kinds.items() if kind is not None]:
         raise ValueError(

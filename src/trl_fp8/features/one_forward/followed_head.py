@@ -18,10 +18,7 @@ from .one_forward import OneForward
 
 def engine_logits(forward: OneForward, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
     """hidden `[T, K]` -> the engine's logits `[T, V]`, of its own weight or of the policy's."""
-    if forward.shares:
-        return lambda hidden: forward.kernels.logits(tokens_of(hidden))
-    own = weight.to(torch.bfloat16), None if bias is None else bias.to(torch.bfloat16)
-    return lambda hidden: forward.kernels.head(tokens_of(hidden), *own)
+    return lambda hidden: forward.kernels.logits(tokens_of(hidden))
 
 
 def followed_head(one_forward: OneForward) -> type[ChunkedLogProbFunction]:

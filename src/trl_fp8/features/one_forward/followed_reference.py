@@ -108,7 +108,6 @@ class FollowedReference:
     def outdate(self) -> None:
         """The weights of the reference have changed."""
         self._weights.outdate()
-        self.forward.invalidate()
 
     def policy_changed(self) -> None:
         """An optimizer step came."""

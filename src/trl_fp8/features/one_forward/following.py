@@ -43,21 +43,12 @@ class Following(Feature):
         self.forward: OneForward | None = None  # until the engine is there to be called
         self.followed_reference: FollowedReference | None = None  # likewise; None without beta
         self._outdated, self._checked = True, False
-        self._sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         # Refuse what can be refused before an engine is started
         release(trainer.model)
         args, recipe = trainer.args, trainer.recipe
         require_followable(trainer.model, recipe, args.fp8_backward)
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         require_backend(args.fp8_gemm_backend, capability)
-        fused = recipe.tensor_parallel_size > 1 and recipe.format.fused_share_scale
-        if fused and self._sharded and not args.fp8_base:
-            raise ValueError(
-                f"fp8_weight_format={recipe.format.name!r} with fp8_forward={args.fp8_forward!r} and "
-                f"vllm_tensor_parallel_size={recipe.tensor_parallel_size} under FSDP2 or ZeRO-3: layers that vLLM "
-                "fuses share a scale, and a forward sees one gathered weight at a time. Set fp8_weight_format="
-                "'blocks', or vllm_tensor_parallel_size=1."
-            )
 
     def engine_part(self):
         from .engine_part.kernels_part import SharedKernelsPart  # needs vllm
@@ -87,7 +78,6 @@ class Following(Feature):
             format=trainer.recipe.format,
             scale_format=trainer.recipe.scale_format,
             operand_scale_format="pow2" if numerics.linears is None else numerics.linears.scale_format,
-            cache_weights=not self._sharded,
         )
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
@@ -95,12 +85,10 @@ class Following(Feature):
             self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
 
     def __str__(self) -> str:
-        weights = "its tensors" if self.forward.shares else "codes of its own"
         reference = ", the reference likewise" if self.followed_reference else ""
-        return f"the engine's kernels on {weights}{reference}, backward {self.forward.backward.precision}"
+        return f"the engine's kernels on its tensors{reference}, backward {self.forward.backward.precision}"
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
-        self.forward.invalidate()
         self._outdated = True
         if self.followed_reference:
             self.followed_reference.policy_changed()
@@ -110,7 +98,6 @@ class Following(Feature):
             self.followed_reference.outdate()
 
     def after_generation(self, rollouts: Rollouts) -> None:
-        self.forward.invalidate()  # the sync merged and unmerged adapters
         self._outdated = False
 
     def on_train_begin(self, args, state, control, **kwargs) -> None:

@@ -58,7 +58,7 @@ class ForwardFlags(FlagGroup):
         return self.one_forward
 
     def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
-        return self.one_forward and bool(outline.experts or has_adapters)
+        return self.one_forward
 
     def check_model(self, outline: Outline) -> None:
         if self.one_forward:
@@ -86,6 +86,12 @@ class ForwardFlags(FlagGroup):
             raise ValueError(
                 f"fp8_forward={self.fp8_forward!r} with fp8_weights=False: the trainer would compute in FP8 what the "
                 "engine does not, and add mismatch instead of removing it. Set fp8_weights=True or fp8_forward='off'."
+            )
+        if self.vllm_tensor_parallel_size > 1:
+            raise ValueError(
+                f"vllm_tensor_parallel_size={self.vllm_tensor_parallel_size} with fp8_forward={self.fp8_forward!r}: "
+                "the trainer computes with the engine's own tensors, of which each of its ranks would have a part. "
+                "Set vllm_tensor_parallel_size=1, or fp8_forward='off'."
             )
         if self.fp16:
             raise ValueError(

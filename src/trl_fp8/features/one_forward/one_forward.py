@@ -39,7 +39,7 @@ from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.policy.model import transformers_model
 from trl_fp8.policy.swapped import Swapper, restore, swap
 from trl_fp8.recipe.from_model import linear_layers, of_adapter
-from trl_fp8.recipe.names import ROW_PARALLEL, checkpoint_name, expert_modules, is_router, without_copies
+from trl_fp8.recipe.names import checkpoint_name, expert_modules, is_router, without_copies
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import patch
 
@@ -69,7 +69,6 @@ class OneForward(FollowedAttention, Swapper):
         hook: AttentionHook,
     ):
         self.backward, self.kernels, self.recipe, self.hook = backward, kernels, recipe, hook
-        self.shares = recipe.tensor_parallel_size == 1  # computes on the engine's own tensors
         self.on = True
         self.modules: dict[str, nn.Module] = {}  # by their paths in `model`, in its order
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
@@ -103,12 +102,6 @@ class OneForward(FollowedAttention, Swapper):
             yield
         finally:
             self.on = before
-
-    def invalidate(self) -> None:
-        """Drop kept weights. To be called after each optimizer step, checkpoint load, merge and unmerge."""
-        for module in (*self.modules.values(), *self.copies.values()):
-            if isinstance(module, FollowedLinear):
-                module.kept = None
 
     def remove(self) -> None:
         """Turn the modules back into what they were."""
@@ -163,18 +156,14 @@ class OneForward(FollowedAttention, Swapper):
                 FusedCall(lambda x: self.backward.quantize_for_backward(tokens_of(x).t()), len(peers)),
             )
         fused, along_tokens = self._calls[engine]
-        sharing = self.recipe.sharing_scale(f"{name}.weight")
         return {
             "name": name,
             "is_fp8": name in self.recipe.fp8_modules,
             "adapted": module in self._adapted,
             "engine": engine,
             "columns": slice(start, start + module.out_features),
-            "parts": self.recipe.tensor_parallel_size if name.endswith(ROW_PARALLEL) else 1,
             "fused": fused,
             "along_tokens": along_tokens,
-            "kept": None,
-            "peers": tuple(self._linears[weight.removesuffix(".weight")] for weight in sharing),
         }
 
     def _swap(self, path: str, module: nn.Module, mixin: type, **attributes) -> None:

@@ -8,7 +8,7 @@ every batch. Here one adapter serves all tokens: A and B are unquantized linears
 hold is written, audited and sealed as weights are.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -17,7 +17,6 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, QuantizeMethodBase, ReplicatedLinear
 from vllm.model_executor.model_loader import base_loader
 
-from trl_fp8.engine.kernels import Adapter
 from trl_fp8.engine.vllm.layout import Added, Shard, shards
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.sync.pieces import Piece, Span
@@ -35,21 +34,6 @@ class _WithAdapter:
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = super().apply(layer, x, bias)
         return y + layer.lora_b(layer.lora_a(x))
-
-    def added(
-        self, layer: nn.Module, layers: Sequence[str], x: Tensor, rows: int, adapter: Adapter | None
-    ) -> dict[str, Tensor]:
-        """Weights of `layer`'s room for adapters, for an output of so many rows: with `adapter` in the place of its
-        layer among `layers`, which `layer` computes in this order, and zeros in all others.
-        """
-        width = len(layer.lora_a.weight)
-        a, b = x.new_zeros(width, x.shape[1]), x.new_zeros(rows, width)
-        if adapter is not None:
-            name, own_a, own_b = adapter
-            start = layers.index(name) * width // len(layers)
-            place = slice(start, start + len(own_a))
-            a[place], b[:, place] = own_a, own_b
-        return dict(zip(ADAPTERS.values(), (a, b), strict=True))
 
 
 class AdapterLinear(ReplicatedLinear, Added):

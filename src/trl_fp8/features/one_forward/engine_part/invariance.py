@@ -22,7 +22,6 @@ from trl_fp8.engine.vllm.environment import environment_kept
 from trl_fp8.engine.vllm.separate_kernels import SeparateKernels
 from trl_fp8.recipe.families import family_of
 from trl_fp8.recipe.messages import listed
-from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import substituted
 from trl_fp8.upstream.vllm import forget_choices
 
@@ -80,7 +79,7 @@ CUDA = Invariance(
 
 
 @contextmanager
-def invariant_on_cuda(recipe: FP8Recipe) -> Iterator[None]:
+def invariant_on_cuda() -> Iterator[None]:
     """Engines that are started inside the block run kernels that a trainer can share."""
     from .flash_attention import invariant_attention  # vLLM's CPU build has no FlashAttention
 
@@ -88,16 +87,14 @@ def invariant_on_cuda(recipe: FP8Recipe) -> Iterator[None]:
     pin_tiles()
     # The rest of vLLM's switch changes the whole process, the trainer too: NCCL gets one channel and one thread, and
     # softmax, mean and bmm of torch are replaced. An engine on one rank communicates with nobody and calls none of
-    # these functions. Ranks that add up need NCCL's part, so that no message's size changes the order of their sum
-    for_ranks = batch_invariant.override_envs_for_invariance
-    rest = for_ranks if recipe.tensor_parallel_size > 1 else lambda: None
+    # these functions
     # A user's own setting of the switch stays, and `Invariance.require` names it. vLLM switches ahead-of-time
     # compilation off in the part of `init_batch_invariance` that is left out here
     settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
     with (
         environment_kept(settings),
         invariant_attention(),
-        substituted(batch_invariant, "init_batch_invariance", rest),
+        substituted(batch_invariant, "init_batch_invariance", lambda: None),
     ):
         forget_choices()  # vLLM may have kept what the settings were
         yield

@@ -50,7 +50,7 @@ class SharedKernelsPart(KernelsPart):
         return invariance_of(platform).arguments()
 
     def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
-        return invariant_on_cuda(recipe) if platform.name == "cuda" else nullcontext()
+        return invariant_on_cuda() if platform.name == "cuda" else nullcontext()
 
     def started(self, generation: FP8VLLMGeneration) -> None:
         self.mismatch_bound = MISMATCH_BOUNDS[generation.platform.name]

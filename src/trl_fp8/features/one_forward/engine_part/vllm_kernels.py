@@ -3,7 +3,6 @@
 Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, wraps
@@ -16,12 +15,11 @@ from vllm.model_executor.layers import layernorm
 from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models import commandr
 from vllm.model_executor.models.interfaces import supports_multimodal
 
-from trl_fp8.engine.kernels import Adapter, Rotary
+from trl_fp8.engine.kernels import Rotary
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.quantization.formats import FormatSpec
@@ -46,13 +44,6 @@ def without_gradients(call: Callable) -> Callable:
     return called
 
 
-def holding(module: nn.Module, tensors: dict[str, Tensor]) -> nn.Module:
-    """A module with the kernel of `module` and other tensors."""
-    stand_in = copy.copy(module)
-    stand_in.__dict__["_parameters"] = tensors
-    return stand_in
-
-
 class EngineLinear:
     """A linear layer of the engine, see `engine.kernels.Linear`."""
 
@@ -64,23 +55,6 @@ class EngineLinear:
     @without_gradients
     def __call__(self, x: Tensor) -> Tensor:
         return self._module.quant_method.apply(self._module, x, getattr(self._module, "bias", None))
-
-    @without_gradients
-    def on(
-        self, x: Tensor, weight: Float8Tensor | Tensor, bias: Tensor | None, adapter: Adapter | None = None
-    ) -> Tensor:
-        tensors = {"weight": weight}
-        if isinstance(weight, Float8Tensor):
-            blocks = self._format.weight_block is not None
-            codes, scale = (weight.qdata, weight.scale) if blocks else (weight.qdata.t(), weight.scale.view(()))
-            tensors = {"weight": codes, f"weight{self._format.scale_suffix}": scale}
-        module = holding(self._module, tensors)
-        if (added := getattr(self._module.quant_method, "added", None)) is not None:  # there is room for adapters
-            children = dict(module.named_children())
-            others = added(self._module, self.layers, x, len(weight), adapter)
-            others = {name: holding(children[name], {"weight": own, "bias": None}) for name, own in others.items()}
-            module.__dict__["_modules"] = children | others
-        return self._module.quant_method.apply(module, x, bias)
 
     def codes(self, layer: str) -> Float8Tensor | None:
         return held_codes(self._layout, f"{self._names[layer]}.weight", self._format)
@@ -120,12 +94,10 @@ class VLLMKernels:
         return self._linears[module]
 
     def reads(self, piece: Piece) -> bool:
-        """Whether a trainer that calls these kernels computes with this part of the engine. The trainer looks up
-        embeddings by itself. Beside an engine that is split over ranks it has linear layers of its own.
+        """Return whether a trainer that calls these kernels computes with this part of the engine: with all but the
+        embeddings, which it looks up in its own weight. An output head that is tied to them is one of the engine's.
         """
-        if isinstance(piece.module, VocabParallelEmbedding):
-            return self._recipe.tensor_parallel_size == 1 and piece.parameter is self._head.weight
-        return self._recipe.tensor_parallel_size == 1 or not isinstance(piece.module, LinearBase)
+        return not isinstance(piece.module, VocabParallelEmbedding) or piece.parameter is self._head.weight
 
     def norm(self, module: str) -> Callable[[Tensor], Tensor]:
         held = self._holding(module)
@@ -202,12 +174,6 @@ class VLLMKernels:
     @without_gradients
     def logits(self, hidden: Tensor) -> Tensor:
         return self._model.compute_logits(hidden)
-
-    @without_gradients
-    def head(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        head, processor = holding(self._head, {"weight": weight}), copy.copy(self._model.logits_processor)
-        processor.logits_as_input = True  # what is left is to scale and cap them
-        return processor(head, head.quant_method.apply(head, hidden, bias=bias))
 
     @contextmanager
     def watching(self, note: Callable[[tuple[str, ...], Tensor, Tensor], None]) -> Iterator[None]:

@@ -7,11 +7,6 @@
 Straight through, the backward keeps x in BF16; in FP8 it keeps the codes of x along its tokens, 1 byte an element. It
 never keeps a copy of the weight.
 
-Each rank of an engine with tensor parallelism holds a part of a layer. There the trainer quantizes the weight itself,
-keeps the codes until the weight changes, and calls the engine's kernel on them. A change shows in the weight's
-identity, version counter or storage. Fused optimizers and in-place writes to `.data` (PEFT's merge and unmerge) change
-none of them, so whoever changes weights calls `OneForward.invalidate`.
-
 Under LoRA the engine holds the sum of base and adapters, or the adapters beside a base that it shares with the policy.
 In the second case W is that base, dequantized for the backward.
 
@@ -19,7 +14,6 @@ Shape letters: T tokens (all leading dims), N out-features, K in-features.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 from weakref import ref
 
 import torch
@@ -27,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.engine.kernels import Adapter, Linear
+from trl_fp8.engine.kernels import Linear
 from trl_fp8.features.one_forward.backward import BackwardPrecision, gemm_dtype
 from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.policy.swapped import HoldsCodes
@@ -57,12 +51,6 @@ class FusedCall:
         return output
 
 
-class QuantizedWeight(NamedTuple):
-    codes: Float8Tensor
-    weight: ref[Tensor]  # what they were made from, and its state then
-    state: tuple
-
-
 class FollowedLinear(nn.Linear):
     """An `nn.Linear` whose values are the engine's. `OneForward` makes it of an existing layer."""
 
@@ -71,11 +59,8 @@ class FollowedLinear(nn.Linear):
     adapted: bool  # the engine holds the sum of this weight and adapters
     engine: Linear
     columns: slice  # of the engine's output
-    parts: int  # of K that tensor parallel ranks multiply by themselves
     fused: FusedCall
     along_tokens: FusedCall  # Q(X.T)
-    kept: QuantizedWeight | None
-    peers: tuple["FollowedLinear", ...]  # all layers, this one included, whose weights share a scale
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.one_forward.on:
@@ -84,58 +69,16 @@ class FollowedLinear(nn.Linear):
         weight = self.codes if isinstance(self, HoldsCodes) else self.weight
         return StraightThrough.apply(self.value, input, weight, self.bias, in_fp8)
 
-    def value(self, input: Tensor, adapter: Adapter | None = None) -> Tensor:
-        """What the engine computes of `[..., K]`: BF16 `[..., N]`. `adapter`: what it holds beside this weight."""
-        if self.one_forward.shares:
-            y = self.fused(input)[:, self.columns]
-        else:
-            y = self._own(tokens_of(input), adapter)
+    def value(self, input: Tensor) -> Tensor:
+        """Return what the engine computes of `[..., K]`, in BF16 `[..., N]`, with what it holds of adapters."""
+        y = self.fused(input)[:, self.columns]
         return y.view(*input.shape[:-1], y.shape[-1])
 
     def lasting_codes(self) -> Float8Tensor | None:
-        """Codes of the weight that are kept anyway, by the engine or by this layer; None if there are none."""
+        """Return codes of the weight that exist anyway, in the engine or in this layer; None if there are none."""
         if isinstance(self, HoldsCodes):
             return self.codes
-        if self.adapted:
-            return None  # the engine's are those of another weight
-        if self.one_forward.shares:
-            return self.engine.codes(self.name)
-        return self.quantized_weight() if self.one_forward.backward.cache_weights else None
-
-    def quantized_weight(self) -> Float8Tensor:
-        """Q(W), codes `[N, K]` of this rank's own weight: the kept ones if they are current, else new ones."""
-        if isinstance(self, HoldsCodes):
-            return self.codes
-        if (codes := self.cached_weight()) is None or any(peer.cached_weight() is None for peer in self.peers):
-            backward = self.one_forward.backward
-            made = backward.quantize_weights([peer.weight for peer in self.peers])
-            codes = made[self.peers.index(self)]
-            for peer, its_codes in zip(self.peers, made, strict=True) if backward.cache_weights else ():
-                peer.kept = QuantizedWeight(its_codes, ref(peer.weight), _state(peer.weight))
-        return codes
-
-    def cached_weight(self) -> Float8Tensor | None:
-        """Q(W) if it is kept and no change of the weight since is visible, else None."""
-        kept, weight = self.kept, self.weight
-        is_current = kept is not None and kept.weight() is weight and kept.state == _state(weight)
-        return kept.codes if is_current else None
-
-    def _own(self, x: Tensor, adapter: Adapter | None) -> Tensor:
-        """The engine's kernel on this rank's own tensors, one partial product for each tensor parallel rank."""
-        weight = self.quantized_weight() if self.is_fp8 else self.weight.to(torch.bfloat16)
-        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
-        if self.parts == 1:
-            return self.engine.on(x, weight, bias, adapter)
-        adapters = [None] * self.parts
-        if adapter is not None:
-            layer, a, b = adapter
-            adapters = [(layer, part, b) for part in a.chunk(self.parts, 1)]
-        pieces = zip(x.chunk(self.parts, 1), _split(weight, self.parts), adapters, strict=True)
-        # As on the engine's ranks: the first adds the bias, partial sums are BF16, an all-reduce of two rounds once
-        products = [
-            self.engine.on(part.contiguous(), w, None if n else bias, its) for n, (part, w, its) in enumerate(pieces)
-        ]
-        return sum(product.float() for product in products).to(torch.bfloat16)
+        return None if self.adapted else self.engine.codes(self.name)  # an adapted layer's are codes of the sum
 
 
 class FollowedAdapter:
@@ -152,16 +95,8 @@ class FollowedAdapter:
         base = self.base_layer
         if not base.one_forward.on:
             return super().forward(x, *args, **kwargs)
-        value = base.value(x, self._active())
+        value = base.value(x)
         return with_value(super().forward(x, *args, **kwargs), value)
-
-    def _active(self) -> Adapter | None:
-        """The adapter in force, if this layer has it."""
-        for name in () if self.disable_adapters else self.active_adapters:
-            if name in self.lora_A:
-                a, b = self.lora_A[name].weight.detach(), self.lora_B[name].weight.detach()
-                return self.base_layer.name, a, b * self.scaling[name]
-        return None
 
 
 class StraightThrough(torch.autograd.Function):
@@ -176,7 +111,6 @@ class StraightThrough(torch.autograd.Function):
             frozen = weight if isinstance(weight, Float8Tensor) else None
             for_dx, for_dw = (None, None), (None, None)
             if ctx.needs_input_grad[1]:
-                # Codes that were made for this forward would hold an unsharded weight until the backward
                 codes = in_fp8.lasting_codes() if in_fp8 else frozen
                 for_dx = (weight, None) if codes is None else (codes.qdata, codes.scale)
                 ctx.blocks = None if codes is None else codes.block_size
@@ -226,23 +160,9 @@ def _weight_gradient(dy: Tensor, x: Tensor, scale: Tensor | None, precision: Bac
     return precision.gemm(precision.quantize_for_backward(dy.t()), along_tokens)
 
 
-def _state(weight: Tensor) -> tuple:
-    return weight._version, weight.data_ptr(), weight.dtype, weight.device
-
-
 def tokens_of(x: Tensor) -> Tensor:
     """`[..., K]` in BF16, `[T, K]`."""
     return x.to(torch.bfloat16).reshape(-1, x.shape[-1])
-
-
-def _split(operand: Float8Tensor | Tensor, parts: int) -> list[Float8Tensor | Tensor]:
-    """A weight `[N, K]` in equal parts of K, each of whole blocks, or all of one block."""
-    if not isinstance(operand, Float8Tensor):
-        return [part.contiguous() for part in operand.chunk(parts, 1)]
-    rows, columns = operand.block_size
-    scales = operand.scale.chunk(parts, 1) if operand.scale.shape[1] > 1 else [operand.scale] * parts
-    pieces = zip(operand.qdata.chunk(parts, 1), scales, strict=True)
-    return [_float8(codes.contiguous(), s.contiguous(), [rows, min(columns, codes.shape[1])]) for codes, s in pieces]
 
 
 def _float8(codes: Tensor, scale: Tensor, block_size: list[int]) -> Float8Tensor:
