@@ -56,10 +56,6 @@ def importance_weights(trainer, rollout, mask, level, bound, low, high, normaliz
     return weights, margin
 
 
-def k2(log_r):
-    return log_r * log_r / 2
-
-
 def k3(log_r):
     if abs(log_r) < 1e-3:  # exp(x) - 1 - x loses every digit here; its series does not
         return log_r**2 / 2 + log_r**3 / 6 + log_r**4 / 24 + log_r**5 / 120
@@ -78,20 +74,12 @@ def keep_mask(trainer, rollout, mask, statistic, low, high, log_centre=0.0):
             verdicts = {None: math.fsum(log_rs)}
         elif statistic == "geometric_ratio":
             verdicts = {None: math.fsum(log_rs) / len(log_rs) - log_centre}
-        elif statistic.startswith("sequence_mean_"):
-            k = {"k2": k2, "k3": k3}[statistic[-2:]]
-            verdicts = {None: math.fsum(map(k, log_rs)) / len(log_rs)}
-        elif statistic.startswith("sequence_max_"):
-            verdicts = {None: max(map({"k2": k2, "k3": k3}[statistic[-2:]], log_rs))}
-        elif statistic in ("token_k2", "token_k3"):
-            verdicts = {t: {"k2": k2, "k3": k3}[statistic[-2:]](log_r) for t, log_r in scored.items()}
         else:
             verdicts = dict(scored)
-        is_ratio = statistic in ("token_ratio", "token_veto", "sequence_ratio", "geometric_ratio")
-        edges = [math.log(edge) if is_ratio else edge for edge in (low, high) if edge]
+        edges = [math.log(edge) for edge in (low, high) if edge]
         for where, value in verdicts.items():
             margin = min([margin] + [abs(value - edge) / max(1.0, abs(edge)) for edge in edges])
-            value = math.exp(value) if is_ratio else value
+            value = math.exp(value)
             if (low is not None and value < low) or (high is not None and value > high):
                 if where is None or statistic == "token_veto":
                     keep[i, :] = False

@@ -382,7 +382,10 @@ def test_bypass_makes_the_rollout_the_old_policy(scored):
             {"rollout_correction": "monitor", "vllm_importance_sampling_correction": False},
             ["rollout_correction='monitor'", "nothing to correct"],
         ),
-        ({"rollout_correction": "verl_sequence_is", "loss_type": "vespo"}, ["loss_type='vespo'", "level='sequence'"]),
+        (
+            {"rollout_correction": "verl_sequence_is_rs", "loss_type": "vespo"},
+            ["loss_type='vespo'", "level='sequence'"],
+        ),
         (
             {
                 "rollout_correction": "nemo_icepop",

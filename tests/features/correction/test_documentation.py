@@ -54,7 +54,7 @@ def test_the_rules_as_text_and_the_table_of_presets():
     assert rules == [
         Rejection("geometric_ratio", 0.98, 1.02, centre="measured"),
         Rejection("token_veto", minimum=1e-4),
-        Rejection("sequence_mean_k3", maximum=0.01),
+        Rejection("token_ratio", 0.5, 2.0),
     ]
     table = PAGE[PAGE.index("## Presets") : PAGE.index("## What to watch")]
     assert set(re.findall(r"(?m)^\| `(\w+)` \|", table)) == PRESETS.keys()

@@ -154,11 +154,10 @@ ALL = {
         0.5,
         2.0,
         reject=(
-            Rejection("token_k3", maximum=0.3),
+            Rejection("token_ratio", maximum=2.5),
             Rejection("token_veto", minimum=1e-4),
             Rejection("sequence_ratio", 0.5, 2.0),
             Rejection("geometric_ratio", 0.9, 1.2, centre="measured"),
-            Rejection("sequence_mean_k2", maximum=0.5),
         ),
         batch_normalize=True,
         denominator="shrink",
@@ -258,7 +257,7 @@ def test_a_batch_with_all_weights_masked_is_not_divided_by_zero():
 
 def test_monitor_only_reports_and_changes_nothing():
     batch = random_batch(sigma=0.5)
-    applied = RolloutCorrection("sequence", "mask", 0.5, 2.0, reject=(Rejection("token_k3", maximum=0.1),))
+    applied = RolloutCorrection("sequence", "mask", 0.5, 2.0, reject=(Rejection("token_ratio", 0.7, 1.4),))
     watched = correct(log_ratio(*batch), replace(applied, monitor_only=True))
     assert torch.equal(watched.weights, torch.ones(6, 50)) and torch.equal(watched.loss_weights, torch.ones(6, 50))
     assert torch.equal(watched.keep_mask, batch[2].bool()) and torch.equal(watched.loss_mask, batch[2].bool())
@@ -383,7 +382,7 @@ def test_nothing_is_read_on_the_host():
         (dict(bypass=True), "ratio enters twice"),
         (dict(level=None, bypass=True, monitor_only=True), "choose one"),
         (dict(reject=[Rejection("token_veto", 1e-4)]), "tuple"),
-        (dict(reject=(Rejection("token_k3", maximum=1), Rejection("token_k3", maximum=2))), "twice"),
+        (dict(reject=(Rejection("token_veto", 0.1), Rejection("token_veto", 0.2))), "twice"),
     ],
 )
 def test_a_correction_that_cannot_be_meant_is_refused(fields, message):

@@ -76,7 +76,7 @@ class RolloutCorrection:
             yield f"bound={self.bound!r} is unknown; use one of truncate, mask"
         if self.denominator not in ("keep", "shrink"):
             yield f"denominator={self.denominator!r} is unknown; use one of keep, shrink"
-        yield from bound_problems(self.bound_min, self.bound_max, ratio=True, names=("bound_min", "bound_max"))
+        yield from bound_problems(self.bound_min, self.bound_max, names=("bound_min", "bound_max"))
         if self.level is not None and self.bound == "truncate" and self.bound_min is None and self.bound_max is None:
             yield "bound='truncate' has nothing to truncate at; set bound_max (2.0 is usual)"
         if not isinstance(self.reject, tuple) or not all(isinstance(rule, Rejection) for rule in self.reject):

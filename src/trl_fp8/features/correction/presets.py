@@ -7,7 +7,6 @@ A preset says what its source does, including the choice of denominator; it is n
 
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,10 +21,10 @@ class Preset(NamedTuple):
     source: str
 
 
-_shrink = partial(RolloutCorrection, denominator="shrink")
 _VETO = Rejection("token_veto", minimum=1e-4)
-_VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
 _FP8_BAND = Rejection("geometric_ratio", 0.98, 1.02, centre="measured")  # around exp(-KL), and wide enough for FP8
+_VERL_BAND = Rejection("geometric_ratio", 0.999, 1.001)
+_VERL_SEQUENCES = Rejection("sequence_ratio", 0.5, 2.0)
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
     {
@@ -33,38 +32,24 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
         "fp8_token_tis": Preset(RolloutCorrection(), "FP8-RL (arXiv 2601.18150) and verl's FP8 recipe; the default"),
         "fp8_geometric_token_tis": Preset(RolloutCorrection(reject=(_FP8_BAND, _VETO)), "this package"),
         "trl_sequence_mask": Preset(RolloutCorrection("sequence", "mask", bound_max=3.0), "TRL 1.16's default"),
-        "nemo_tis": Preset(RolloutCorrection(bound_min=0.0), "NeMo-RL 'tis', ratio 2 as in its Qwen3.5 FP8 recipes"),
         "nemo_icepop": Preset(RolloutCorrection("token", "mask", 0.5, 5.0), "NeMo-RL 'icepop' and the IcePop paper"),
-        "intellect3_icepop": Preset(RolloutCorrection("token", "mask", 0.2, 5.0), "INTELLECT-3: IcePop"),
-        "nemo_seq_mask_tis": Preset(  # the weights are the raw token ratios: a mask without bounds masks nothing
-            RolloutCorrection("token", "mask", None, None, reject=(Rejection("geometric_ratio", 0.999, 1.002),)),
-            "NeMo-RL 'seq-mask-tis'",
-        ),
-        "verl_sequence_is": Preset(RolloutCorrection("sequence"), "verl decoupled_seq_is"),
         "verl_sequence_is_rs": Preset(
-            _shrink("sequence", reject=(Rejection("sequence_ratio", 0.5, 2.0),)), "verl decoupled_seq_is_rs"
-        ),
-        "verl_geometric_token_tis": Preset(_shrink(reject=(_VERL_BAND,)), "verl decoupled_geo_rs_token_tis"),
-        "verl_k3_token_tis": Preset(
-            _shrink(reject=(Rejection("sequence_mean_k3", maximum=0.01),)), "verl decoupled_k3_rs_token_tis"
+            RolloutCorrection("sequence", reject=(_VERL_SEQUENCES,), denominator="shrink"), "verl decoupled_seq_is_rs"
         ),
         "verl_bypass_geometric": Preset(
-            _shrink(level=None, bypass=True, reject=(_VERL_BAND,)), "verl bypass_ppo_clip_geo_rs"
+            RolloutCorrection(level=None, bypass=True, reject=(_VERL_BAND,), denominator="shrink"),
+            "verl bypass_ppo_clip_geo_rs",
         ),
         "slime_mis": Preset(
             RolloutCorrection(bound_min=0.0, reject=(Rejection("token_ratio", 0.5, 2.0), _VETO), batch_normalize=True),
             "slime examples/train_infer_mismatch_helper",
-        ),
-        "areal_geometric_token_mis": Preset(
-            RolloutCorrection(bound="mask", bound_max=5.0, reject=(Rejection("geometric_ratio", maximum=5.0),)),
-            "AReaL #1084 / #1218, with AReaL's default upper bound 5 for both",
         ),
     }
 )
 
 
 def correction_from(value: str | Mapping[str, object]) -> RolloutCorrection:
-    """A correction from what a user writes: a preset's name, or the fields of `RolloutCorrection` as a mapping.
+    """Return the correction that a user names (a preset) or describes (the fields of `RolloutCorrection`).
 
     In a mapping, `"reject"` lists rules as `Rejection.parse` reads them, e.g. `"geometric_ratio:0.98:1.02:measured"`.
     """
