@@ -102,7 +102,7 @@ class FakeRolloutEngine:
     def audit_failures(self) -> int:
         return self.delivery.failures
 
-    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         self.calls.append("begin")
 
     def sync_weights(self) -> None:

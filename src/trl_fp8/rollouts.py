@@ -18,6 +18,7 @@ from operator import or_
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from accelerate.utils import set_seed
 from transformers import ProgressCallback, TrainerCallback
 from trl.trainer.utils import get_config_model_id
 
@@ -201,6 +202,8 @@ class FP8Rollouts(Saving):
             parts = [part for feature in self.features if (part := feature.engine_part()) is not None]
             recipe = self.recipe or args.recipe_for(self.model)
             generation = self._start_engine(recipe, parts, **kwargs)
+        if args.own_engine:
+            set_seed(args.seed, device_specific=True)  # as TRL did before: vLLM seeds all generators by the rank
         for feature in self.features:
             feature.engine_started(generation.numerics, generation.kernels)
         if args.own_engine:

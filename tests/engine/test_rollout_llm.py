@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from vllm import LLM
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
@@ -73,7 +74,9 @@ def made(monkeypatch):
     def draw(llm, prompts, broken=False):
         if broken:
             raise RuntimeError("out of memory")
-        return [np.random.randint(-(2**63), 2**63 - 1) for _ in prompts]  # worker/gpu/sample/states.py, add_request
+        # worker/gpu/sample/states.py, add_request; sample/ops/topk_topp_sampler.py, random_sample
+        seeds = [np.random.randint(-(2**63), 2**63 - 1) for _ in prompts]
+        return list(zip(seeds, torch.empty(len(prompts)).exponential_().tolist(), strict=True))
 
     monkeypatch.setattr(LLM, "__init__", start)
     monkeypatch.setattr(LLM, "sleep", lambda llm, level=1, mode="abort": llm.core.sleep(level, mode))
@@ -173,39 +176,57 @@ def test_without_scheduling_ahead_no_batch_is_in_flight_between_steps():
 PROMPTS = [[1], [2], [3]]
 
 
-def test_ranks_of_one_engine_draw_the_same_seeds_whatever_rewards_drew(made):
+def test_ranks_of_one_engine_draw_the_same_whatever_rewards_drew(made):
     np.random.seed(0)
+    torch.manual_seed(0)
     ranks, drawn = [made(seed=3), made(seed=3)], []
     for generation in range(3):
         for rank, llm in enumerate(ranks):
-            np.random.rand(1 + 5 * rank)  # a reward function
-            llm.occasion = generation // 2, 1
+            np.random.rand(1 + 5 * rank), torch.rand(1 + 5 * rank)  # a reward function
+            llm.occasion = 7, generation // 2, 1
             drawn.append(tuple(llm.generate(PROMPTS)))
     assert drawn[0::2] == drawn[1::2]
-    assert len({seed for seeds in drawn for seed in seeds}) == 3 * len(PROMPTS)  # no generation repeats another
-    assert not set(drawn[0]) & set(made(seed=4).generate(PROMPTS))  # another group of ranks
+    assert no_repeats(drawn[0::2])  # no generation repeats another
+    others = []
+    for rank, seed in ((4, 7), (3, 8)):  # another group of ranks, another run
+        llm = made(seed=rank)
+        llm.occasion = seed, 0, 1
+        others.append(llm.generate(PROMPTS))
+    assert no_repeats([*drawn[0::2], *others])
+
+
+def no_repeats(generations):
+    """Whether no number of either generator was drawn twice."""
+    drawn = [number for generation in generations for both in generation for number in both]
+    return len(set(drawn)) == len(drawn)
 
 
 def test_a_resumed_run_draws_what_the_uninterrupted_one_draws(made):
     whole, resumed = made(seed=1), made(seed=1)
     for step in range(3):
-        whole.occasion = step, 0
+        whole.occasion = 7, step, 0
         evaluated = whole.generate(PROMPTS)  # before the checkpoint
-        whole.occasion = step, 1
-        seeds = whole.generate(PROMPTS)
-    resumed.occasion = 2, 1
-    assert resumed.generate(PROMPTS) == seeds != evaluated
+        whole.occasion = 7, step, 1
+        drawn = whole.generate(PROMPTS)
+    resumed.occasion = 7, 2, 1
+    assert resumed.generate(PROMPTS) == drawn != evaluated
 
 
 def test_the_users_random_numbers_are_not_touched(made):
+    def both():
+        return np.random.rand(), torch.rand(1).item()
+
     np.random.seed(7)
-    expected = np.random.rand(4).tolist()
+    torch.manual_seed(7)
+    expected = [both() for _ in range(4)]
     np.random.seed(7)
+    torch.manual_seed(7)
     llm, found = made(), []
+    llm.occasion = 7, 0, 1
     for _ in range(2):
-        found.append(np.random.rand())
+        found.append(both())
         llm.generate(PROMPTS)
-        found.append(np.random.rand())
+        found.append(both())
         with pytest.raises(RuntimeError, match="out of memory"):
             llm.generate(PROMPTS, broken=True)
     assert found == expected

@@ -89,7 +89,8 @@ def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tm
         *last_step,
         *evaluation,
     ]  # transformers evaluates at the end
-    assert trainer.vllm_generation.llm.occasion == (3, 0)  # so that a resumed run draws what this one drew
+    # all that a resumed run has, to draw what this one drew
+    assert trainer.vllm_generation.llm.occasion == (trainer.args.seed, 3, 0)
     logged = rows(trainer)
     assert all(0 < row["mismatch/logp_difference_mean"] < 0.3 for row in logged)
     engines.shutdown(trainer.vllm_generation.llm)

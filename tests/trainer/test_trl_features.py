@@ -78,7 +78,8 @@ NO_OLD_LOG_PROBS = {"vllm_importance_sampling_correction": False, "beta": 0.04}
 )
 def test_the_next_scales_are_those_of_the_policy_on_whole_rollouts(flags, lora, checkpoint, tmp_path):
     """Also where TRL's first forward over new rollouts is the reference's, or attends to no truncated completion."""
-    args = arguments(tmp_path, max_steps=2, learning_rate=0.0, bf16=False, **flags)
+    # with such a margin nothing saturates, whatever is sampled, and no margin is doubled
+    args = arguments(tmp_path, max_steps=2, learning_rate=0.0, bf16=False, kv_scale_margin=2.0, **flags)
     adapter = LoraConfig(task_type="CAUSAL_LM", **lora) if lora else None
     with training(checkpoint("qwen3"), args, peft_config=adapter) as trainer:
         generations = generate_calls(trainer)

@@ -79,9 +79,10 @@ class RolloutEngine(Protocol):
     last_sync: SyncReport | None  # `Delivery.last`
     audit_failures: int  # `Delivery.failures`
 
-    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
-        """The next generation belongs to `occasion`: the trainer's step, and 1 if it trains or 0. `keep_weights`: the
-        same weights will generate again, so that an engine that sleeps between turns keeps them.
+    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
+        """Note that the next generation belongs to `occasion`: the run's seed, its step, and 1 if it trains or 0. What
+        is sampled depends on it alone. With `keep_weights` the same weights will generate again, so that an engine
+        that sleeps between turns keeps them.
         """
 
     def sync_weights(self) -> None:

@@ -76,7 +76,7 @@ class Syncs(Feature):
         trainer = self.trainer
         several_turns = trainer.tools or trainer.environments or trainer.rollout_func
         trainer.vllm_generation.begin(
-            occasion=(trainer.state.global_step, int(trainer.model.training)),
+            occasion=(trainer.args.seed, trainer.state.global_step, int(trainer.model.training)),
             keep_weights=bool(several_turns) or not trainer.model.training,
         )
 

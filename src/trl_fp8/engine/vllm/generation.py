@@ -174,7 +174,7 @@ class FP8VLLMGeneration(VLLMGeneration):
     def send_weights(self) -> None:
         self.delivery.deliver(self.weights.sent, prepare=False)
 
-    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         self.llm.begin(occasion, keep_weights)
 
     def generate(

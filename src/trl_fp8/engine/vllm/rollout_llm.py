@@ -5,13 +5,14 @@ with a sync. Between batches of an evaluation and turns of a conversation weight
 them to host memory and back. Of a trainer that computes with the engine's weights (`share_weights`) they stay where
 they are, and only the KV cache is freed.
 
-vLLM's second model runner (CUDA) draws a seed for each request from NumPy's global generator. Ranks that share an
-engine have to draw the same ones, or they wait for each other for ever; but reward functions draw from it too, each
-rank for its own completions. So each generation begins at a seed of its own.
+vLLM samples with global generators, which it seeds by the rank alone: on CPU and in its first model runner with
+torch's, in its second (CUDA) with a seed for each request from NumPy's. Reward functions and dropout draw from them
+too, and ranks that share an engine have to draw the same tokens, or they wait for each other for ever. So each call
+starts both generators from the run's seed, the engine's rank, the step and the number of the call.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -23,14 +24,16 @@ from .part import EnginePart
 
 
 @contextmanager
-def numpy_seeded(*seed: int) -> Iterator[None]:
-    """Inside the block NumPy's global generator starts from `seed`; after the block it goes on where it was before."""
+def generators_seeded(*seed: int) -> Iterator[None]:
+    """Start NumPy's and torch's global generators from `seed` inside the block; restore them after it."""
     state = np.random.get_state()
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        np.random.set_state(state)
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        np.random.seed(seed)
+        torch.manual_seed(np.random.randint(2**32))
+        try:
+            yield
+        finally:
+            np.random.set_state(state)
 
 
 class RolloutLLM(LLM):
@@ -43,8 +46,10 @@ class RolloutLLM(LLM):
     keep_weights = False  # they will be needed again as they are
     weights_kept = False  # the engine sleeps and has its weights, in host memory unless they are shared
     _weights_shared = _weights_asleep = False
-    occasion = 0, 1  # the trainer's step, and 1 if it trains: all that a resumed run has, to sample as without a break
-    _calls: Mapping[tuple[int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
+    # The run's seed, its step, and 1 if it trains: all that a resumed run has, to sample as without a break. None
+    # leaves the global generators as they are
+    occasion: tuple[int, int, int] | None = None
+    _calls: Mapping[tuple[int, int, int], int] = {}  # occasion -> calls of `generate`, of the latest step
 
     def __init__(self, *, parts: Sequence[EnginePart] = (), **kwargs):
         self._parts, self._seed = parts, kwargs.get("seed") or 0
@@ -58,20 +63,26 @@ class RolloutLLM(LLM):
                 raise reason from error
             raise
 
-    def begin(self, occasion: tuple[int, int], keep_weights: bool) -> None:
+    def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         """Note what the next generation is for, and forget what was noted of the last one."""
         self.occasion, self.keep_weights = occasion, keep_weights
         for part in self._parts:
             part.begin()
 
     def generate(self, *args, **kwargs) -> list[RequestOutput]:
-        of_this_step = {occasion: calls for occasion, calls in self._calls.items() if occasion[0] == self.occasion[0]}
-        self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}
-        with numpy_seeded(self._seed, *self.occasion, self._calls[self.occasion]):
+        with self._seeded():
             outputs = super().generate(*args, **kwargs)
         for part in self._parts:
             part.generated(outputs)
         return outputs
+
+    def _seeded(self) -> AbstractContextManager[None]:
+        """Return the block in which the next call of the occasion samples."""
+        if self.occasion is None:
+            return nullcontext()
+        of_this_step = {when: calls for when, calls in self._calls.items() if when[:2] == self.occasion[:2]}
+        self._calls = of_this_step | {self.occasion: of_this_step.get(self.occasion, 0) + 1}
+        return generators_seeded(self._seed, *self.occasion, self._calls[self.occasion])
 
     def prefill(self, tokens: list[int], prompt_logprobs: int | None = None) -> RequestOutput:
         """Compute the layers for a sequence, all of it in one go. No rollout: parts are not told."""
@@ -79,7 +90,7 @@ class RolloutLLM(LLM):
         parameters = SamplingParams(
             max_tokens=1, top_k=1, skip_reading_prefix_cache=True, prompt_logprobs=prompt_logprobs
         )
-        with numpy_seeded(self._seed):
+        with generators_seeded(self._seed):
             [output] = super().generate([{"prompt_token_ids": tokens}], parameters, use_tqdm=False)
         return output
 
