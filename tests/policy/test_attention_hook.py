@@ -579,8 +579,41 @@ def test_a_forward_that_is_observed_and_one_that_is_not_agree_once_aligned():
     with hook.observing(QKVObservation(2, hook.device)):
         observed = logits(model, left)
     assert not torch.equal(logits(model, left), observed)
-    hook.align()
+    hook.align(True)
     assert torch.equal(logits(model, left), observed)
+    hook.align(False)
+    with hook.as_engine(None):
+        assert torch.equal(logits(model, left), observed)
+    assert not torch.equal(logits(model, left), observed)
+
+
+def in_two_forwards(model, inputs, new=2):
+    """Logits of real tokens; the last `new` of each sequence are computed with a cache, under the mask of all."""
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :-new], attention_mask=mask[:, :-new], use_cache=True)
+        last = model(input_ids=ids[:, -new:], attention_mask=mask, past_key_values=first.past_key_values)
+    return torch.cat([first.logits, last.logits], 1)[mask.bool()]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+def test_a_cached_forward_is_the_models_own_while_idle_and_one_forward_while_aligned(architecture, implementation):
+    """Norms and angles are FP32 in transformers. A byte of another k shows in the first digits; none is another in
+    float64, in which padding of eager attention is NaN.
+    """
+    model, left = build(architecture, implementation), batch(side="left")
+    real, simulated = left["attention_mask"].bool(), [None]
+    if implementation == "sdpa":
+        model = model.double()
+        simulated.append(some_scales(model))
+    plain = in_two_forwards(model, left)
+    hook = AttentionHook(model)
+    assert torch.equal(in_two_forwards(model, left), plain)
+    for scales in simulated:
+        with hook.as_engine(scales):
+            torch.testing.assert_close(in_two_forwards(model, left), logits(model, left)[real], rtol=0, atol=1e-5)
+    assert torch.equal(in_two_forwards(model, left), plain)
 
 
 def _counted(sequences) -> torch.Tensor:

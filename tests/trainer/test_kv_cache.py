@@ -40,6 +40,64 @@ def test_simulation_lowers_the_mismatch_of_the_same_rollouts(implementation, che
     assert 0 < simulated < 0.6 * plain
 
 
+@pytest.mark.parametrize("flags", [{}, {"fp8_forward": "one_forward"}], ids=["off", "one-forward"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_the_policy_computes_as_without_a_trainer_wherever_the_trainer_scores_nothing(
+    implementation, flags, checkpoint, tmp_path
+):
+    """In reward functions of training and evaluation, and afterwards, with a cache and without. Bit for bit."""
+    ids, seen = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0)), []
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    loading = {"attn_implementation": implementation, "dtype": torch.float32}
+    plain = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), **loading)
+
+    def logits(model):
+        model.eval()
+        with torch.no_grad():
+            whole = model(input_ids=ids, attention_mask=mask).logits
+            first = model(input_ids=ids[:, :6], attention_mask=mask[:, :6], use_cache=True)
+            rest = model(input_ids=ids[:, 6:], attention_mask=mask, past_key_values=first.past_key_values).logits
+        return torch.cat([whole, first.logits, rest], 1)
+
+    def untouched():
+        training, model = trainer.model.training, trainer.model
+        plain.load_state_dict(model.state_dict())
+        seen.append(torch.equal(logits(model), logits(plain)))
+        model.train(training)
+
+    def reward(completions, **columns):
+        untouched()
+        return [float(len(text)) for text in completions]
+
+    args = arguments(
+        tmp_path,
+        bf16=False,
+        beta=0.1,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_eval_batch_size=4,
+        model_init_kwargs=loading,
+        **flags,
+    )
+    with training(checkpoint("qwen3"), args, reward_funcs=reward, eval_dataset=dataset(1)) as trainer:
+        steps = [trainer.train, trainer.evaluate, trainer.train, lambda: trainer.predict(dataset(1))]
+        for step in steps:
+            step()
+            untouched()
+    assert len(seen) >= 12 and all(seen), seen
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_a_policy_that_has_not_moved_has_no_kl_divergence_from_its_reference(simulated, checkpoint, tmp_path):
+    """In BF16, where a shift of positions shows: prompts of several lengths are padded on the left."""
+    prompts = Dataset.from_list([{"prompt": "1+" * (1 + row % 5) + "2="} for row in range(32)])
+    args = arguments(tmp_path, beta=0.1, learning_rate=0.0, max_steps=1, simulate_kv_cache=simulated)
+    with training(checkpoint("qwen3"), args, train=prompts) as trainer:
+        trainer.train()
+    assert column(trainer, "kl") == [0.0]
+
+
 def test_simulation_is_the_same_under_gradient_checkpointing_and_lora(checkpoint, tmp_path):
     from peft import LoraConfig
 

@@ -103,11 +103,21 @@ class AttentionHook:
         """Observe these layers, and never simulate them: their KV cache is not FP8."""
         self.skip_layers = frozenset(layers)
 
-    def align(self) -> None:
-        """Count positions as the engine does in every forward. A forward that is observed and one that is not then
+    def align(self, aligned: bool) -> None:
+        """Set whether forwards count positions as the engine does. A forward that is observed and one that is not then
         give the same log-probs.
         """
-        self._aligned = True
+        self._aligned = aligned
+
+    @contextmanager
+    def as_engine(self, scales_L3: Tensor | None) -> Iterator[None]:
+        """Inside the block count positions as the engine does, and simulate its cache under these scales."""
+        before = self._aligned, self.scales_L3
+        self._aligned, self.scales_L3 = True, scales_L3
+        try:
+            yield
+        finally:
+            self._aligned, self.scales_L3 = before
 
     def replace(self, replacement: Replacement | None) -> None:
         """Let `replacement` compute attention while it is on; None: the policy's own function always does."""
@@ -217,15 +227,19 @@ class AttentionHook:
     def _before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Give real tokens the positions that they have in the engine, if anything is plugged in."""
         ours = {}
+        tokens = next(
+            (t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None), None
+        )
         if self._is_replaced:
-            tokens = next(t for t in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args) if t is not None)
             ours[_BATCH] = self._replacement.before_forward(self._real_BT, tuple(tokens.shape[:2]), tokens.device)
         idle = not (self._aligned or self._is_replaced) and self.scales_L3 is None and self.observation is None
         if idle or self._real_BT is None or kwargs.get("position_ids") is not None:
             return args, kwargs | ours
         # The trainer pads on the left and transformers counts positions from the padding on. Attention itself does not
         # mind a shift, but RoPE turns k by it: its largest element is another one, and e4m3 rounds it to other bytes.
-        return args, kwargs | ours | {"position_ids": (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)}
+        # Of a mask that covers cached tokens, too, the last positions are those of this forward
+        positions = (self._real_BT.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
+        return args, kwargs | ours | {"position_ids": positions}
 
     @property
     def _used(self) -> str:

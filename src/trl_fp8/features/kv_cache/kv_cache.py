@@ -16,7 +16,7 @@ from trl.distributed import DistributedBackend
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.policy.hook import AttentionHook, hook_of
+from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales, outlier_layers
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
@@ -42,7 +42,6 @@ class KVCache(Feature):
         reduce_max = all_reduce_max if trainer.accelerator.num_processes > 1 else None
         self.hook = hook_of(trainer.model)
         self.hook.skip(recipe.kv_cache_skip_layers)
-        self.hook.align()
         if args.skip_layers is None:
             tokens, options = self._first_prompts(), {"fused_lm_head": True, "reduce_max": reduce_max}
             with DistributedBackend(trainer.accelerator).gather_params(list(trainer.model.parameters())):
@@ -50,8 +49,7 @@ class KVCache(Feature):
             recipe = args.recipe_for(trainer.model, kv_cache_skip_layers=tuple(outlier_layers(error_L)))
             self.hook.skip(recipe.kv_cache_skip_layers)
         trainer.recipe = recipe  # with kv_cache_skip_layers="auto" resolved
-        reference = trainer.ref_model if args.simulate_kv_cache else None
-        self.reference_hook = reference and hook_of(reference)
+        self.reference_hook = trainer.ref_model and hook_of(trainer.ref_model)
         if self.reference_hook:
             self.reference_hook.skip(recipe.kv_cache_skip_layers)
         self.calibration = Calibration(
@@ -118,7 +116,7 @@ class KVCache(Feature):
     def reference(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         """Under the policy's scales: the KL divergence is of two models, and not of two ways to round k and v."""
         hook = self.reference_hook or self.hook  # without a hook of its own it is the policy, adapters disabled
-        with self.as_rollouts_saw(), _simulated(hook, self.hook.scales_L3):
+        with self.as_rollouts_saw(), hook.as_engine(self.hook.scales_L3):
             yield
 
     def as_rollouts_saw(self) -> AbstractContextManager:
@@ -126,7 +124,7 @@ class KVCache(Feature):
         scales_L3 = self.hook.scales_L3
         if scales_L3 is None and self.trainer.args.simulate_kv_cache:
             scales_L3 = self._scales_in_force
-        return _simulated(self.hook, scales_L3)
+        return self.hook.as_engine(scales_L3)
 
     def extend_batch(self, batch: Batch) -> None:
         if self.trainer.args.simulate_kv_cache:
@@ -139,6 +137,7 @@ class KVCache(Feature):
             batch.record["kv_saturation"] = saturated_L2.tolist()
 
     def begin_loss(self, inputs: Mapping[str, torch.Tensor]) -> None:
+        self.hook.align(True)
         # Rollouts that an earlier attempt left may have them, where this one does not simulate
         if SCALES_IN_FORCE in inputs:
             scales_L3 = inputs[SCALES_IN_FORCE][0]
@@ -147,6 +146,7 @@ class KVCache(Feature):
                 self.hook.simulate(scales_L3)
 
     def end_loss(self) -> None:
+        self.hook.align(False)
         self.hook.simulate(None)
 
     def export_options(self) -> dict[str, object]:
@@ -182,16 +182,6 @@ class KVCache(Feature):
         # TRL 1.16 sets this for each batch; its tokenization picks the tools of a row's environment by it
         self.trainer._batch_environments = [row.get("environment") for row in rows]
         return self.trainer._tokenize_prompts([_with_images(row) for row in rows])[0]
-
-
-@contextmanager
-def _simulated(hook: AttentionHook, scales_L3: torch.Tensor | None) -> Iterator[None]:
-    before = hook.scales_L3
-    hook.simulate(scales_L3)
-    try:
-        yield
-    finally:
-        hook.simulate(before)
 
 
 def _with_images(row: Mapping) -> str | list:
