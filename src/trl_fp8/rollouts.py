@@ -28,6 +28,7 @@ from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.recipe import FP8Recipe
 from .run.batch import Batch, Rollouts
+from .run.facts import trainer_precision
 from .run.feature import Feature, inside
 from .run.launch import (
     check_launch,
@@ -208,10 +209,8 @@ class FP8Rollouts(Saving):
             feature.engine_started(generation.numerics, generation.kernels)
         if args.own_engine:
             kernels = [f"{name} ({count})" for name, count in generation.numerics.kernels.items()]
-            trainer = [said for feature in self.features if (said := str(feature))]
-            trainer = trainer if args.policy_calls_engine else ["as TRL computes", *trainer]
             engine = ", ".join(kernels) or "high precision"
-            self.accelerator.print(f"Engine: {engine}. Trainer: {', '.join(trainer)}.\n")
+            self.accelerator.print(f"Engine: {engine}. Trainer: {trainer_precision(self)}.\n")
         return generation
 
     def _start_engine(self, recipe: FP8Recipe, parts: Sequence[Any], **kwargs) -> RolloutEngine:

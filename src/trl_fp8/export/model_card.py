@@ -29,21 +29,15 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
 
     `facts` are `run_facts` of the run; what `log_history` has measured is averaged over the last rows that have it.
     """
-    flags, kernels, correction = facts["fp8_flags"], facts["kernels"].items(), facts.get("correction") or {}
+    kernels, correction = facts["kernels"].items(), facts.get("correction") or {}
     last = {label: [row[metric] for row in log_history if metric in row][-LAST:] for metric, label in SHOWN.items()}
     measured = {f"{label}, last {len(of)} logged steps": f"{fmean(of):.3g}" for label, of in last.items() if of}
-    sent, adapters = "policy's weights at every step", {}
-    if flags.get("fp8_base"):
-        sent = "adapters at every step; the FP8 base, which trainer and engine shared, was written once"
-        adapters = {"adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x"}
     rows = {
-        **adapters,
+        **({"adapters": facts["adapters"]} if "adapters" in facts else {}),
         "FP8 weights of the engine": _weights(facts),
         "KV cache of the engine": _kv_cache(facts),
         "engine kernels": ", ".join(f"{name} ({count})" for name, count in kernels) or "high precision",
-        "trainer": ", ".join(
-            f"{name}={flags[name]}" for name in ("fp8_forward", "simulate_kv_cache") if name in flags
-        ),
+        "trainer": facts["trainer"],
         "correction of the mismatch": ", ".join(f"{k}={v}" for k, v in correction.items() if v) or "none",
         **measured,
         "syncs that failed their audit": audit_failures,
@@ -52,8 +46,8 @@ def fp8_section(facts: Mapping[str, Any], log_history: Sequence[Mapping[str, Any
     }
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     return (
-        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got the "
-        f"{sent} (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
+        "## FP8 rollouts\n\nCompletions were generated in low precision by a vLLM engine that got "
+        f"{facts['each_sync_sends']} at every step (trl-fp8).\n\n| | |\n|---|---|\n{table}\n\n{_plan(facts['plan'])}"
     )
 
 
@@ -98,10 +92,9 @@ def _weights(facts: Mapping[str, Any]) -> str:
     if not facts["scale_format"]:
         return "none"
     experts = f" and {facts['fp8_experts']} layers of experts" if facts["fp8_experts"] else ""
-    quantized = "written once" if facts["fp8_flags"].get("fp8_base") else "quantized at every sync"
     return (
         f"{facts['fp8_linears']} linear layers{experts}, {facts['fp8_share']:.1%} of parameters: "
-        f"{facts['weight_format']}, {facts['scale_format']} scales, {quantized}"
+        f"{facts['weight_format']}, {facts['scale_format']} scales, written {facts['fp8_weights_written']}"
     )
 
 

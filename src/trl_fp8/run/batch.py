@@ -1,9 +1,9 @@
 """The records of one generation, and the names that TRL's batch has for its tensors.
 
-TRL's `_generate_and_score_completions` returns a dictionary of tensors, which its loss reads.
+TRL's `_generate_and_score_completions` returns a dictionary of tensors, which its loss reads. Features add keys of
+their own. TRL shuffles and splits a batch by sequence, so each of their tensors has a row for each sequence.
 
-Shape letters: B sequences, P prompt columns, T completion columns, S = P + T, L layers, K experts per token, M
-survivors of one sequence.
+Shape letters: B sequences, P prompt columns, T completion columns.
 """
 
 from dataclasses import dataclass, field
@@ -24,12 +24,6 @@ TRAINER_LOGPS = "old_per_token_logps"  # [B, T]: absent where TRL runs no old-lo
 ROLLOUT_LOGPS = "sampling_per_token_logps"  # [B, T]: the engine's; absent without importance sampling correction
 LOSS_WEIGHTS = "importance_sampling_ratio"  # [B, T] or [B, 1]: factors of the loss
 LOSS_TOKENS = "num_items_in_batch"  # 0-d: tokens that the loss averages over, on all ranks
-
-# Keys that features add. TRL shuffles and splits a batch by sequence, so each tensor has a row for each sequence
-SCALES_IN_FORCE = "kv_scales"  # [B, L, 3] fp32: the KV scales in force, the same in every row
-ROUTES = "routed_experts"  # [B, S, L, K]: experts that the loss's forward uses
-SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: nobody sampled it
-SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, those of one position behind those of another
 
 
 @dataclass

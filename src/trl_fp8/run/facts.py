@@ -32,6 +32,9 @@ def run_facts(trainer: Any) -> dict:
         "kv_cache_dtype": recipe.kv_cache_dtype if recipe else "auto",
         "kv_cache_skip_layers": list(recipe.kv_cache_skip_layers) if recipe else [],
         "kernels": dict(trainer.vllm_generation.numerics.kernels) if recipe else {},
+        "trainer": trainer_precision(trainer),
+        "each_sync_sends": "the policy's weights",
+        "fp8_weights_written": "at every sync",
         "fp8_flags": _own_flags(args),
         "flags": _changed_flags(args),
         "processes": trainer.accelerator.num_processes,
@@ -39,6 +42,13 @@ def run_facts(trainer: Any) -> dict:
         "versions": versions(),
         **{name: fact for feature in trainer.features for name, fact in feature.facts().items()},
     }
+
+
+def trainer_precision(trainer: Any) -> str:
+    """Return how the trainer itself computes, as its features say it."""
+    banners = [] if trainer.args.policy_calls_engine else ["as TRL computes"]
+    banners += [feature.banner() for feature in trainer.features]
+    return ", ".join(filter(None, banners))
 
 
 def versions() -> dict[str, str]:

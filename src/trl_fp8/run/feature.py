@@ -101,8 +101,8 @@ class Feature(TrainerCallback):
         """
         return ""
 
-    def __str__(self) -> str:
-        """What the start of a run says of the trainer's own computing; empty for nothing."""
+    def banner(self) -> str:
+        """Return what the start of a run says of the trainer's own computing; empty for nothing."""
         return ""
 
 

@@ -20,7 +20,7 @@ from trl_fp8.policy.hook import hook_of
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES, KVScales, outlier_layers
 from trl_fp8.recipe.names import WRAPPED
 from trl_fp8.recipe.recipe import FP8Recipe
-from trl_fp8.run.batch import PROMPT_IDS, SCALES_IN_FORCE, Batch, Rollouts
+from trl_fp8.run.batch import PROMPT_IDS, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import highest, lowest, mean_of
 from trl_fp8.run.syncs import Syncs
@@ -30,6 +30,7 @@ from .calibration import Calibration, KVState, next_scales
 from .observation import observe_sequences
 
 
+SCALES_IN_FORCE = "kv_scales"  # key of a batch, [B, L, 3] fp32: scales of its rollouts, the same in every row
 FIRST_ROWS = 16  # of the dataset, in which kv_cache_skip_layers='auto' looks for outliers
 
 
@@ -148,6 +149,13 @@ class KVCache(Feature):
     def end_loss(self) -> None:
         self.hook.align(False)
         self.hook.simulate(None)
+
+    def banner(self) -> str:
+        args = self.trainer.args
+        simulates = (
+            args.simulate_kv_cache and not args.policy_calls_engine
+        )  # the engine's kernels read its cache anyway
+        return "k and v rounded as in the engine's cache" if simulates else ""
 
     def export_options(self) -> dict[str, object]:
         if (sync := self.trainer.vllm_generation.last_sync) is None:

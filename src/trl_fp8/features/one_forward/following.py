@@ -84,7 +84,7 @@ class Following(Feature):
         if trainer.args.beta:
             self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
 
-    def __str__(self) -> str:
+    def banner(self) -> str:
         reference = ", the reference likewise" if self.followed_reference else ""
         return f"the engine's kernels on its tensors{reference}, backward {self.forward.backward.precision}"
 

@@ -20,7 +20,7 @@ import torch
 from accelerate.logging import get_logger
 
 from trl_fp8.recipe.names import NOWHERE
-from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, ROUTES, Batch, Rollouts
+from trl_fp8.run.batch import COMPLETION_IDS, PROMPT_IDS, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
@@ -28,6 +28,8 @@ from .replay import RouterReplay, RouteTally
 
 
 logger = get_logger(__name__)
+
+ROUTES = "routed_experts"  # key of a batch, [B, S, L, K]: experts that the loss's forward uses
 
 
 class Routes(Feature):

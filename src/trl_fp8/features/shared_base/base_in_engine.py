@@ -79,8 +79,15 @@ class BaseInEngine(Feature):
     def keeps_adapters_apart(self) -> bool:
         return True
 
-    def __str__(self) -> str:
+    def banner(self) -> str:
         return "on the engine's FP8 base; syncs send adapters"
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "adapters": "beside FP8 weights that engine and trainer share, not merged: Q(W) x + B A x",
+            "each_sync_sends": "adapters",
+            "fp8_weights_written": "once",
+        }
 
     def merge_note(self, what: str) -> str:
         into = "the original weights"

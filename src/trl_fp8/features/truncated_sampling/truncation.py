@@ -22,11 +22,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_fp8.engine.protocol import Survivors
 from trl_fp8.policy.head import scored_by
-from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, SURVIVOR_COUNTS, SURVIVOR_IDS, Batch, Rollouts
+from trl_fp8.run.batch import COMPLETION_IDS, ROLLOUT_LOGPS, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import mean_of
 
 from .truncated_head import Rows, truncated_head
+
+
+# Keys of a batch
+SURVIVOR_COUNTS = "survivor_counts"  # [B, T] int32: tokens that top-k, top-p and min-p left; 0: nobody sampled it
+SURVIVOR_IDS = "survivor_ids"  # [B, M] int32: their token ids, those of one position behind those of another
 
 
 class OfBatch(NamedTuple):
