@@ -237,6 +237,33 @@ def test_vespo_goes_with_each_preset_that_fits_it(name, fp8):
                 "remove fp8_forward_check",
             ],
         ),
+        *(
+            (
+                {"vllm_engine_kwargs": {name: value}},
+                [f"vllm_engine_kwargs={{'{name}': {value!r}}} with vllm_importance_sampling_correction=True"],
+            )
+            for name, value in {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+                "spec_method": "ngram",
+                "logits_processors": ["package.module:Class"],
+                "watermark_config": {"algorithm": "gumbel"},
+            }.items()
+        ),
+        *(
+            ({"temperature": temperature}, [f"temperature={temperature}", "importance ratio", "Set temperature=0.01"])
+            for temperature in (0.009, 0.0)
+        ),
+        *(
+            (
+                {"vllm_engine_kwargs": {name: value}, "vllm_importance_sampling_correction": False},
+                [f"vllm_engine_kwargs sets {name}={value!r}", "keys and values of older weights", "Remove it"],
+            )
+            for name, value in {
+                "kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"},
+                "kv_offloading_size": 4.0,
+                "ec_transfer_config": {"ec_connector": "ECExampleConnector", "ec_role": "ec_both"},
+            }.items()
+        ),
         (
             {"fp8_gemm_backend": "scaled_mm"},
             [
@@ -269,7 +296,10 @@ def test_the_old_name_of_one_forward_is_taken_with_a_note_of_the_first_rank(capl
         {"top_p": 0.9, "vllm_importance_sampling_correction": False},
         {"top_k": -1, "min_p": 0.0, "generation_kwargs": {"min_tokens": 0, "stop": ["\n"]}},
         {"fsdp": True, "fsdp_config": {"version": 2}},
-        {"vllm_engine_kwargs": {"enforce_eager": True}},
+        {"vllm_engine_kwargs": {"enforce_eager": True, "logits_processors": [], "speculative_config": None}},
+        {"vllm_engine_kwargs": {"spec_method": "ngram"}, "vllm_importance_sampling_correction": False},
+        {"temperature": 0.01},
+        {"temperature": 0.001, "vllm_importance_sampling_correction": False},
         {"fp8_forward": "one_forward", "fp8_forward_check": "warn"},
         {"fp8_forward": "one_forward", "fp8_backward": "fp8", "fp8_gemm_backend": "scaled_mm"},
         {"fp8_forward": "off", "fp8_weights": False, "fp8_backward": "bf16", "fp8_gemm_backend": "fake_quant"},

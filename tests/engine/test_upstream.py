@@ -1,5 +1,6 @@
 """Contract with the private names of vLLM 0.31 and TRL 1.16: an upgrade must fail here, by name."""
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -33,7 +34,8 @@ from trl_fp8.engine.vllm.cpu import reference_linear as cpu_kernel
 from trl_fp8.engine.vllm.environment import configs_kept
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
-from trl_fp8.run.engine_flags import RESERVED_ENGINE_KWARGS, VLLM_NAMES
+from trl_fp8.features.correction.correction_flags import CHANGING_ENGINE_KWARGS, LOWEST_TEMPERATURE
+from trl_fp8.run.engine_flags import REFUSED_ENGINE_KWARGS, RESERVED_ENGINE_KWARGS, VLLM_NAMES
 from trl_fp8.trainer import FP8GRPOTrainer
 from trl_fp8.upstream import patches
 from trl_fp8.upstream.patches import substituted
@@ -173,6 +175,19 @@ def test_trl_passes_the_engine_what_we_expect_and_we_win(monkeypatch):
 
 def test_generation_kwargs_may_have_every_name_that_vllm_samples_with():
     assert {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")} == set(VLLM_NAMES)
+
+
+def test_vllm_raises_temperatures_below_the_limit_that_the_correction_names():
+    above = LOWEST_TEMPERATURE * 1.001
+    assert [
+        SamplingParams(temperature=t).temperature for t in (LOWEST_TEMPERATURE / 2, LOWEST_TEMPERATURE, above)
+    ] == [
+        LOWEST_TEMPERATURE,
+        LOWEST_TEMPERATURE,
+        above,
+    ]
+    engine = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {*CHANGING_ENGINE_KWARGS, *REFUSED_ENGINE_KWARGS} <= engine
 
 
 def test_substitution_ends_with_the_block_even_after_an_error():

@@ -37,8 +37,15 @@ _INSTEAD = {
     "num_return_sequences": "num_generations",
     "stop_strings": "generation_kwargs={'stop': [...]}",
 }
+_OUTSIDE = (
+    "it keeps what was computed of prompts outside of the engine's own cache, which a sync empties, so that rollouts "
+    "would read keys and values of older weights. Remove it"
+)
 # vLLM's argument that is refused if it is on -> why, and what to do
-_REFUSED = {
+REFUSED_ENGINE_KWARGS = {
+    "kv_transfer_config": _OUTSIDE,
+    "kv_offloading_size": _OUTSIDE,
+    "ec_transfer_config": _OUTSIDE,
     "enable_lora": "the trainer brings adapters to the engine itself, and vLLM's own LoRA would rename the layers "
     "that it writes to. Remove it; with fp8_base=True adapters stay apart from their base",
     "enable_expert_parallel": "ranks would hold different experts, and the audit knows parts of every expert only. "
@@ -186,9 +193,9 @@ class EngineFlags(FlagGroup):
                 "what vLLM has to know of adapters and kernels before it reuses compiled code. Pass a dictionary "
                 "without 'trl_fp8'; it is merged with the trainer's."
             )
-        for name in _REFUSED.keys() & given.keys():
+        for name in REFUSED_ENGINE_KWARGS.keys() & given.keys():
             if given[name]:
-                raise ValueError(f"vllm_engine_kwargs sets {name}=True: {_REFUSED[name]}.")
+                raise ValueError(f"vllm_engine_kwargs sets {name}={given[name]!r}: {REFUSED_ENGINE_KWARGS[name]}.")
 
 
 def check_generation_kwargs(given: Mapping[str, Any], temperature: float) -> None:

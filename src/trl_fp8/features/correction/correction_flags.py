@@ -27,6 +27,9 @@ NEUTRAL_SAMPLING = {
     "thinking_token_budget": (None,),
     "trace_decode_token_ids": (None,),
 }
+# vLLM's arguments that change log-probs; None, or nothing in it, does not
+CHANGING_ENGINE_KWARGS = ("speculative_config", "spec_method", "spec_model", "logits_processors", "watermark_config")
+LOWEST_TEMPERATURE = 0.01  # vLLM 0.31 raises lower ones to it (_MAX_TEMP), and samples greedily at 0
 
 
 @dataclass
@@ -127,12 +130,25 @@ class CorrectionFlags(FlagGroup):
             for name, neutral in NEUTRAL_SAMPLING.items()
             if name not in followed and values.get(name, neutral[0]) not in neutral
         ]
+        engine_kwargs = self.vllm_engine_kwargs or {}
+        changing += [
+            f"vllm_engine_kwargs={{{name!r}: {engine_kwargs[name]!r}}}"
+            for name in CHANGING_ENGINE_KWARGS
+            if engine_kwargs.get(name)
+        ]
         if changing:
             raise ValueError(
                 f"{', '.join(changing)} with vllm_importance_sampling_correction=True: vLLM's log-probs are then "
                 "those of another distribution than the trainer's, so every importance ratio would be off. Sample "
                 "without it (repetition_penalty=1.0, no other restriction; top_p, top_k and min_p are free), or set "
                 "vllm_importance_sampling_correction=False and accept uncorrected FP8 rollouts."
+            )
+        if self.temperature < LOWEST_TEMPERATURE:
+            raise ValueError(
+                f"temperature={self.temperature!r} with vllm_importance_sampling_correction=True: vLLM samples at "
+                f"{LOWEST_TEMPERATURE} where less is set, and greedily at 0, while the trainer divides its logits by "
+                "what is set, so every importance ratio would be off. Set "
+                f"temperature={LOWEST_TEMPERATURE} or more, or vllm_importance_sampling_correction=False."
             )
 
     def _check_correction(self) -> None:
