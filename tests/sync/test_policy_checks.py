@@ -1,6 +1,7 @@
 """Policies that no engine can follow are refused before one is started."""
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from testing import tiny_models
@@ -16,6 +17,19 @@ def test_a_policy_that_is_quantized_already_is_refused_with_what_to_do(checkpoin
     model.is_quantized = True  # as bitsandbytes' quantizer leaves it
     with pytest.raises(ValueError, match="QLoRA.*use LoRA on an FP8 base .fp8_base=True"):
         require_servable(model, engine_class)
+
+
+def test_added_tokens_are_refused_until_the_resized_model_is_stored(checkpoint, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"))
+    before = model.config.vocab_size
+    model.resize_token_embeddings(before + 3)
+    for policy in (model, get_peft_model(model, LoraConfig(task_type="CAUSAL_LM"))):
+        with pytest.raises(
+            ValueError, match=f"has {before + 3} tokens, {checkpoint('qwen3')} has {before}.*pass that"
+        ):
+            require_servable(policy, engine_class)
+    policy.unload().save_pretrained(tmp_path)
+    require_servable(AutoModelForCausalLM.from_pretrained(tmp_path), engine_class)
 
 
 def test_an_engine_that_turns_short_sequences_by_long_factors_is_refused():

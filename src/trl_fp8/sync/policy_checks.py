@@ -32,6 +32,14 @@ def require_servable(model: nn.Module, resolve: servable.Resolve) -> None:
             "the model has no name_or_path, so vLLM cannot find its config and tokenizer. Pass a model id or "
             "folder, or load the model with from_pretrained; a model made in memory needs save_pretrained first."
         )
+    stored = type(model.config).from_pretrained(model.name_or_path)  # vLLM's class is made by it
+    tokens, tokens_stored = (config.get_text_config().vocab_size for config in (model.config, stored))
+    if tokens != tokens_stored:
+        raise ValueError(
+            f"the model has {tokens} tokens, {model.name_or_path} has {tokens_stored}: its embeddings were resized "
+            "after it was loaded, and the engine is made from what is stored. Call save_pretrained of the resized "
+            "model and of its tokenizer with a folder, and pass that folder as the model."
+        )
     if getattr(model, "is_quantized", False):
         raise ValueError(
             "the model was loaded with a quantization_config of its own (QLoRA, for example): its weights cannot be "
