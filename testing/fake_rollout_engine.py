@@ -87,7 +87,8 @@ class FakeRolloutEngine:
     ):
         self.calls: list[str] = []
         self.model, self._after_sync = model, after_sync
-        self._temperature, self._longest, self._end = temperature, max_completion_length, model.config.eos_token_id
+        self._temperature, self._longest = temperature, max_completion_length
+        self._end = model.config.get_text_config().eos_token_id
         # Random weights, as vLLM's dummy ones. A copy of the policy would share its forward, which TRL has patched
         self.kernels = FakeEngine(AutoModelForCausalLM.from_config(model.config), recipe)
         self.numerics = EngineNumerics(kernels={"FakeLinear": len(recipe.fp8_modules)})
@@ -104,6 +105,7 @@ class FakeRolloutEngine:
 
     def begin(self, occasion: tuple[int, int, int], keep_weights: bool) -> None:
         self.calls.append("begin")
+        self._generator.manual_seed(2 * occasion[0] + occasion[1])  # a resumed run draws what the whole one drew
 
     def sync_weights(self) -> None:
         self.calls.append("sync_weights")

@@ -19,12 +19,13 @@ from accelerate.state import DistributedType, PartialState  # noqa: E402
 from peft.tuners.lora.layer import Linear as LoraLinear  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, TrainerCallback  # noqa: E402
+from trl.distributed import DistributedBackend  # noqa: E402
 
 from testing import engines  # noqa: E402
 from testing.chats import Keypad, chat_tokenizer, chats  # noqa: E402
 from testing.reference_experts import offered_fp8_experts  # noqa: E402
-from testing.runs import arguments, dataset, recorded, reward_digits, rows  # noqa: E402
+from testing.runs import arguments, dataset, recorded, reward_digits, rows, trajectory  # noqa: E402
 from trl_fp8 import FP8GRPOTrainer  # noqa: E402
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration  # noqa: E402
 from trl_fp8.export.file_checksums import verify_export  # noqa: E402
@@ -68,6 +69,64 @@ def resume_then_train_and_drift(folder: Path, checkpoint: str, resume: str, **fl
     except RuntimeError as error:
         return report | {"drift": str(error), "drift_failures": trainer.vllm_generation.audit_failures}
     return report
+
+
+def best_and_resumed(folder: Path, checkpoint: str, **flags) -> dict:
+    """A run without an engine that loads its best model, of its first step, at its end; then one resumed from there.
+
+    Reports names of weights: those that are "lost" in the best model, in the resumed model ("not resumed"), and those
+    that training did not move ("same").
+    """
+    saves, best = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}, "eval_reward"
+    flags |= {"use_vllm": False, "fp8_weights": False, "kv_cache_dtype": "auto", "learning_rate": 0.01} | saves
+    best = {"load_best_model_at_end": True, "metric_for_best_model": best, "greater_is_better": True}
+    first = make_trainer(folder, checkpoint, reward=earlier_is_better, **flags, **best)
+    noted = noted_weights(first)
+    first.train()
+    found, score = whole_weights(first), first.state.best_model_checkpoint
+    again = make_trainer(folder, checkpoint, reward=earlier_is_better, **flags)
+    noted_again = noted_weights(again)
+    again.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-1"))
+    return {
+        "ranks": first.accelerator.num_processes,
+        "distributed_type": first.accelerator.distributed_type.value,
+        "best": score,
+        "lost": differing(found, noted[1]),
+        "not resumed": differing(noted_again[3], noted[3]),
+        "same": sorted(noted[1].keys() - set(differing(noted[1], noted[3]))),
+        "same_log": trajectory(first) == trajectory(again),
+    }
+
+
+def earlier_is_better(completions, trainer_state, **kwargs):
+    return [reward - 10 * trainer_state.global_step for reward in reward_digits(completions)]
+
+
+def noted_weights(trainer: FP8GRPOTrainer) -> dict[int, dict[str, torch.Tensor]]:
+    """Weights at each save from now on, by step."""
+    noted = {}
+
+    class Noted(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            noted[state.global_step] = whole_weights(trainer)
+
+    trainer.add_callback(Noted())
+    return noted
+
+
+def whole_weights(trainer: FP8GRPOTrainer) -> dict[str, torch.Tensor]:
+    """Copies of all weights, gathered."""
+    whole = {}
+    for name, weight in trainer.model.named_parameters():
+        with DistributedBackend(trainer.accelerator).gather_params([weight]):
+            weight = weight.detach()
+            whole[name] = (weight.full_tensor() if isinstance(weight, DTensor) else weight).clone()
+    return whole
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return sorted(name for name, tensor in one.items() if not torch.equal(tensor, other[name]))
 
 
 def train_and_lora(
@@ -387,14 +446,16 @@ def described(trainer: FP8GRPOTrainer) -> dict:
     }
 
 
-def make_trainer(folder: Path, checkpoint: str, lora: dict | None = None, **flags) -> FP8GRPOTrainer:
+def make_trainer(
+    folder: Path, checkpoint: str, lora: dict | None = None, reward: Callable = reward_digits, **flags
+) -> FP8GRPOTrainer:
     if lora is not None:
         from peft import LoraConfig
 
         lora = LoraConfig(task_type="CAUSAL_LM", **lora)
     return FP8GRPOTrainer(
         model=checkpoint,
-        reward_funcs=reward_digits,
+        reward_funcs=reward,
         args=arguments(folder / "run", **({"per_device_train_batch_size": 4} | flags)),
         train_dataset=dataset(),
         eval_dataset=dataset(4),

@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from accelerate.logging import get_logger
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from safetensors import SafetensorError
+from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_fp8.export.export import export_fp8, export_merged
@@ -16,6 +17,13 @@ from trl_fp8.export.file_checksums import CHECKSUMS
 from trl_fp8.export.model_card import fp8_section
 from trl_fp8.export.push import push_export
 from trl_fp8.policy.model import transformers_model
+from trl_fp8.policy.stored_weights import (
+    load_weights,
+    require_adapter,
+    require_no,
+    unsaved_beside_adapters,
+    weight_files,
+)
 from trl_fp8.sync.policy_checks import require_finite
 
 from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
@@ -130,6 +138,12 @@ class Saving:
                 logger.warning(f"{', '.join(skipped)} in {folder} were not written to their end and are passed over.")
             if checkpoint is None:
                 self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
+        whole = self.is_deepspeed_enabled or (
+            self.is_fsdp_enabled and "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
+        )
+        if (checkpoint or self.args.load_best_model_at_end) and is_peft_model(self.model) and not whole:
+            advice = "PEFT writes adapters alone: name the modules in modules_to_save of peft_config."
+            require_no(unsaved_beside_adapters(self.model), f"a checkpoint in {folder} lacks", advice)
         return super().train(checkpoint, *args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -148,6 +162,28 @@ class Saving:
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             unfinished.unlink()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_weights(self, folder: str) -> bool:
+        """Load all weights of a checkpoint; return False if transformers' Trainer is to load them.
+
+        It loads adapters, and what FSDP2 and DeepSpeed write, which has the model's own names.
+        """
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            return False
+        if is_peft_model(self.model):
+            require_adapter(self.model, folder)
+        elif weight_files(folder):
+            load_weights(self.model, folder)
+            return True
+        return False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

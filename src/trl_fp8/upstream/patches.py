@@ -46,6 +46,10 @@ register(
             "It waits for a child, loses its exit status, and leaves it behind when it is stopped.",
         ),
         "trl.trainer.utils._ChunkedLogProbFunction": ("policy/head.py", "TRL's output head calls it by this name."),
+        "transformers.core_model_loading.set_param_for_module": (
+            "policy/stored_weights.py",
+            "It puts new parameters into a model that has an optimizer.",
+        ),
         "trl.generation.vllm_generation.LLM": ("engine/vllm/generation.py", "TRL passes it no further arguments."),
         "vllm.model_executor.models.transformers.base.AutoModel": (
             "engine/vllm/environment.py",

@@ -14,9 +14,11 @@ _NAMES = {  # owner -> names
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
     "trl.kernels.chunked_logprob": "_addmm_fp32",
     "trl.trainer.utils": "_use_triton",
-    "transformers.Trainer": "_get_output_dir _load_optimizer_and_scheduler _save_checkpoint",
+    "transformers.Trainer": (
+        "_get_output_dir _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _save_checkpoint"
+    ),
     "transformers.PreTrainedConfig": "_attn_implementation",
-    "transformers.PreTrainedModel": "_keys_to_ignore_on_load_unexpected",
+    "transformers.PreTrainedModel": "_keys_to_ignore_on_load_unexpected _load_pretrained_model",
     "transformers.core_model_loading": "_weight_conversions",
     "transformers.initialization": "_is_hf_initialized",
     "transformers.models.auto.configuration_auto._LazyConfigMapping": "_extra_content",
