@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from accelerate.utils import set_seed
 from transformers import ProgressCallback, TrainerCallback
+from trl.trainer.base_trainer import _BaseTrainer
 from trl.trainer.utils import get_config_model_id
 
 from .engine.protocol import RolloutEngine
@@ -110,8 +111,8 @@ class FP8Rollouts(Saving):
 
     @classmethod
     def trls(cls) -> type:
-        """TRL's own trainer, which this one extends."""
-        return next(base for base in cls.__mro__ if base.__module__.startswith("trl."))
+        """Return TRL's own trainer: of several the one that the others extend, whose module makes model and engine."""
+        return next(base for base in cls.__mro__ if _BaseTrainer in base.__bases__)
 
     @staticmethod
     def _dequantize(making: Construction) -> None:

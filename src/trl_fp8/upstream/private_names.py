@@ -8,11 +8,12 @@ _ATTENTION_SCALES = "_q_scale _q_scale_float _k_scale _k_scale_float _k_scale_cp
 _NAMES = {  # owner -> names
     "trl.GRPOTrainer": (
         "_generate _generate_and_score_completions _generate_single_turn _tokenize_prompts _metrics "
-        "_get_per_token_logps_and_entropies _batch_environments _buffered_inputs _last_loaded_step _name "
-        "_step _tokenizer"
+        "_get_per_token_logps_and_entropies _batch_environments _buffered_inputs _compute_loss _last_loaded_step "
+        "_name _step _tokenizer"
     ),
     "trl.generation.vllm_generation.VLLMGeneration": "_dist _init_vllm _iter_named_params _llm_weights_sleeping",
     "trl.kernels.chunked_logprob": "_addmm_fp32",
+    "trl.trainer.base_trainer": "_BaseTrainer",
     "trl.trainer.utils": "_use_triton",
     "transformers.Trainer": (
         "_get_output_dir _load_best_model _load_from_checkpoint _load_optimizer_and_scheduler _save_checkpoint"

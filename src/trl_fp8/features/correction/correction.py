@@ -10,6 +10,7 @@ TRL's `_generate_and_score_completions` returns a dictionary whose keys its loss
 """
 
 from dataclasses import asdict
+from inspect import unwrap
 
 import torch
 from accelerate import Accelerator
@@ -34,6 +35,7 @@ class Correction(Feature):
     def __init__(self, trainer):
         super().__init__(trainer)
         self.correction = trainer.args.correction
+        require_loss_with_weights(type(trainer), self.correction)
         self._warned: set[str] = set()
 
     def facts(self) -> dict[str, object]:
@@ -52,6 +54,25 @@ class Correction(Feature):
                 if any(feature.keeps_log for feature in self.trainer.features):
                     text = f"{text.partition('. ')[0]}. `trl-fp8 report` shows if that stays, and what to try"
                 logger.warning(text)
+
+
+def require_loss_with_weights(trainer: type, correction: RolloutCorrection) -> None:
+    """Raise `ValueError` for a correction by weights if the trainer's loss does not name TRL's ratio, as GMPO's."""
+    weights = correction.level is not None or (correction.reject and correction.denominator == "keep")
+    if correction.monitor_only or not weights:
+        return
+    for base in trainer.__mro__:
+        if "_compute_loss" in vars(base):
+            code = unwrap(base._compute_loss).__code__
+            if LOSS_WEIGHTS in code.co_consts:
+                return
+            if "super" not in code.co_names:
+                raise ValueError(
+                    f"{trainer.__name__} with {correction}: the loss of {base.__name__} reads no importance ratios, "
+                    "so that the correction would change nothing. Set rollout_correction='monitor', which measures "
+                    "alone, rollout_correction={'level': None, 'bypass': True}, which takes the rollout's log-probs "
+                    "for the old ones, or vllm_importance_sampling_correction=False."
+                )
 
 
 def apply_correction(
