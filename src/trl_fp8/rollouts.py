@@ -31,6 +31,7 @@ from .recipe.recipe import FP8Recipe
 from .run.batch import Batch, Rollouts
 from .run.facts import trainer_precision
 from .run.feature import Feature, inside
+from .run.folder_lock import lock_folder
 from .run.launch import (
     check_launch,
     checkpoint_bytes,
@@ -193,6 +194,8 @@ class FP8Rollouts(Saving):
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
             require_output(args, *checkpoint_bytes(self.model))
+        if args.own_engine:
+            lock_folder(args.output_dir, self.accelerator)
         if args.own_engine and self.ref_model is not None:  # with everything off this is TRL, its defects included
             load_on_all_ranks(self.ref_model, self.accelerator.device)
         self._make_features()

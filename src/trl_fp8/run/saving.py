@@ -28,6 +28,7 @@ from trl_fp8.sync.policy_checks import require_finite
 
 from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
 from .facts import run_facts
+from .folder_lock import lock_folder, unlock_folder
 
 
 logger = get_logger(__name__)
@@ -144,7 +145,12 @@ class Saving:
         if (checkpoint or self.args.load_best_model_at_end) and is_peft_model(self.model) and not whole:
             advice = "PEFT writes adapters alone: name the modules in modules_to_save of peft_config."
             require_no(unsaved_beside_adapters(self.model), f"a checkpoint in {folder} lacks", advice)
-        return super().train(checkpoint, *args, **kwargs)
+        if self.args.own_engine:
+            lock_folder(folder, self.accelerator)
+        try:
+            return super().train(checkpoint, *args, **kwargs)
+        finally:
+            unlock_folder(folder)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
