@@ -18,7 +18,7 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedMLP,
     FollowedNorm,
     FollowedScaledEmbedding,
-    Turn,
+    RotaryCall,
 )
 from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
@@ -135,12 +135,12 @@ def broken(monkeypatch):
         dq, dk, dv = plain_gradients(*args)
         return dq, dv, dk
 
-    unturned, plain_gradients = Turn.__call__, packed.plain_gradients
+    unturned, plain_gradients = RotaryCall.__call__, packed.plain_gradients
     patches = {
         "norm": (FollowedNorm, "_own", norm_without_its_mean_square),
         "linear": (linear, "_weight_gradient", quantized_weight_gradient),
         "activation": (FollowedMLP, "_own", lambda self, gate, up: gate * up),
-        "turn": (Turn, "__call__", lambda self, apply, q, k: unturned(self, lambda q, k, *turn: (q, k), q, k)),
+        "turn": (RotaryCall, "__call__", lambda self, apply, q, k: unturned(self, lambda q, k, *turn: (q, k), q, k)),
         "attention": (packed, "plain_gradients", swapped),
         "embedding": (FollowedScaledEmbedding, "forward", embedding_without_its_scale),
     }

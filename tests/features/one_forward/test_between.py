@@ -7,7 +7,7 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import followed
-from trl_fp8.features.one_forward.modules.between import Turn, side_by_side
+from trl_fp8.features.one_forward.modules.between import RotaryCall, side_by_side
 from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 
 
@@ -202,7 +202,7 @@ def test_rotary_embeddings(positions):
     positions = torch.tensor(positions)
     hidden = randn(2, 5, 128)
     cos, sin = model.model.rotary_emb(hidden, positions)
-    assert isinstance(cos, Turn) and cos is sin
+    assert isinstance(cos, RotaryCall) and cos is sin
     q, k = (randn(2, 5, heads, 64).transpose(1, 2).requires_grad_() for heads in (4, 2))
     turned = family.apply_rotary_pos_emb(q, k, cos, sin)
     each = positions.expand(2, 5).flatten()

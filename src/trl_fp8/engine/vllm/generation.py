@@ -8,6 +8,7 @@ generate: TRL's own, behind require_whole; verify when the engine is awake
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import trl.generation.vllm_generation as trl_generation
@@ -86,15 +87,13 @@ class FP8VLLMGeneration(VLLMGeneration):
             of_engine = partial(all_reduce_max, group=self.tp_group) if self.tensor_parallel_size > 1 else None
             place = self.accelerator.process_index, self.tensor_parallel_size
             self.replicas = Replicas(*place, all_reduce_max, of_engine)
-        others = (part.weights(self) for part in self.parts)
-        self.weights = next((other for other in others if other is not None), None) or PolicyWeights(self)
+        self.weights = self._one_of("weights") or PolicyWeights(self)
         if self.platform.name == "cpu" and not self.enable_sleep_mode:
             # vLLM's first forward may replace a table of rotary angles by one in the engine's dtype. On a GPU vLLM has
             # computed one by now, to measure its memory
             with torch.random.fork_rng(devices=[]):
                 self.llm.prefill([0])
         constants = self.engine.constants(self.accelerator.device)
-        [carried] = [each for part in self.parts if (each := part.carried(self)) is not None] or [None]
         self.delivery = InPlaceDelivery(
             self.engine,
             self.model,
@@ -102,7 +101,7 @@ class FP8VLLMGeneration(VLLMGeneration):
             frozen=(*self.weights.frozen, constants),
             at_once=self.weights.at_once(self.model),
             replicas=self.replicas,
-            carried=carried,
+            carried=self._one_of("carried"),
         )
         if not self.enable_sleep_mode:  # else the first sync does, once it has woken the engine
             self.delivery.send(constants)
@@ -111,23 +110,49 @@ class FP8VLLMGeneration(VLLMGeneration):
         self.kernels = next((part.kernels for part in self.parts if part.kernels is not None), None)
         logger.info(f"engine: {self.numerics}")
 
+    def _one_of(self, hook: str) -> Any:
+        """Return what the one part with an answer to `hook` returns; None if no part has one."""
+        answers = []
+        for part in self.parts:
+            answer = getattr(part, hook)(self)
+            if answer is not None:
+                answers.append(answer)
+        if len(answers) > 1:
+            raise RuntimeError(f"{len(answers)} features decide `{hook}` of one engine, and it takes one.")
+        return answers[0] if answers else None
+
     def _start_engine(self) -> None:
-        """Let TRL make the engine, with what platform and parts add to its arguments, and in what they need."""
+        """Let TRL make the engine, with the arguments and inside the contexts that platform and parts add."""
         platform, recipe, config = self.platform, self.recipe, self.model.config
-        sizes = {"max_num_seqs": self.max_num_seqs, "max_model_len": self.max_model_length}
-        ours = platform.arguments(recipe, config, **sizes, parts=self.parts, user=self.engine_kwargs)
-        with ExitStack() as around:
-            around.enter_context(platform.ready(recipe))
+        arguments = platform.arguments(
+            recipe,
+            config,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_length,
+            parts=self.parts,
+            user=self.engine_kwargs,
+        )
+        with ExitStack() as contexts:
+            contexts.enter_context(platform.ready(recipe))
             for part in self.parts:
-                around.enter_context(part.starting(platform, recipe))
-            alike = any(part.batch_invariant for part in self.parts)
-            asked = self.accelerator.device, self.engine_kwargs, self.largest, alike
-            self.pinned = pinned_gemm(platform.linear_backends(recipe), recipe, self.model, *asked)
+                contexts.enter_context(part.starting(platform, recipe))
+            self.pinned = pinned_gemm(
+                platform.linear_backends(recipe),
+                recipe,
+                self.model,
+                self.accelerator.device,
+                self.engine_kwargs,
+                self.largest,
+                any(part.batch_invariant for part in self.parts),
+            )
             upstream.inspect_engine_class(tuple(config.architectures or ()))
             if outline_of(self.model).experts:
                 upstream.make_group_of_experts()
-            told = ours | self.pinned
-            with substituted(trl_generation, "LLM", lambda **trls: RolloutLLM(parts=self.parts, **(trls | told))):
+
+            def make_engine(**trl_arguments: Any) -> RolloutLLM:
+                return RolloutLLM(parts=self.parts, **(trl_arguments | arguments | self.pinned))
+
+            with substituted(trl_generation, "LLM", make_engine):
                 super()._init_vllm()
 
     @property
@@ -139,22 +164,24 @@ class FP8VLLMGeneration(VLLMGeneration):
         return self.delivery.failures
 
     def largest(self, values: list[float]) -> list[float]:
-        """Of each over all ranks of the job, a collective."""
+        """Return the element-wise maximum of `values` over all ranks of the job. Collective."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.accelerator.device)
         if self.accelerator.num_processes > 1:
             all_reduce_max(tensor)
         return tensor.tolist()
 
     def sample_with(self, **parameters: object) -> None:
-        """Sampling parameters of vLLM's for each generation from now on."""
+        """Set sampling parameters of vLLM for each generation from now on."""
         self.generation_kwargs = self.generation_kwargs | parameters
 
     def policy_tensors(self) -> AbstractContextManager[Iterator[Named]]:
-        """As in `RolloutEngine`, a collective. What lives in the engine alone is among them on the main process."""
+        """Return the tensors of a checkpoint of the policy. What lives in the engine alone is among them on the main
+        process only. Collective.
+        """
         return self.weights.merged()
 
     def _iter_named_params(self) -> Iterator[Named]:
-        """TRL's iteration; adapters that it merged are unmerged even if it is abandoned half-way."""
+        """Iterate as TRL does, but unmerge the adapters that TRL merged even if the iteration is abandoned."""
         reshard(self.model, self._dist)
         try:
             with gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext():
@@ -180,9 +207,13 @@ class FP8VLLMGeneration(VLLMGeneration):
     def generate(
         self, prompts: list, images: list | None, num_generations: int, profiler: AbstractContextManager | None = None
     ) -> tuple:
-        """As TRL's, but only from an engine that holds what was delivered.
+        """Generate as TRL does, but only from an engine that holds what was delivered.
 
-        Ranks that share an engine call this together, with equally many prompts (`ValueError`). No others wait.
+        Ranks that share an engine call this together. Other ranks do not wait.
+
+        Raises:
+            ValueError: Ranks that share an engine have different numbers of prompts.
+            RuntimeError: The engine holds no complete policy, or was changed since the last sync.
         """
         if self.tensor_parallel_size > 1:
             self._require_as_many_prompts(len(prompts))
@@ -195,7 +226,9 @@ class FP8VLLMGeneration(VLLMGeneration):
         return output
 
     def _require_as_many_prompts(self, count: int) -> None:
-        """TRL 1.16 finds a rank's completions among its engine's by the number of that rank's own prompts."""
+        """Raise `ValueError` unless all ranks of the engine have `count` prompts: TRL 1.16 finds a rank's completions
+        by the number of that rank's own prompts.
+        """
         counts = torch.tensor([count, -count], device=self.accelerator.device)
         all_reduce_max(counts, group=self.tp_group)
         most, least = counts[0].item(), -counts[1].item()
@@ -218,7 +251,7 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     @contextmanager
     def cache_awake(self) -> Iterator[None]:
-        """For a policy that computes with the engine's weights, which are awake."""
+        """Wake the KV cache inside the block. The weights are awake already: the policy computes with them."""
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])
         try:
@@ -229,13 +262,13 @@ class FP8VLLMGeneration(VLLMGeneration):
 
     @contextmanager
     def _verified(self, profiler: AbstractContextManager) -> Iterator[None]:
-        """TRL enters `profiler` after waking the KV cache and right before sampling."""
+        """Verify the engine, then enter `profiler`, which TRL does after waking the KV cache and before sampling."""
         self.delivery.verify()
         with profiler:
             yield
 
     def wake_weights(self) -> bool:
-        """True: the engine slept without its weights."""
+        """Wake the weights. Return True if the engine lost them in its sleep."""
         lost = self.enable_sleep_mode and self._llm_weights_sleeping and not self.llm.weights_kept
         if self.enable_sleep_mode:
             trl_generation.empty_cache()

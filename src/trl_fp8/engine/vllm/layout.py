@@ -124,11 +124,22 @@ def _pieces(parts: list[Shard], prefix: str, module: nn.Module, attribute: str) 
             sent, held = sent[:1], held[:1]
         per_tensor = getattr(getattr(module, "quant_method", None), "block_quant", True) is False
         form = {"transposed": per_tensor and attribute == "weight"}
-        cut = isinstance(rows, Joined) and rows.size != rows.whole and rows.size == module.output_size_per_partition
-        if cut and len(set(rows.parts)) == 1 and not per_tensor:
-            form["equal"] = 0, len(rows.parts)  # a view has this rank's part of each
+        if not per_tensor and _splits_equal_parts(rows, module):
+            # Gate and up of 512 rows each, on rank 0 of 2: the checkpoint's [1024, K] is viewed as [2, 512, K], of
+            # which this rank has [:, 0:256]. A view of it equals the parameter [512, K] viewed as [2, 256, K]
+            form["equal"] = 0, len(rows.parts)
             sent, held = (None, sent[0].parts[0], *sent[1:]), ()
         yield Piece(f"{name}.{attribute}", module, attribute, dtype, sent=sent, held=held, **form)
+
+
+def _splits_equal_parts(rows: Span | Joined | None, module: nn.Module) -> bool:
+    """Return whether `rows` are a rank's part of each of several equal parts, and all that the module holds."""
+    return (
+        isinstance(rows, Joined)
+        and rows.size != rows.whole
+        and rows.size == module.output_size_per_partition
+        and len(set(rows.parts)) == 1
+    )
 
 
 def _expert_piece(prefix: str, module: RoutedExperts, attribute: str, dtype: torch.dtype) -> Piece:

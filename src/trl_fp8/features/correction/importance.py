@@ -188,11 +188,12 @@ def _batch_statistics(
     correction: RolloutCorrection,
     all_reduce: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """Mean weight and log of the bands' centre, over all ranks; 1 and 0 where not asked for."""
+    """Return mean weight and log of the bands' centre, over all ranks; 1 and 0 where the correction needs neither."""
     one = torch.ones((), dtype=torch.float64, device=bounded.device)
+    zero = torch.zeros_like(one)
     if not correction.needs_all_reduce:
-        return one, one * 0
-    centre, sequences = typical_log_ratio(ratio) if correction.measures_centre else (one * 0, one * 0)
+        return one, zero
+    centre, sequences = typical_log_ratio(ratio) if correction.measures_centre else (zero, zero)
     weight_sum = torch.where(is_unit, bounded, 0.0).sum(dtype=torch.float64)
     local = torch.stack([centre * sequences, sequences.double(), weight_sum, is_unit.sum().double()])
     centre_sum, sequences, weight_sum, units = all_reduce(local) if all_reduce is not None else local

@@ -14,7 +14,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.upstream.patches import PATCHES
 
 from .forward_flags import require_followed
-from .one_forward import TURN, computing, followed_embedding
+from .one_forward import APPLY_ROTARY, computing, followed_embedding
 
 
 def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -> None:
@@ -22,7 +22,8 @@ def require_followable(model: nn.Module, recipe: FP8Recipe, fp8_backward: str) -
     require_followable_experts(recipe, fp8_backward)
     require_followed(outline_of(model))
     base = transformers_model(model)
-    if f"{type(base).__module__}.{TURN}" not in PATCHES:  # of another file than transformers' own for this type
+    # A class from another file than transformers' own for this type
+    if f"{type(base).__module__}.{APPLY_ROTARY}" not in PATCHES:
         raise ValueError(
             f"fp8_forward='one_forward' with a {type(base).__name__} of {type(base).__module__}: which operations "
             "of its layers an engine computes is known of transformers' own classes. Set fp8_forward='off'."

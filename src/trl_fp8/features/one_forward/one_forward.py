@@ -25,7 +25,7 @@ from trl_fp8.features.one_forward.modules.between import (
     FollowedParallelLayer,
     FollowedRotary,
     FollowedScaledEmbedding,
-    Turning,
+    RotaryPatch,
 )
 from trl_fp8.features.one_forward.modules.followed_attention import FollowedAttention
 from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
@@ -50,7 +50,7 @@ MLPS = {
     FollowedMLP: ("gate_proj", "up_proj", "down_proj", "act_fn"),
     FollowedFusedMLP: ("gate_up_proj", "down_proj", "activation_fn"),
 }
-TURN = "apply_rotary_pos_emb"
+APPLY_ROTARY = "apply_rotary_pos_emb"
 
 
 class OneForward(FollowedAttention, Swapper):
@@ -74,10 +74,11 @@ class OneForward(FollowedAttention, Swapper):
         self.copies: dict[str, nn.Module] = {}  # likewise: of PEFT's `modules_to_save`, for a reference
         base = transformers_model(model)
         # Attention calls the rotary function of its family's file by name. The patch stays for good and does nothing
-        # without a `Turn`
+        # without a `RotaryCall`
         family = sys.modules[type(base).__module__]
-        if not isinstance(turn := getattr(family, TURN), Turning):
-            patch(family, TURN, Turning(turn))
+        apply_rotary = getattr(family, APPLY_ROTARY)
+        if not isinstance(apply_rotary, RotaryPatch):
+            patch(family, APPLY_ROTARY, RotaryPatch(apply_rotary))
         ours = computing(base)
         self._linears = {name: linear for name, linear in linear_layers(model) if linear in ours}
         self._experts = {experts for _, experts in expert_modules(model)}

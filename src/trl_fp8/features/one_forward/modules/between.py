@@ -108,11 +108,11 @@ class FollowedRotary:
         if not self.one_forward.on:
             return super().forward(x, position_ids, *given)
         cos, sin = super().forward(x[:0].float(), position_ids, *given)  # which reads only the device and dtype of x
-        turn = Turn(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
-        return turn, turn
+        call = RotaryCall(self.engine[layer_type], position_ids.expand(x.shape[:2]).flatten(), cos, sin)
+        return call, call
 
 
-class Turn:
+class RotaryCall:
     """Turns q and k as the engine does; transformers' layers pass it on as cos and sin."""
 
     def __init__(self, engine: Rotary, positions: Tensor, cos: Tensor, sin: Tensor):
@@ -132,14 +132,16 @@ class Turn:
         return own_gradient(value, own, query, key)
 
 
-class Turning:
-    """In the place of transformers' `apply_rotary_pos_emb`: it calls a `Turn` that it gets as cos and sin."""
+class RotaryPatch:
+    """In the place of transformers' `apply_rotary_pos_emb`: it calls a `RotaryCall` that it gets as cos and sin."""
 
     def __init__(self, apply: Callable):
         self._apply = apply
 
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor | Turn, sin: Tensor | Turn, *args, **kwargs) -> tuple:
-        if isinstance(cos, Turn):
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor | RotaryCall, sin: Tensor | RotaryCall, *args, **kwargs
+    ) -> tuple:
+        if isinstance(cos, RotaryCall):
             return cos(self._apply, q, k, *args, **kwargs)
         return self._apply(q, k, cos, sin, *args, **kwargs)
 

@@ -106,7 +106,8 @@ class StraightThrough(torch.autograd.Function):
     def forward(ctx, value: Callable[[Tensor], Tensor], x, weight, bias, in_fp8: FollowedLinear | None):
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             y = value(x)
-            ctx.precision, ctx.blocks = in_fp8 and in_fp8.one_forward.backward, None
+            ctx.precision = in_fp8.one_forward.backward if in_fp8 else None
+            ctx.blocks = None
             ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
             frozen = weight if isinstance(weight, Float8Tensor) else None
             for_dx, for_dw = (None, None), (None, None)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import EngineKernels
-from trl_fp8.features.one_forward.modules.between import Turn
+from trl_fp8.features.one_forward.modules.between import RotaryCall
 from trl_fp8.features.one_forward.one_forward import OneForward, is_rotary
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.recipe.from_model import of_adapter
@@ -142,14 +142,14 @@ class Witness:
                 agree &= compare_angles(self.findings, layers[layer], positions, cos_sin, engine)
         if self._forward is None or not agree:  # by other angles q and k are turned otherwise
             return None
-        turn = WitnessedTurn(output[0], partial(self.values.turn, self._names[module]))
+        turn = WitnessedRotaryCall(output[0], partial(self.values.turn, self._names[module]))
         return turn, turn
 
 
-class WitnessedTurn(Turn):
-    """A `Turn` that is compared."""
+class WitnessedRotaryCall(RotaryCall):
+    """A `RotaryCall` that is compared."""
 
-    def __init__(self, turn: Turn, compare: Callable):
+    def __init__(self, turn: RotaryCall, compare: Callable):
         self._turn, self._compare = turn, compare
 
     def __call__(self, apply: Callable, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
