@@ -1,9 +1,11 @@
-"""The package without one of its features: imported, asked for a plan, and trained with a real engine.
+"""The package without one of its features: imported, asked for a plan and for help, and trained with real engines,
+once with default flags and once with all other features switched on.
 
-    python -m testing.without_feature MODEL FOLDER FEATURE [FEATURE ...]
+    python -m testing.without_feature MODEL MIXTURE FOLDER FEATURE [FEATURE ...]
 
 copies the package to FOLDER/FEATURE for each feature, deletes the feature's folder and its line of registration, and
-prints a line of JSON on each. The libraries are imported once; each copy has a process of its own, forked after that.
+prints a line of JSON on each. MODEL is trained with default flags, MIXTURE (which has experts) with LoRA and the other
+features. The libraries are imported once; each copy has a process of its own, forked after that.
 """
 
 import importlib
@@ -21,6 +23,15 @@ from testing.processes import settle_heap
 
 PACKAGE = Path(__file__).parents[1] / "src" / "trl_fp8"
 STEPS = 3
+SWITCHED_ON = {  # feature -> flags of a run that uses it
+    "shared_base": {"fp8_base": True},
+    "kv_cache": {"kv_cache_dtype": "fp8"},
+    "router_replay": {"router_replay": "rollout"},
+    "run_log": {"fp8_run_log": True},
+    "correction": {"rollout_correction": "monitor"},
+    "one_forward": {"fp8_forward": "one_forward"},
+    "truncated_sampling": {"top_p": 0.9},
+}
 
 
 def copy_without(feature: str, folder: Path) -> None:
@@ -51,9 +62,10 @@ def import_all() -> list[str]:
     return failed
 
 
-def train(model: str, output: Path) -> dict:
-    """Figures of a few steps of the addition, with the FP8 flags' defaults."""
+def train(model: str, output: Path, peft_config: object = None, **flags) -> dict:
+    """Figures of a few steps of the addition. The engine is shut down afterwards."""
     from datasets import Dataset
+    from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
     from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
 
@@ -73,9 +85,13 @@ def train(model: str, output: Path) -> dict:
         report_to="none",
         disable_tqdm=True,
         seed=3,
+        **flags,
     )
-    trainer = FP8GRPOTrainer(model, _share_of_digits, args, sums)
+    trainer = FP8GRPOTrainer(model, _share_of_digits, args, sums, peft_config=peft_config)
     trainer.train()
+    trainer.vllm_generation.llm.llm_engine.engine_core.shutdown()
+    destroy_model_parallel()
+    destroy_distributed_environment()
     return {
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
         "fp8_modules": len(trainer.recipe.fp8_modules),
@@ -88,19 +104,30 @@ def _share_of_digits(completions: list[str], **columns) -> list[float]:
     return [sum(character.isdigit() for character in text) / 8 for text in completions]
 
 
-def tried(feature: str, model: str, folder: Path) -> dict:
+def tried(feature: str, model: str, mixture: str, folder: Path) -> dict:
     """What becomes of a copy without the feature, in this process."""
     copy_without(feature, folder)
     where = [str(folder / "trl_fp8")]
     spec = spec_from_file_location("trl_fp8", folder / "trl_fp8" / "__init__.py", submodule_search_locations=where)
     sys.modules["trl_fp8"] = module_from_spec(spec)
     spec.loader.exec_module(sys.modules["trl_fp8"])
+    from peft import LoraConfig
+
     from trl_fp8.commands import cli
+    from trl_fp8.features import FOLDERS
 
-    return {"failed": import_all(), "plan": cli.main(["plan", model])} | train(model, folder / "run")
+    flags = {name: value for other in FOLDERS for name, value in SWITCHED_ON[other].items()}
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"])
+    return {
+        "failed": import_all(),
+        "plan": cli.main(["plan", model]),
+        "help": cli.main(["train", "--help"]),
+        "default": train(model, folder / "default"),
+        "switched_on": train(mixture, folder / "switched_on", lora, **flags),
+    }
 
 
-def main(model: str, folder: str, *features: str) -> None:
+def main(model: str, mixture: str, folder: str, *features: str) -> None:
     import torch
     import trl.generation.vllm_generation
     import trl.trainer.grpo_trainer  # noqa: F401
@@ -112,7 +139,7 @@ def main(model: str, folder: str, *features: str) -> None:
         sys.stdout.flush()
         if (child := os.fork()) == 0:
             try:
-                result = tried(feature, model, Path(folder, feature))
+                result = tried(feature, model, mixture, Path(folder, feature))
             except BaseException:
                 result = {"error": traceback.format_exc()}
             sys.stdout.write(json.dumps({"feature": feature} | result) + "\n")

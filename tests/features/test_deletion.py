@@ -1,4 +1,4 @@
-"""Deleting a feature's folder and its line of registration leaves a package that imports, plans and trains."""
+"""Deleting a feature's folder and its line of registration leaves a package that imports, plans, helps and trains."""
 
 import json
 import math
@@ -19,6 +19,13 @@ GONE = {
     "correction": {"Correction"},
     "one_forward": {"SameModel"},
 }
+# Likewise of a run with all features switched on
+GONE_OF_ALL = GONE | {
+    "shared_base": {"BaseInEngine"},
+    "router_replay": {"Routes"},
+    "one_forward": {"Following", "SameModel"},
+    "truncated_sampling": {"Truncation"},
+}
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -33,6 +40,7 @@ def without(checkpoint, tmp_path_factory):
             "-m",
             "testing.without_feature",
             checkpoint("qwen3"),
+            checkpoint("qwen3_moe"),
             str(tmp_path_factory.mktemp("c")),
             *words,
         ],
@@ -50,14 +58,21 @@ def without(checkpoint, tmp_path_factory):
 def test_the_rest_works(without, feature):
     found, whole = without[feature], without["nothing"]
     assert "error" not in found, found.get("error")
-    assert found["failed"] == [] and found["plan"] == 0
-    assert len(found["losses"]) == 3 and all(map(math.isfinite, found["losses"]))
-    assert found["fp8_modules"] == whole["fp8_modules"] > 0 and found["audit_failures"] == 0
-    assert set(whole["features"]) - set(found["features"]) == GONE.get(feature, set())
+    assert found["failed"] == [] and found["plan"] == found["help"] == 0
+    for run, gone in (("default", GONE), ("switched_on", GONE_OF_ALL)):
+        ran, all_ran = found[run], whole[run]
+        assert len(ran["losses"]) == 3 and all(map(math.isfinite, ran["losses"])), run
+        assert ran["fp8_modules"] == all_ran["fp8_modules"] > 0 and ran["audit_failures"] == 0
+        assert set(all_ran["features"]) - set(ran["features"]) == gone.get(feature, set())
+
+
+def test_every_feature_takes_part_once_it_is_switched_on(without):
+    assert set().union(*GONE_OF_ALL.values()) | {"Syncs"} == set(without["nothing"]["switched_on"]["features"])
 
 
 def test_what_is_not_used_changes_nothing(without):
     """Bit for bit: a feature whose flags are off has no part in a run."""
+    losses = {feature: found["default"]["losses"] for feature, found in without.items()}
     for feature in ("shared_base", "router_replay", "truncated_sampling", "run_log"):
-        assert without[feature]["losses"] == without["nothing"]["losses"]
-    assert without["correction"]["losses"] != without["nothing"]["losses"]
+        assert losses[feature] == losses["nothing"]
+    assert losses["correction"] != losses["nothing"]

@@ -215,7 +215,9 @@ def help_text(words: list[str]) -> str:
         return parser.format_help()
     lines = [HEAD]
     for group, of_group in COMMON.items():
-        lines += [f"{group}:", *(_entry(known[name], first_sentence=True) for name in of_group.split())]
+        # A feature that was deleted has no flags
+        shown = [known[name] for name in of_group.split() if name in known]
+        lines += [f"{group}:", *(_entry(action, first_sentence=True) for action in shown)]
     return "\n".join([*lines, TAIL])
 
 

@@ -159,7 +159,7 @@ class Following(Feature):
         measured = not math.isnan(mismatch) or broken > 0  # broken: the log-prob is no number on the trainer's side
         differs = mismatch > self._bound or broken > 0
         if not (differs and args.fp8_forward_check == "error"):
-            self._checked = measured and (not args.fp8_base or self._adapters_add())
+            self._checked = measured and (not args.base_in_engine or self._adapters_add())
         if not differs:
             return
         text = (
