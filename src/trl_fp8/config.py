@@ -17,7 +17,7 @@ from .run.flag import FlagGroup
 
 
 def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
-    """The groups of flags that go with a config of TRL's."""
+    """Return the groups of flags that go with a config of TRL's."""
     known = {item.name for item in fields(trl_config)}
     # The last one first: an earlier feature's defaults depend on what a later one demands
     of_features = [one.flags for one in reversed(registrations()) if not one.needs or one.needs in known]
@@ -48,7 +48,7 @@ class FP8Config:
         return any(getattr(self, name) != off for group in self.groups() for name, off in group.FP8.items())
 
     def fp8_flags(self, off: bool = False) -> str:
-        """The flags that make something FP8, with their values; with `off`, with the values that switch FP8 off."""
+        """Return the flags that make something FP8 with their values, or with the values that switch FP8 off."""
         named = {
             name: value if off else getattr(self, name) for one in self.groups() for name, value in one.FP8.items()
         }
@@ -56,23 +56,23 @@ class FP8Config:
 
     @property
     def own_engine(self) -> bool:
-        """Whether rollouts need this project's engine and not TRL's."""
+        """Return whether rollouts need this project's engine instead of TRL's."""
         return self.any_fp8 or any(group.wants_engine(self) for group in self.groups())
 
     @property
     def blind_pass(self) -> str | None:
-        """The flag and value because of which TRL's old-log-prob pass does not see every token; None: it does."""
+        """Return the setting that hides tokens from TRL's old-log-prob pass, or None."""
         if not getattr(self, "vllm_importance_sampling_correction", True):
             return "vllm_importance_sampling_correction=False"
         return "mask_truncated_completions=True" if self.mask_truncated_completions else None
 
     def recipe_for(self, model: nn.Module, **resolved) -> FP8Recipe:
-        """Which tensors of `model` are FP8 under these flags, on this machine; `resolved` win over the flags."""
+        """Return which tensors of `model` are FP8 under these flags on this machine. `resolved` override the flags."""
         on_gpu = self.device.type != "cpu"
         return recipe_for_model(model, **{"expert_kernels": on_gpu} | self.recipe_options() | resolved)
 
     def recipe_options(self) -> dict[str, Any]:
-        """Arguments of `recipe_for_model` that flags decide."""
+        """Return the arguments of `recipe_for_model` that flags decide."""
         decided = {"kv_cache_dtype": "auto"}
         for group in self.groups():
             decided |= group.recipe_fields(self)
@@ -80,12 +80,12 @@ class FP8Config:
 
 
 def default_of(item: Field) -> Any:
-    """The default of a dataclass field."""
+    """Return the default of a dataclass field."""
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 def documented(config: type, trl_config: type) -> str:
-    """A docstring as TRL's configs have them, from the one place where each flag is described."""
+    """Return a docstring in the form of TRL's configs, made from the help texts of the flags."""
     of_trl = {item.name for item in fields(trl_config)}
     lines = [config.__doc__.rstrip(), "\nParameters:"]
     for item in fields(config):

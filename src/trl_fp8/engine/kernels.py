@@ -28,7 +28,7 @@ class Linear(Protocol):
         """x `[T, K]` -> the outputs of all of `layers`, biases included, one after another and maybe padding."""
 
     def codes(self, layer: str) -> Float8Tensor | None:
-        """What the engine holds of one layer's weight `[N, K]`, views of it; None if it is not FP8."""
+        """Return views of the engine's codes and scales of one layer's weight `[N, K]`; None if it is not FP8."""
 
 
 class Attention(Protocol):
@@ -74,7 +74,7 @@ class EngineKernels(Protocol):
         """An activation by plain torch operations, of gate and up `[T, 2]` in FP32: `[T, 1]`; None if not known."""
 
     def eps(self, module: str) -> float | None:
-        """Of a norm; None for any other module."""
+        """Return the eps of a norm; None for any other module."""
 
     def scores(self, layer: int) -> tuple[float, int | None, float | None]:
         """`scaling`, `window` and `softcap` of a layer's `Attention`."""

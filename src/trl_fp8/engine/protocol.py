@@ -36,7 +36,7 @@ from .kernels import EngineKernels
 
 @dataclass(frozen=True)
 class EngineNumerics:
-    """How an engine computes. Whoever follows one asks nothing else."""
+    """Description of an engine's arithmetic, complete for a trainer that follows it."""
 
     kernels: Mapping[str, int]  # name of each FP8 kernel of linears and experts -> number of layers that it runs
     linears: ActivationScaling | None = None  # how FP8 linears quantize their input; None if no linear is FP8
@@ -70,7 +70,7 @@ class Delivery(Protocol):
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What trainer, features and run ask of an engine. It follows the policy that it was started with."""
+    """An engine as trainer, features and run use it. It follows the policy that it was started with."""
 
     numerics: EngineNumerics
     kernels: EngineKernels

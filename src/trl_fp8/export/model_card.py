@@ -1,4 +1,4 @@
-"""What a model card says about FP8: how the run generated, how far both sides disagreed, how to load an export."""
+"""The model card's section on FP8: how the run generated, how far both sides disagreed, how to load an export."""
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean

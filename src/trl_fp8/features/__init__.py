@@ -24,5 +24,5 @@ FOLDERS = (
 
 @cache
 def registrations() -> tuple[Registration, ...]:
-    """What the features registered, in the order of `FOLDERS`."""
+    """Return the registrations of all features, in the order of `FOLDERS`."""
     return tuple(import_module(f"{__name__}.{folder}").REGISTRATION for folder in FOLDERS)

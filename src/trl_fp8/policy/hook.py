@@ -49,7 +49,7 @@ class Observer(Protocol):
 
 
 class Replacement(Protocol):
-    """What computes attention in the place of the policy's function, while it is `on`."""
+    """Computes attention in place of the policy's function while it is `on`."""
 
     on: bool
 
@@ -162,7 +162,7 @@ class AttentionHook:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether attention still looks for this hook: `set_attn_implementation` may have chosen another one."""
+        """Return whether attention still calls this hook: `set_attn_implementation` may have chosen another one."""
         return self._used in (self._hooked, EAGER)
 
     @contextmanager

@@ -42,7 +42,7 @@ def is_reference(model: nn.Module) -> bool:
 def dequantizing_config(
     model: str, revision: str | None = None, trust_remote_code: bool = False
 ) -> FineGrainedFP8Config | Mxfp4Config | None:
-    """What makes `from_pretrained` dequantize the checkpoint `model`; None if it is in high precision.
+    """Return the config that makes `from_pretrained` dequantize the checkpoint `model`, or None in high precision.
 
     `ValueError` if it is quantized otherwise than in FP8 or MXFP4, or its FP8 weights have one scale each:
     transformers 5.17 would drop those scales without an error.

@@ -22,7 +22,7 @@ class HoldsCodes:
 
 
 class Swapper:
-    """What swapped modules of a policy, and is an attribute of each of them."""
+    """Base of an object that swapped modules of a policy and is an attribute of each of them."""
 
     @abstractmethod
     def remove(self) -> None:

@@ -29,7 +29,7 @@ SCALE_FORMATS: tuple[ScaleFormat, ...] = ("pow2", "fp32")
 
 
 class ActivationScaling(NamedTuple):
-    """How an engine quantizes activations."""
+    """Quantization of activations in an engine."""
 
     scale_format: ScaleFormat  # "pow2" (DeepGEMM) or "fp32" (CUTLASS, Triton)
     amax_floor: float = ACTIVATION_AMAX_FLOOR  # smallest amax that a scale is made from
@@ -90,7 +90,7 @@ class FormatSpec:
         return *shape[:-2], -(-shape[-2] // rows), -(-shape[-1] // columns)
 
     def weight_bytes(self, shape: Sequence[int]) -> int:
-        """Of a weight `[..., N, K]` with its scales: one byte per element, four per scale."""
+        """Return the bytes of a weight `[..., N, K]` with its scales: one per element, four per scale."""
         return prod(shape) + 4 * prod(self.scale_shape(shape))
 
 

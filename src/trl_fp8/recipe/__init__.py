@@ -1,1 +1,1 @@
-"""Which tensors of a model are FP8, decided by name."""
+"""The FP8 tensors of a model, decided by name."""

@@ -1,4 +1,4 @@
-"""What is known of model types: one row each, and the only place that names them.
+"""The table of model types: one row each, and the only place that names them.
 
 A row stands under the `model_type` of transformers' config. A vision-language model has two, that of the whole config
 and that of its language model. The type of the whole says what was tested and exported, the other one the rest.
@@ -22,7 +22,7 @@ def _none(config: Config) -> Fields:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model type has of its own. The defaults are those of most types."""
+    """Properties of a model type. The defaults are those of most types."""
 
     tested: bool = True  # tiny policies of this type went through a whole run (testing/matrix)
     refused: str = ""  # why no engine can serve it, where names do not say so; empty: nothing is known against it

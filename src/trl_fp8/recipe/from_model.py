@@ -79,7 +79,7 @@ def outline_of(model: nn.Module) -> Outline:
 
 
 def caches_of(text: Any, **fields: Any) -> tuple[LayerCache, ...]:
-    """What each decoder layer of a text config caches; `fields` override the config's."""
+    """Return the cache of each decoder layer of a text config; `fields` override the config's."""
     fields = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)} | fields  # Jamba derives it
     return layer_caches(fields, text.num_hidden_layers, *_heads(text))
 

@@ -1,4 +1,4 @@
-"""What tensors are called: in the policy, in the checkpoints that are published, and where vLLM loads and holds them.
+"""Names of tensors: in the policy, in published checkpoints, and where vLLM loads and holds them.
 
     policy (transformers 5)                    ...mlp.experts.gate_up_proj            [E, 2I, K]
     a checkpoint           `stored_name`       the same; Mixtral: ...block_sparse_moe.experts.w13
@@ -42,7 +42,7 @@ PARTS = {"in_proj_qkv": 3}  # of a checkpoint's tensor, each dealt over the rank
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How a family of models names the experts of a layer."""
+    """Names of the experts of a layer in a family of models."""
 
     fused: tuple[str, str]  # tensors of all experts, [E, 2I, K] and [E, K, I]
     published: tuple[tuple[str, ...], tuple[str, ...]]  # the parts of each along its rows, stored expert by expert
@@ -76,7 +76,7 @@ def without_copies(name: str) -> str:
 
 
 def stored_name(name: str, model_type: str) -> str:
-    """What a checkpoint calls a parameter or module that transformers calls `name`; vLLM loads it by this name."""
+    """Return the checkpoint's name of what transformers calls `name`; vLLM loads it by this name."""
     return _replaced(name, family_of(model_type).stored)
 
 
@@ -86,7 +86,7 @@ def is_fp32(name: str, model_type: str) -> bool:
 
 
 def held_name(stored: str, model_type: str, decoder: str) -> str:
-    """What vLLM's class calls a parameter or module of a checkpoint, whose decoder layers are in `decoder`."""
+    """Return the name in vLLM's class of a parameter or module of a checkpoint with decoder layers in `decoder`."""
     parts = _HELD_PARTS if decoder == WRAPPED else ()
     before, after = next((part for part in parts if stored.startswith(part[0])), ("", ""))
     return _replaced(after + stored.removeprefix(before), family_of(model_type).held)
@@ -99,13 +99,13 @@ def _replaced(name: str, parts: Iterable[tuple[str, str]]) -> str:
 
 
 def fused_name(name: str) -> str:
-    """What vLLM fuses a projection into, together with others; of any other module its own name."""
+    """Return the name of the layer that vLLM fuses a projection into; the name itself if it is not fused."""
     parent, _, kind = name.rpartition(".")
     return next((f"{parent}.{fused}" for fused, parts in FUSED.items() if kind in parts), name)
 
 
 def sent_expert_name(held: str, gate: str) -> str:
-    """What vLLM loads as `held`, one of `HELD`, into a module whose `ckpt_gate_proj_name` is `gate`."""
+    """Return the name under which vLLM loads `held`, one of `HELD`, where `ckpt_gate_proj_name` is `gate`."""
     family = TRANSFORMERS if gate == TRANSFORMERS.published[0][0] else MIXTRAL
     return family.fused[HELD.index(held)]
 

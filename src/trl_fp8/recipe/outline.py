@@ -1,5 +1,6 @@
-"""What a model consists of, without the model: names, shapes and caches, enough to decide what is FP8 and to count
-bytes. `from_model.py` makes outlines, of models and of checkpoints.
+"""Outline of a model without the model: names, shapes and caches, enough to decide what is FP8 and to count bytes.
+
+`from_model.py` makes outlines, of models and of checkpoints.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a decoder layer keeps of a sequence while an engine generates."""
+    """Cache that a decoder layer keeps for a sequence while an engine generates."""
 
     elements: int = 0  # of a token: k and v of all heads, or MLA's latent; 0: none, or those of another layer
     window: int | None = None  # sliding attention keeps this many tokens at most

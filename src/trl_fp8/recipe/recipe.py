@@ -1,4 +1,4 @@
-"""Which tensors of a model are FP8, and how: the one answer that every other part asks.
+"""The recipe: which tensors of a model are FP8, and in which format. Every other part asks it.
 
 It is given once, before the engine starts, by exact module names, because vLLM's ignore list drops a pattern or an
 unknown name without a word: each linear layer is in `fp8_modules`, or in `kept_modules` with the reason why.
@@ -52,7 +52,7 @@ _VISION = re.compile(r"(?:^|\.)(?:vis(?:ion|ual)|multi_modal_projector)")
 
 @dataclass(frozen=True)
 class FP8Recipe:
-    """What is FP8 in the engine, by exact checkpoint names in model order; final once the engine has started."""
+    """FP8 tensors of the engine by exact checkpoint names in model order; final once the engine has started."""
 
     fp8_modules: tuple[str, ...]  # linear layers whose weights are FP8
     kept_modules: dict[str, str] = field(default_factory=dict)  # what else could have been, and routers -> reason
@@ -82,19 +82,19 @@ class FP8Recipe:
 
     @cached_property
     def linears(self) -> dict[str, str]:
-        """What the engine calls each linear layer and expert module of the policy -> what the policy calls it."""
+        """Map the engine's name of each linear layer and expert module to the policy's name."""
         return {self.engine_name(name): name for name in (*self.fp8_modules, *self.kept_modules)}
 
     def stored_name(self, name: str) -> str:
-        """What a checkpoint calls a parameter or module of the policy."""
+        """Return the checkpoint's name of a parameter or module of the policy."""
         return stored_name(name, self.model_type)
 
     def engine_name(self, name: str) -> str:
-        """What the engine calls a parameter or module of the policy."""
+        """Return the engine's name of a parameter or module of the policy."""
         return held_name(self.stored_name(name), self.model_type, self.decoder)
 
     def scale_name(self, name: str) -> str:
-        """What the engine calls the scale of an FP8 weight of the policy."""
+        """Return the engine's name of the scale of an FP8 weight of the policy."""
         return self.engine_name(name + self.format.scale_suffix)
 
     def sharing_scale(self, name: str) -> tuple[str, ...]:
@@ -288,7 +288,7 @@ def _shards(outline: Outline, name: str, tp_size: int) -> list[tuple[float, floa
 
 
 def _fused_with(name: str) -> list[str]:
-    """What vLLM fuses a module with, itself included; empty if nothing."""
+    """Return the modules that vLLM fuses with this one, itself included; empty if there are none."""
     parent, _, kind = name.rpartition(".")
     return [f"{parent}.{peer}" for group in FUSED.values() if kind in group for peer in group]
 

@@ -61,7 +61,7 @@ _THE_TRAINERS = {
 
 @dataclass
 class WeightFlags(FlagGroup):
-    """Which weights of the engine are FP8, and how they are scaled."""
+    """Flags of the engine's FP8 weights and of their scales."""
 
     FP8 = {"fp8_weights": False}
 
@@ -108,7 +108,7 @@ class WeightFlags(FlagGroup):
 
 @dataclass
 class EngineFlags(FlagGroup):
-    """Whether rollouts come from vLLM, and what else it is told."""
+    """Flags of the vLLM engine."""
 
     AS_JSON = ("vllm_engine_kwargs",)
 

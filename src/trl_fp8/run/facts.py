@@ -1,4 +1,4 @@
-"""What a run was, as plain data: for the head of its log and for the model card."""
+"""Facts of a run as plain data, for the head of its log and for the model card."""
 
 import os
 import platform

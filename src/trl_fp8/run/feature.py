@@ -1,4 +1,4 @@
-"""What an optional part of a step is to the trainer: an object with hooks.
+"""Features: optional parts of a step, objects with hooks that the trainer calls.
 
 `mask` is TRL's attention mask `[B, S]`, of which the last `logits_to_keep` columns are scored.
 """
@@ -57,7 +57,7 @@ class Feature(TrainerCallback):
         return nullcontext()
 
     def logits(self, reference: bool) -> Logits | None:
-        """What makes the logits of the policy, or of its `reference`; None: their own output heads."""
+        """Return the function that makes the logits of policy or reference; None: their own output heads."""
         return None
 
     def as_rollouts_saw(self) -> AbstractContextManager:
@@ -82,22 +82,22 @@ class Feature(TrainerCallback):
         """A checkpoint is read, on every rank."""
 
     def keeps_adapters_apart(self) -> bool:
-        """Whether a sync merges no adapters into the policy's weights."""
+        """Return whether syncs leave adapters unmerged."""
         return False
 
     def facts(self) -> dict[str, object]:
-        """What the head of the run's log and the model card say of it (run/facts.py)."""
+        """Return its entries in the head of the run's log and in the model card (run/facts.py)."""
         return {}
 
     def export_options(self) -> dict[str, object]:
-        """Arguments of `export.export.export_fp8`: what an FP8 checkpoint holds of it. `ValueError` if that is not
-        known yet.
+        """Return arguments of `export.export.export_fp8` for what an FP8 checkpoint holds of it. `ValueError` if that
+        is not known yet.
         """
         return {}
 
     def merge_note(self, what: str) -> str:
-        """For the card of a checkpoint that `what` writes: what adapters were merged into. Warns if that is not what
-        the run started from.
+        """Return the sentence on merged adapters for the card of a checkpoint that `what` writes. Warn if they are
+        not merged into what the run started from.
         """
         return ""
 
@@ -108,7 +108,7 @@ class Feature(TrainerCallback):
 
 @contextmanager
 def inside(managers: Iterable[AbstractContextManager]) -> Iterator[None]:
-    """Inside all of them. Each is made after the ones before it were entered."""
+    """Enter the context managers in order, creating each one only after the previous was entered."""
     with ExitStack() as around:
         for manager in managers:
             around.enter_context(manager)
@@ -116,5 +116,5 @@ def inside(managers: Iterable[AbstractContextManager]) -> Iterator[None]:
 
 
 def as_rollouts_saw(features: Iterable[Feature]) -> AbstractContextManager[None]:
-    """`Feature.as_rollouts_saw` of all of them."""
+    """Enter `Feature.as_rollouts_saw` of all features."""
     return inside(feature.as_rollouts_saw() for feature in features)

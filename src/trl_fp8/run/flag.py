@@ -31,38 +31,38 @@ class FlagGroup:
         """`ValueError` for what cannot be, after TRL's own `__post_init__`."""
 
     def wants_engine(self) -> bool:
-        """Whether these flags want this project's engine, also where nothing is FP8."""
+        """Return whether these flags need this project's engine even if nothing is FP8."""
         return False
 
     def corrects(self) -> bool:
-        """Whether these flags put another correction in the place of TRL's, also where nothing is FP8."""
+        """Return whether these flags replace TRL's correction even if nothing is FP8."""
         return False
 
     def recipe_fields(self) -> dict[str, Any]:
-        """Arguments of `recipe.recipe.recipe_for_model` that these flags decide."""
+        """Return the arguments of `recipe.recipe.recipe_for_model` that these flags decide."""
         return {}
 
     def check_model(self, outline: Outline) -> None:
         """`ValueError` for a model that cannot be trained with these flags, as far as its outline shows it."""
 
     def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
-        """Whether no ranks can share an engine of this model under these flags."""
+        """Return whether these flags rule out tensor parallelism for this model."""
         return False
 
     def check_adapters(self, model: Any) -> None:
         """`ValueError` for what does not go with TRL's `ModelConfig`, its flags of a model and its adapters."""
 
     def against_base(self, model: Any) -> str | None:
-        """Which of these flags, or those of TRL's `ModelConfig`, does not go with adapters on an FP8 base, and why: a
-        sentence with a point at its end.
+        """Return a sentence on the flag, of these or of TRL's `ModelConfig`, that rules out adapters on an FP8 base;
+        None if none does.
         """
         return None
 
     def trls_default(self, name: str) -> Any:
-        """The default of TRL's own config."""
+        """Return the default of TRL's own config."""
         trls = next(base for base in type(self).__mro__ if not issubclass(base, FlagGroup) and hasattr(base, name))
         return getattr(trls, name)
 
     def followed_sampling(self) -> set[str]:
-        """Settings of the sampling that the trainer's log-probs follow, as those of the rollouts do."""
+        """Return the sampling settings that the trainer's log-probs follow."""
         return set()

@@ -101,7 +101,7 @@ def checkpoint_bytes(model: nn.Module) -> tuple[int, int]:
 
 
 def _bytes(parameter: nn.Parameter) -> int:
-    """Of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
+    """Return the bytes of a whole parameter, also where DeepSpeed's ZeRO-3 left an empty tensor in its place."""
     return prod(full_shape(parameter)) * parameter.element_size()
 
 

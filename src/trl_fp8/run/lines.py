@@ -13,7 +13,7 @@ PATIENCE = 3.0  # seconds that a step may take without a word
 
 
 def on_terminal() -> bool:
-    """Whether bars are seen as such: they go to stderr."""
+    """Return whether stderr, where bars go, is a terminal."""
     return sys.stderr.isatty()
 
 

@@ -82,7 +82,7 @@ class FP8ProgressCallback(ProgressCallback):
 
 
 def latest(logs: Mapping[str, float] | None, prefix: str = "") -> str:
-    """What of `SHOWN` is in the logs, whose keys begin with `prefix`; empty if they hold no reward."""
+    """Return the line for those of `SHOWN` that the logs hold under `prefix`; empty without a reward."""
     found = {label: (logs or {}).get(prefix + key) for label, (key, _) in SHOWN.items()}
     if found["reward"] is None:
         return ""

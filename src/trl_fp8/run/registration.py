@@ -1,4 +1,4 @@
-"""What a feature registers: one `Registration` in the `__init__.py` of its folder, one line in features/__init__.py.
+"""Registration of a feature: one `Registration` in the `__init__.py` of its folder, one line in features/__init__.py.
 
 The core reads its fields in this order. All but the flags may stay empty.
 """
@@ -14,7 +14,7 @@ from .flag import FlagGroup
 
 @dataclass
 class Construction:
-    """What a trainer is about to be made of. A registration may change it."""
+    """Arguments that a trainer is about to be made of. A registration may change them."""
 
     args: Any  # the config
     given: dict[str, Any]  # the other arguments of TRL's trainer, by their names

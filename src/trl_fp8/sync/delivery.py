@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Engine(Protocol):
-    """What writing in place asks of an engine, in this order. `RuntimeError` if it cannot."""
+    """An engine that is written in place. Its methods are called in this order and raise `RuntimeError`."""
 
     layout: Layout  # where its weights are
 
@@ -49,7 +49,7 @@ class Engine(Protocol):
 
 
 class Carried(Protocol):
-    """What a delivery brings to the engine beside the weights (scales of an FP8 KV cache). The same on every rank."""
+    """A value that a delivery writes beside the weights (scales of an FP8 KV cache). The same on every rank."""
 
     name: str  # as an audit and a `SyncReport` call it
     value: object  # what was sent last; None: there is nothing to send yet
@@ -60,7 +60,7 @@ class Carried(Protocol):
         """
 
     def write(self) -> None:
-        """Give `value` to the engine. Waits for no device."""
+        """Copy `value` into the engine. Does not synchronize with the device."""
 
     def verify(self) -> None:
         """Raise `RuntimeError` unless the engine holds `value`, in every copy that it keeps."""
@@ -87,7 +87,7 @@ class Part:
 
     @property
     def bytes(self) -> int:
-        """As the engine holds it on this rank, scales included."""
+        """Return the size of the part in the engine on this rank, scales included."""
         return sum(tensor.nbytes for tensor in self.layout.held.values())
 
 

@@ -1,4 +1,4 @@
-"""Where in an engine each checkpoint tensor lives: which rows and columns of which parameter, on this rank.
+"""Places of checkpoint tensors in an engine: rows and columns of a parameter, on this rank.
 
 An engine describes itself as a `Layout`; a sync cuts the same piece out of what is sent and of what is held.
 """
@@ -72,7 +72,7 @@ class Piece:
 
     @property
     def is_copied(self) -> bool:
-        """Whether `of_sent` copies, because no view is this rank's part alone."""
+        """Return whether `of_sent` copies, because no view is this rank's part alone."""
         return any(isinstance(span, Joined) and span.size != span.whole for span in self.sent)
 
     @property
@@ -125,7 +125,7 @@ class Layout:
         self._held: dict[str, torch.Tensor] = {}
 
     def part(self, names: Collection[str]) -> "Layout":
-        """Those of the pieces that are among `names`."""
+        """Return the layout of the pieces in `names`."""
         return Layout(piece for name, piece in self.pieces.items() if name in names)
 
     @property

@@ -1,4 +1,4 @@
-"""What a policy must be before an engine can follow it: of a type that vLLM takes as it is, named, tied, finite."""
+"""Checks of a policy before an engine follows it: a type that vLLM takes as it is, named, tied, finite."""
 
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def require_same_tensors(model: nn.Module, recipe: FP8Recipe, layout: Layout) ->
 
 
 def _other_form(layout: Layout, name: str, shape: torch.Size, dtype: torch.dtype | None) -> str | None:
-    """How the engine's tensor of this name differs from what is sent; None if what is sent can be written."""
+    """Return the difference between the engine's tensor and what is sent; None if it can be written."""
     piece = layout.pieces[name]
     held = piece.of_engine()
     try:

@@ -181,7 +181,7 @@ class _Part(NamedTuple):
         return 0 if self.in_place else self.rows.padded * self.row.numel() * self.dtype.itemsize
 
     def whole(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Where it is gathered, `[rows.padded, *row]`: in place, or in `buffer`."""
+        """Return the tensor that it is gathered into, `[rows.padded, *row]`: in place, or in `buffer`."""
         return self.held if self.in_place else buffer[: self.buffer_bytes].view(self.dtype).view(-1, *self.row)
 
     def gather(self, whole: torch.Tensor, group: ProcessGroup) -> None:
@@ -194,7 +194,7 @@ class _Part(NamedTuple):
 
 
 def _plan(name: str, parameter: Sharded, recipe: FP8Recipe, layout: Layout) -> list[_Part]:
-    """What is gathered of a parameter: codes and scales, to where the engine holds them, or the values."""
+    """Return what is gathered of a parameter: codes and scales into the engine's tensors, or the values."""
     shape, ranks = parameter.shape, get_world_size(parameter.group)
     is_fp8, piece = name in recipe.fp8_tensors, layout.pieces.get(recipe.engine_name(name))
     block = recipe.format.weight_block if is_fp8 and recipe.tensor_parallel_size == 1 else None

@@ -21,7 +21,7 @@ FOR_ONE_BLOCK, FOR_GOOD, REGISTERED, ON_INSTANCES = "for one block", "for good",
 
 
 class Patch(NamedTuple):
-    """What becomes of the target, where in this package, and why there is no other way."""
+    """The replacement of the target, the file that makes it, and the reason why there is no other way."""
 
     how: str
     by: str

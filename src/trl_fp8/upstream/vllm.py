@@ -63,7 +63,7 @@ def scheduled_tokens(llm) -> Iterator[tuple[str, int, int, int]]:
 
 
 def sampler(llm) -> nn.Module:
-    """What draws tokens: (logits, generators, k, p) -> tokens `[R]`, and the log-probs `[R, V]` by which it drew them
+    """Return the sampler: (logits, generators, k, p) -> tokens `[R]`, and the log-probs `[R, V]` by which it drew them
     (`processed_logprobs`); R requests of `scheduled_tokens`.
     """
     return llm.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler

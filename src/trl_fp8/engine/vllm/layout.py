@@ -41,7 +41,7 @@ class Added(nn.Module):
     """Base of layers that a part of the engine puts into vLLM's model, and that the policy's own names do not tell."""
 
     def pieces(self) -> Iterator[Piece]:
-        """Where its tensors are, and the names under which they are sent."""
+        """Yield the places of its tensors with the names under which they are sent."""
         raise NotImplementedError
 
 
@@ -77,7 +77,7 @@ def engine_layout(model: nn.Module, linears: Collection[str], buffers: Collectio
 
 
 def held_codes(layout: Layout, name: str, spec: FormatSpec) -> Float8Tensor | None:
-    """What an engine holds of an FP8 weight `[N, K]` or `[E, N, K]`, views of it; None if it is not FP8."""
+    """Return views of an engine's FP8 weight `[N, K]` or `[E, N, K]`; None if it is not FP8."""
     scale = layout.held.get(name + spec.scale_suffix)
     return None if scale is None else held_weight(layout.held[name], scale, spec)
 
@@ -182,7 +182,7 @@ def _absorbed_piece(prefix: str, attention: MLAAttention, attribute: str) -> Pie
 
 
 def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection[str]) -> Iterator[Shard]:
-    """What `module` holds of each of the policy's layers. `linears`: as for `engine_layout`."""
+    """Yield the part of each of the policy's layers that `module` holds. `linears`: as for `engine_layout`."""
     if isinstance(module, linear.RowParallelLinear):
         columns = module.input_size_per_partition
         yield prefix, None, Span(module.tp_rank * columns, columns, module.input_size), 0
@@ -230,7 +230,7 @@ def shards(model: nn.Module, prefix: str, module: nn.Module, linears: Collection
 
 
 def _dealt(sizes: list[int], rank: int, ranks: int) -> list[Span]:
-    """What `rank` of `ranks` holds of parts of which each rank has so many rows (`sizes`)."""
+    """Return the spans of `rank` in parts of which each of `ranks` ranks has `sizes` rows."""
     return [Span(rank * size, size, ranks * size) for size in sizes]
 
 

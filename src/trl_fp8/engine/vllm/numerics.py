@@ -53,7 +53,7 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
 
 
 def kernel_scaling(kernel: object) -> ActivationScaling:
-    """How a linear kernel of vLLM's quantizes activations."""
+    """Return how a linear kernel of vLLM's quantizes activations."""
     quant = kernel.quant_fp8
     native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
     if quant.is_group_quant:

@@ -56,18 +56,18 @@ class EnginePart:
         return nullcontext()
 
     def explain(self, error: ValueError) -> ValueError | None:
-        """What vLLM's refusal to start means for the flags of this feature; None if it is about something else."""
+        """Return the error that explains vLLM's refusal to start by a flag of this feature; None if unrelated."""
         return None
 
     def started(self, generation: FP8VLLMGeneration) -> None:
         """Check the engine that has started, and install what watches it. `ValueError` for what the user set."""
 
     def weights(self, generation: FP8VLLMGeneration) -> PolicyWeights | None:
-        """Where the tensors of a sync come from, if not from the policy as it is."""
+        """Return the source of a sync's tensors if it is not the policy itself."""
         return None
 
     def carried(self, generation: FP8VLLMGeneration) -> Carried | None:
-        """What each sync brings to the engine beside weights. `RuntimeError` if the engine cannot take it."""
+        """Return what each sync writes beside weights. `RuntimeError` if the engine cannot take it."""
         return None
 
     def ready(self, generation: FP8VLLMGeneration) -> None:
@@ -106,7 +106,7 @@ class RolloutLog(EnginePart, ABC):
             self.records.append((_bytes(tokens), note))
 
     def of(self, sequences: list[list[int]]) -> list:
-        """The note on each sequence, which several calls may have written."""
+        """Return the note on each sequence, merged if several calls wrote one."""
         keys = [_bytes(tokens) for tokens in sequences]
         if self.calls == 1 and keys == [tokens for tokens, _ in self.records]:
             return [note for _, note in self.records]
@@ -128,7 +128,7 @@ class RolloutLog(EnginePart, ABC):
 
     @abstractmethod
     def merged(self, notes: list, length: int) -> object:
-        """One note on `length` tokens of a conversation, of those on calls that began or continued it."""
+        """Merge the notes of the calls that began or continued a conversation into one on its `length` tokens."""
 
 
 def _bytes(tokens: list[int]) -> bytes:

@@ -28,7 +28,7 @@ ENTRY = "trl_fp8"  # of vLLM's `additional_config`
 
 
 class Platform(ABC):
-    """Where an engine runs."""
+    """A kind of device that an engine runs on."""
 
     name: ClassVar[str]  # as torch calls the device
 
@@ -46,7 +46,7 @@ class Platform(ABC):
         parts: Sequence[EnginePart] = (),
         user: dict | None = None,
     ) -> dict:
-        """What to pass to `LLM(...)` over what TRL passes; `ValueError` if the platform cannot run such a recipe.
+        """Return arguments of `LLM(...)` that override TRL's; `ValueError` if the platform cannot run such a recipe.
 
         `recipe` and `config` are the policy's, `max_num_seqs` and `max_model_len` as TRL sets them; None is the
         model's own context length. `user`: `vllm_engine_kwargs`, which win over what is pinned, setting by setting.

@@ -34,7 +34,7 @@ LOWEST_TEMPERATURE = 0.01  # vLLM 0.31 raises lower ones to it (_MAX_TEMP), and 
 
 @dataclass
 class CorrectionFlags(FlagGroup):
-    """What is done about the mismatch of rollouts and policy."""
+    """Flags of the correction of the mismatch between rollouts and policy."""
 
     AS_JSON = ("rollout_correction",)
 

@@ -34,7 +34,7 @@ from .rejection import Rejection, bound_problems, keep_by_rule, typical_log_rati
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """How to correct rollouts. The default is token-level truncation at 2, the common choice for FP8 rollouts.
+    """Settings of a correction. The default is token-level truncation at 2, the common choice for FP8 rollouts.
 
     Args:
         level: What the ratio is taken over: `"token"` r_t, `"sequence"` prod_t r_t, `"geometric"` (prod_t r_t)^(1/T).
@@ -114,7 +114,7 @@ class RolloutCorrection:
 
 @dataclass(frozen=True)
 class CorrectedRollout:
-    """What a correction decided. No tensor carries gradient; weights are finite whatever the log-probs hold."""
+    """Result of a correction. No tensor carries gradient; weights are finite whatever the log-probs hold."""
 
     weights: Tensor  # [B, T] weights from level and bound, before rejection; 1 at padding
     keep_mask: Tensor  # [B, T] bool: trained on; False at padding and at rejected tokens

@@ -1,4 +1,4 @@
-"""What a batch shows: how far engine and trainer disagree about sampled tokens, and what a correction did about it.
+"""Metrics of a batch: how far engine and trainer disagree about sampled tokens, and what a correction changed.
 
 The mismatch is measured on raw ratios (before any bound) and on the mask before any rejection. Measured afterwards, it
 would fall to zero exactly when correction throws the evidence away. With log r as in `log_ratio.py`:
@@ -95,7 +95,7 @@ def correction_metrics(
     keep_by: Mapping[str, Tensor],  # tokens that each rule accepts
     counted_BT: Tensor,  # tokens that the loss averages over
 ) -> dict[str, Metric]:
-    """What a correction did to one batch on one rank.
+    """Return the metrics of a correction of one batch on one rank.
 
     All is counted against the tokens and sequences *before* rejection, so that a correction which drops most of a
     batch reads as one that drops most of a batch. A token is masked if it is not kept or its weight is 0.

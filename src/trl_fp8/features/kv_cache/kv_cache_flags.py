@@ -12,7 +12,7 @@ KV_CALIBRATIONS = ("rollout", "policy")
 
 @dataclass
 class KVCacheFlags(FlagGroup):
-    """What is FP8 in the KV cache, and where its scales come from."""
+    """Flags of the FP8 KV cache and of its scales."""
 
     FP8 = {"kv_cache_dtype": "auto"}
 

@@ -1,4 +1,4 @@
-"""How large q, k and v of real tokens are in each layer: the scales of a KV cache are made from it.
+"""Magnitudes of q, k and v of real tokens in each layer, from which the scales of a KV cache are made.
 
 Shape letters: L layers, B sequences, H heads, T tokens, D head size; columns as in `kv_scales.QKV`.
 """

@@ -22,7 +22,7 @@ KNOWN = {
 
 @dataclass
 class ForwardFlags(FlagGroup):
-    """Whether the trainer computes as the engine does, and how it computes gradients then."""
+    """Flags that let the trainer compute as the engine does, and decide its gradients."""
 
     fp8_forward: str = flag(
         "off",
@@ -50,7 +50,7 @@ class ForwardFlags(FlagGroup):
 
     @property
     def one_forward(self) -> bool:
-        """Whether the trainer's forward is the engine's."""
+        """Return whether the trainer's forward is the engine's."""
         return self.fp8_forward != "off"
 
     @property

@@ -1,4 +1,4 @@
-"""What one forward patches in other libraries."""
+"""Patches of one forward to other libraries."""
 
 from trl_fp8.recipe.families import types_with
 from trl_fp8.upstream.patches import FOR_GOOD, FOR_ONE_BLOCK, REGISTERED, register

@@ -1,4 +1,4 @@
-"""Which experts the engine's routers chose, for every token of every rollout.
+"""Routes: the experts that the engine's routers chose, for every token of every rollout.
 
 vLLM's second model runner (CUDA) returns them with each completion (`enable_return_routed_experts`). On CPU it has the
 first one only; there `RouterCapture` reads the same hook in its routers, without prefix caching: no router sees a

@@ -11,7 +11,7 @@ ROUTER_REPLAYS = ("off", "monitor", "rollout", "policy")
 
 @dataclass
 class RouterFlags(FlagGroup):
-    """Which experts the trainer's routers use."""
+    """Flag that decides which experts the trainer's routers use."""
 
     router_replay: str = flag(
         "off",

@@ -79,7 +79,7 @@ def earlier_logs(folder: str | Path) -> list[Path]:
 
 
 def _number(path: Path) -> int:
-    """Of an earlier run's file; 0 for other files."""
+    """Return the number of an earlier run's file; 0 for other files."""
     match = re.fullmatch(r"fp8_run\.(\d+)\.jsonl", path.name)
     return int(match[1]) if match else 0
 
@@ -132,13 +132,13 @@ def file_of(path: str | Path) -> Path:
 
 
 def _run_path(file: Path) -> Path:
-    """What a run is called by: its folder, which has one current run, or else its file."""
+    """Return the path that identifies a run: its folder, or the log file of an earlier run in it."""
     file = file.resolve()
     return file.parent if file.name == FILE else file.with_suffix("")
 
 
 def _has_steps(file: Path) -> bool:
-    """Whether a run got as far as its first step."""
+    """Return whether a run reached its first step."""
     rows = map(_parsed, file.read_bytes().splitlines()) if file.exists() else ()
     return any(isinstance(row.get("step"), int | float) and row["step"] > 0 for row in rows)
 

@@ -7,7 +7,7 @@ from trl_fp8.run.flag import FlagGroup, flag
 
 @dataclass
 class RunLogFlags(FlagGroup):
-    """Whether a run leaves a log of its own."""
+    """Flag of the run's own log."""
 
     fp8_run_log: bool = flag(
         True,

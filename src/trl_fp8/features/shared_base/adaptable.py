@@ -1,4 +1,4 @@
-"""What of a policy with adapters cannot be trained on an FP8 base that lives in the engine alone."""
+"""Refusals of adapters that cannot be trained on an FP8 base which lives in the engine alone."""
 
 from collections.abc import Container
 
@@ -87,7 +87,7 @@ def require_apart(model: nn.Module, config: PeftConfig | None, recipe: FP8Recipe
 
 
 def _why_not(name: str, layer: BaseTunerLayer, linears: Container[str]) -> str | None:
-    """What an adapter is, unless it adds to a linear layer of a decoder layer what two matrices make of its input."""
+    """Return the kind of an adapter that is not plain LoRA on a linear layer of a decoder layer, or None."""
     if not isinstance(layer, LoraLayer):
         return type(layer).__module__.split(".")[-2]
     if not isinstance(layer, LoraLinear):

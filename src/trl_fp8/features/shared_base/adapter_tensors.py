@@ -26,7 +26,7 @@ A, B = "lora_A", "lora_B"  # what PEFT calls them, between the name of a layer a
 
 @dataclass(frozen=True)
 class Slot:
-    """Where an engine's linear has the adapter of one of the policy's layers."""
+    """Place of the adapter of one of the policy's layers in an engine's linear."""
 
     rank: int  # R
     number: int  # of the layer, among those that are fused
@@ -69,8 +69,8 @@ def _active(layers: Mapping[str, LoraLayer]) -> str | None:
 
 
 def adapter_tensors(model: nn.Module, slots: Mapping[str, Slot], trained: Iterable[Named]) -> Iterator[Named]:
-    """What an engine is sent of `trained`, PEFT's `(name, full tensor)` of all trained parameters: its slots, filled,
-    and whole tensors under their checkpoint names.
+    """Yield the tensors that an engine is sent: its slots, filled from the adapters among `trained`, and whole tensors
+    under their checkpoint names. `trained` is PEFT's `(name, full tensor)` of all trained parameters.
     """
     due = {(layer, which) for layer in slots for which in (A, B)}
     trained = iter(trained)

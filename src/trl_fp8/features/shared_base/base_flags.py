@@ -18,7 +18,7 @@ NOT_BESIDE = {
 
 @dataclass
 class BaseFlags(FlagGroup):
-    """Whether the frozen base of a policy with adapters is the engine's."""
+    """Flag that lets a policy with adapters share the engine's frozen base."""
 
     fp8_base: bool = flag(
         False,

@@ -78,7 +78,7 @@ def load_without_base(
 
 
 class _Loader(HfQuantizer):
-    """What transformers asks while it loads a model."""
+    """Quantizer that transformers calls while it loads a model."""
 
     is_trainable = True
 
@@ -139,7 +139,7 @@ class Stored(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """Where a weight of the policy is stored."""
+    """Place of a weight of the policy in a checkpoint."""
 
     name: str  # in the policy
     shape: tuple[int, ...]  # `[N, K]`; of all experts `[E, N, K]`
@@ -174,7 +174,7 @@ class StoredWeight:
         return whole
 
     def in_another_form(self) -> str | None:
-        """How it is stored, if that is not how it could be taken."""
+        """Return the form in which it is stored, if the engine cannot take that form; else None."""
         rows, columns = prod(self.shape[:-1]) // len(self.parts), self.shape[-1]
         first = self.checkpoint[self.parts[0]]
         dtype, scale_shape = first.dtype, (rows // BLOCK, columns // BLOCK)
@@ -256,8 +256,8 @@ def _headers(files: Iterable[str]) -> Iterator[tuple[str, Stored]]:
 
 
 def _names(name: str, shape: tuple[int, ...], recipe: FP8Recipe, decoder: str, suffix: str = "") -> tuple[str, ...]:
-    """What a checkpoint with decoder layers in `decoder` calls a parameter of the policy, or with a suffix its scales:
-    several if it is of experts.
+    """Return the names of a parameter of the policy, or with a suffix of its scales, in a checkpoint with decoder
+    layers in `decoder`: several if it belongs to experts.
     """
     sent = recipe.stored_name(name + suffix)
     if sent.startswith(f"{recipe.decoder}."):

@@ -1,4 +1,4 @@
-"""Which tokens top-k, top-p and min-p left to be sampled from, for every token of every rollout.
+"""Survivors: the tokens that top-k, top-p and min-p left to be sampled from, for every token of every rollout.
 
 vLLM's second model runner (CUDA) returns them with each completion (`return_sampling_mask`). On CPU it has the first
 one only; there `SamplerCapture` looks at the log-probs that its sampler draws from.
@@ -59,7 +59,7 @@ class SurvivorLog(RolloutLog):
 
 
 def returned_survivors(outputs: list[RequestOutput]) -> list[Survivors]:
-    """Those that vLLM itself returned."""
+    """Return the survivors that vLLM itself reported."""
     masks = [output.outputs[0].sampling_mask for output in outputs]
     if any(mask is None for mask in masks):
         raise RuntimeError("vLLM returned no sampling masks although return_sampling_mask was set.")

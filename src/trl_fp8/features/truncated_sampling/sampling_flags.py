@@ -1,4 +1,4 @@
-"""What truncated sampling asks of a config. It has no flag of its own: top_p, top_k and min_p are TRL's."""
+"""Checks of a config for truncated sampling. It has no flag of its own: top_p, top_k and min_p are TRL's."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ NEUTRAL = {"top_p": (1.0,), "top_k": (0, -1, None), "min_p": (None, 0.0)}  # val
 
 @dataclass
 class SamplingFlags(FlagGroup):
-    """Whether some tokens are left out of the sampling, and the trainer's log-probs follow."""
+    """Properties of a config that say whether sampling is truncated and the trainer's log-probs follow."""
 
     @property
     def truncated_by(self) -> dict[str, Any]:
@@ -21,7 +21,7 @@ class SamplingFlags(FlagGroup):
 
     @property
     def survivors_returned(self) -> bool:
-        """Whether the trainer's log-probs are of what top-k, top-p and min-p leave, as those of the rollouts are."""
+        """Return whether the trainer normalizes over the tokens that top-k, top-p and min-p left in the engine."""
         others = [group for group in self.groups() if group is not SamplingFlags]
         ours = self.any_fp8 or any(group.wants_engine(self) or group.corrects(self) for group in others)
         compared = self.use_vllm and getattr(self, "vllm_importance_sampling_correction", False)

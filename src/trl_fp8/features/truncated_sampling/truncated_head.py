@@ -45,8 +45,8 @@ class Rows:
 
 
 def truncated_head(survivors: Rows, elsewhere: Logits | None = None) -> SimpleNamespace:
-    """What TRL 1.16 calls as its `ChunkedLogProbFunction`; `elsewhere` makes the logits, if the policy's own weight
-    does not.
+    """Return a stand-in for TRL 1.16's `ChunkedLogProbFunction` that normalizes over `survivors`. `elsewhere` makes
+    the logits if the policy's own weight does not.
     """
     return SimpleNamespace(apply=partial(TruncatedHead.apply, survivors, elsewhere))
 

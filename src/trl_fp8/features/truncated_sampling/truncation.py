@@ -114,7 +114,7 @@ class Truncation(Feature):
 
 
 def of_batch(survivors: list[Survivors], prompts: list[int]) -> OfBatch:
-    """Of sequences whose first `prompts` tokens are their prompts, which another rollout may have sampled."""
+    """Return the survivors of completions; the first `prompts` tokens of each sequence are its prompt."""
     pairs = list(zip(survivors, prompts, strict=True))
     counts = [torch.from_numpy(each.counts_T[prompt:]) for each, prompt in pairs]
     ids = [torch.from_numpy(each.ids_E[each.counts_T[:prompt].sum() :]) for each, prompt in pairs]

@@ -8,7 +8,7 @@ import torch
 def in_batches(
     kinds: Sequence[Hashable], together: Callable[[int], int], look: Callable[[list[int]], torch.Tensor]
 ) -> torch.Tensor:
-    """What `look` finds of each of n things, `[n, ...]`, in their order.
+    """Return `look` of each of n things, `[n, ...]`, in their order.
 
     Args:
         kinds: Of each thing; those of one kind can be looked at together.
@@ -29,5 +29,5 @@ def in_batches(
 
 
 def places(order: Sequence[int]) -> list[int]:
-    """Where in `order` each number is: the inverse permutation."""
+    """Return the inverse permutation: the place of each number in `order`."""
     return sorted(range(len(order)), key=order.__getitem__)

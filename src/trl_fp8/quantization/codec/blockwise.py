@@ -102,7 +102,7 @@ def quantize_activation(
 
 
 class Destination(NamedTuple):
-    """Where a weight, or this rank's part of one, is quantized to."""
+    """A weight, or this rank's part of one, and the tensors that it is quantized into."""
 
     weight: torch.Tensor  # `[..., N, K]`, floating point, rounded to BF16 first
     codes: torch.Tensor  # e4m3, of the weight's shape, any strides

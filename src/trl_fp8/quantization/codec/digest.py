@@ -70,7 +70,7 @@ class Table:
 
 
 def _holds_words(tensor: torch.Tensor) -> bool:
-    """Whether each row is whole words of 4 bytes, and begins at one."""
+    """Return whether each row consists of whole words of 4 bytes and begins at one."""
     size = tensor.element_size()
     return size % 4 == 0 or (tensor.shape[-1:].numel() * size % 4 == 0 and tensor.data_ptr() % 4 == 0)
 
@@ -78,7 +78,7 @@ def _holds_words(tensor: torch.Tensor) -> bool:
 def digests_of_sent(
     tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each tensor, cast to its dtype of `dtypes`: `digest`, int64 `[n]`, and whether it is finite, bool `[n]`."""
+    """Return each tensor's `digest` after a cast to its dtype, int64 `[n]`, and whether it is finite, bool `[n]`."""
     if tensors and tensors[0].is_cuda and all(dtype.is_floating_point and dtype.itemsize > 1 for dtype in dtypes):
         from trl_fp8.quantization.kernels.checksum_kernels import sum_sent
 
@@ -114,8 +114,8 @@ def _looked_at(
     look: Callable[[torch.Tensor, int], torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What `look` finds of each tensor, in order: it gets stacks of one shape, or parts of one tensor and their row,
-    over which it is added up. `dtype` is that of the words, if `look` casts.
+    """Return `look` of each tensor, in order. It gets stacks of one shape, or parts of one tensor with their first
+    row, whose results are added up. `dtype` is that of the words, if `look` casts.
     """
     words = [max(tensor.nbytes // 4, 1) for tensor in tensors]
 

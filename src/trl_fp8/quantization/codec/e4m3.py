@@ -20,7 +20,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def casts_in_hardware(device: torch.device) -> bool:
-    """Whether `device` is an NVIDIA GPU with e4m3 instructions, which Triton needs: Ada (8.9) or later."""
+    """Return whether `device` is an NVIDIA GPU with e4m3 instructions, which Triton needs: Ada (8.9) or later."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

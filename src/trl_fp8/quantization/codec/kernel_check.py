@@ -32,7 +32,7 @@ def require_exact_kernels(device: torch.device) -> None:
 
 
 def results(sample: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What every kernel makes of a sample, BF16 `[160, 320]`, on its device; waits for none."""
+    """Run every kernel on a sample, BF16 `[160, 320]`, on its device. Does not synchronize."""
     found = {"checksum": digest(sample), "checksum of a part": digest(sample[3:, :130])}
     for scale_format in SCALE_FORMATS:
         weights = quantize_weight(sample, scale_format, check_finite=False)
@@ -63,7 +63,7 @@ def _delivered(sample: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _cached(states: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a KV cache; `states` are `[B, H, T, D]`."""
+    """Run the kernels of a KV cache on `states` `[B, H, T, D]`."""
     real_BT = torch.arange(64, device=states.device).view(2, 32) % 3 > 0
     numbers = torch.tensor([0.0, 3.5, 0.01], dtype=torch.float32).to(states.device)
     amax, limit, scale = numbers.unbind()

@@ -55,7 +55,7 @@ def joined_halves(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def held_weight(codes: torch.Tensor, scale: torch.Tensor, spec: FormatSpec) -> Float8Tensor:
-    """What an engine holds as `codes` and `scale` as one FP8 weight; both may be in halves."""
+    """Return an engine's `codes` and `scale` as one FP8 weight; both may be in halves."""
     codes, scale = joined_halves(codes), as_blocks(joined_halves(scale))
     block = [1] * (codes.dim() - 2) + list(spec.weight_block or codes.shape[-2:])
     return Float8Tensor(codes, scale, block_size=block, dtype=torch.bfloat16)

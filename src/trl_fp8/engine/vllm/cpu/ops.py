@@ -114,7 +114,7 @@ def _wide_logits(softmax_topk: Callable, router_logits: Tensor, *args, **kwargs)
 
 
 class _RouterLogits:
-    """What vLLM's grouped top-k asks of logits: their sigmoid, here in FP64 and rounded once."""
+    """Logits as vLLM's grouped top-k reads them: it takes their sigmoid, here in FP64 and rounded once."""
 
     def __init__(self, logits: Tensor):
         self._logits = logits

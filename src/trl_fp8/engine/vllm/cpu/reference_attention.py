@@ -150,7 +150,7 @@ def attend(
     softcap: float | None = None,
     sinks_H: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What each query reads of the keys that are `visible` to it, `[R, Q, H, D]`, and the log of its softmax's
+    """Return the attention output of each query over its `visible` keys, `[R, Q, H, D]`, and the log of its softmax's
     denominator, `[R, H, Q]`, both FP64 and not finite where it sees none. Keys and values have to be finite.
     """
     k, v, groups = k_RGSD.double(), v_RGSD.double(), k_RGSD.shape[1]
@@ -208,7 +208,7 @@ def attend_packed(
 
 
 def visible(query_lens: Tensor, seq_lens: Tensor, length: int, window: int | None, causal: bool = True) -> Tensor:
-    """Whether the last `query_lens` tokens of sequences of `seq_lens` see each of `length` keys, `[R, Q, S]`."""
+    """Return which of `length` keys the last `query_lens` tokens of sequences of `seq_lens` see, `[R, Q, S]`."""
     key = torch.arange(length)
     query_RQ1 = ((seq_lens - query_lens)[:, None] + torch.arange(int(query_lens.max())))[..., None]
     seen = key < seq_lens[:, None, None]

@@ -1,1 +1,1 @@
-"""What one forward needs of a vLLM engine: its kernels, called by name, and settings that make them shareable."""
+"""The part of a vLLM engine that one forward uses: kernels, called by name, and settings that make them shareable."""

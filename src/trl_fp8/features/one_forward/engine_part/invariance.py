@@ -1,4 +1,4 @@
-"""Which of vLLM's settings let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
+"""Settings of vLLM that let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
 
 `engine.vllm.separate_kernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row
 the same bits whatever rows are beside it. On CPU the reference kernels do so. On CUDA the norms of norms.py, the one

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Pages(NamedTuple):
-    """Where tokens stand.
+    """Places of tokens in a paged KV cache.
 
     Attributes:
         slots: Tokens of a page.

@@ -52,7 +52,7 @@ class FollowedMLP:
 
 
 class FollowedFusedMLP:
-    """As `FollowedMLP`, of an MLP whose gate and up projection are one linear."""
+    """`FollowedMLP` for an MLP whose gate and up projection are one linear."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.one_forward.on:

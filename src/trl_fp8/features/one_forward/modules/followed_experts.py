@@ -80,7 +80,7 @@ class FollowedExperts:
 
     @property
     def _names(self) -> list[str]:
-        """Of its weights, and of their biases where it has any."""
+        """Return the names of its weights, and of their biases if it has any."""
         return [name for name in (*TRANSFORMERS.fused, *BIASES) if hasattr(self, name)]
 
     def _value(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *weights: Tensor) -> Tensor:

@@ -81,7 +81,7 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def in_flash_attention(query: Tensor, softcap: float | None) -> bool:
-    """Whether torch's FlashAttention has this backward: without soft cap, in 16 bits, up to 256 columns."""
+    """Return whether torch's FlashAttention has this backward: without soft cap, in 16 bits, up to 256 columns."""
     sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and sizes and not softcap
 
