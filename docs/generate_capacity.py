@@ -5,16 +5,14 @@ python -m docs.generate_capacity [--check]
 
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from testing import published
-from trl_fp8.planning.capacity import COMPLETIONS, CONTEXT, FREE, LORA_RANK, MOST_PROMPT, Capacity, Planner, Setup
-from trl_fp8.planning.plan import GIB, Plan, plan_for
+from trl_fp8.config import FP8GRPOConfig
+from trl_fp8.planning.capacity import FREE, LORA_RANK, Capacity, Planner
 from trl_fp8.planning.risks import SMALL
-from trl_fp8.planning.trainer_memory import Training
+from trl_fp8.planning.trainer_memory import GIB, Setup
 from trl_fp8.recipe.families import family_of
-from trl_fp8.recipe.recipe import recipe_for
 
 
 PAGE = Path(__file__).with_name("capacity.md")
@@ -36,12 +34,18 @@ SERVED = (
     "allenai/OLMoE-1B-7B-0924",
 )
 GPUS = {24: "RTX 4090", 80: "H100", 141: "H200"}  # GiB -> a GPU that has them
+FULL = Setup(
+    FP8GRPOConfig(
+        "run", use_cpu=True, bf16=False, per_device_train_batch_size=1, gradient_accumulation_steps=8, report_to="none"
+    )
+)
+LORA = replace(FULL, lora_rank=LORA_RANK)
 SETUPS = {  # column -> how to train
-    "1 GPU, full": Training(),
-    "1 GPU, LoRA": Training(lora_rank=LORA_RANK),
-    "1 GPU, LoRA on an FP8 base": Training(lora_rank=LORA_RANK, fp8_base=True, dtype="bfloat16"),
-    "8 GPUs, full": Training(gpus=8),
-    "8 GPUs, LoRA": Training(gpus=8, lora_rank=LORA_RANK),
+    "1 GPU, full": FULL,
+    "1 GPU, LoRA": LORA,
+    "1 GPU, LoRA on an FP8 base": LORA.with_flags({"fp8_base": True}, dtype="bfloat16"),
+    "8 GPUs, full": replace(FULL, gpus=8),
+    "8 GPUs, LoRA": replace(LORA, gpus=8),
 }
 HEAD = """# Which settings for my model and GPU
 
@@ -86,30 +90,21 @@ TAIL = """
 """  # noqa: E501
 
 
-def planner(name: str) -> Planner:
-    outline = published.outline(name)
-
-    @cache
-    def plan_at(ranks: int) -> Plan:
-        return plan_for(outline, recipe_for(outline, tensor_parallel_size=ranks))
-
-    return Planner(outline, plan_at)
+def capacity(planner: Planner, gib: int, setup: Setup) -> Capacity:
+    tokens = min(setup.tokens, planner.outline.context)
+    return planner.capacity(replace(setup, tokens=tokens, gpu_bytes=gib * GIB))
 
 
-def capacity(planner: Planner, gib: int, training: Training) -> Capacity:
-    tokens = min(CONTEXT, planner.outline.context)
-    return planner.capacity(Setup(replace(training, tokens=tokens), gib * GIB, MOST_PROMPT, COMPLETIONS))
-
-
-def cell(planner: Planner, gib: int, training: Training) -> str:
-    dtypes = ("float32", "bfloat16") if training.lora_rank and not training.fp8_base else (training.dtype,)
-    made = [capacity(planner, gib, replace(training, dtype=dtype)) for dtype in dtypes]
+def cell(planner: Planner, gib: int, setup: Setup) -> str:
+    has_base = setup.args.base_in_engine
+    dtypes = ("float32", "bfloat16") if setup.lora_rank and not has_base else (setup.dtype,)
+    made = [capacity(planner, gib, replace(setup, dtype=dtype)) for dtype in dtypes]
     if (found := next((one for one in made if one.why_not is None), None)) is None:
         return "-"
     words = [f"TP {found.ranks}"] if found.ranks > 1 else []
-    words += ["BF16"] if found.setup.training.dtype == "bfloat16" and not training.fp8_base else []
+    words += ["BF16"] if found.setup.dtype == "bfloat16" and not has_base else []
     words += [f"{found.utilization:g}", tokens(found.held_tokens)]
-    words += ["only FP8"] if found.kv_tokens["bf16"] < found.setup.training.tokens else []
+    words += ["only FP8"] if found.kv_tokens["bf16"] < found.setup.tokens else []
     return ", ".join(words)
 
 
@@ -120,16 +115,16 @@ def tokens(count: int) -> str:
 def fewest(planner: Planner, gib: int) -> str:
     """The fewest GPUs, and the tensor parallel size there."""
     for gpus in (2**power for power in range(7)):
-        if (found := capacity(planner, gib, Training(gpus=gpus))).why_not is None:
+        if (found := capacity(planner, gib, replace(FULL, gpus=gpus))).why_not is None:
             return f"{gpus} (TP {found.ranks})" if found.ranks > 1 else str(gpus)
     return "-"
 
 
 def page() -> str:
-    planners = {name: planner(name) for name in SERVED}
+    planners = {name: Planner(published.outline(name)) for name in SERVED}
     sizes = {
-        "context": CONTEXT,
-        "completions": COMPLETIONS,
+        "context": FULL.tokens,
+        "completions": FULL.completions,
         "rank": LORA_RANK,
         "free": FREE,
         "small": SMALL / 1e9,

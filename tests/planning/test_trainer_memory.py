@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from testing import published, tiny_models
+from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.features.one_forward.modules.between import FollowedFusedMLP, FollowedMLP
-from trl_fp8.planning.trainer_memory import Training, engine_adapters, trainer_memory
+from trl_fp8.planning.trainer_memory import Setup, engine_adapters, trainer_memory
 from trl_fp8.policy.own_gradient import own_gradient
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.names import checkpoint_name
@@ -24,10 +25,14 @@ from trl_fp8.recipe.recipe import recipe_for
 GIB = 2**30
 
 
-def memory(name, ranks=1, one_forward=False, **options):
+def setup(flags=None, **options):
+    steps = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    return Setup(FP8GRPOConfig("run", use_cpu=True, bf16=False, **steps | (flags or {})), **options)
+
+
+def memory(name, flags=None, ranks=1, **options):
     outline = published.outline(name)
-    recipe = recipe_for(outline, tensor_parallel_size=ranks)
-    return trainer_memory(outline, Training(**options), recipe, one_forward)
+    return trainer_memory(outline, setup(flags, **options), recipe_for(outline, tensor_parallel_size=ranks))
 
 
 def bytes_of(tensors):
@@ -47,13 +52,13 @@ def test_states_are_those_of_a_training_step(dtype, rank):
     optimizer.step()
     moments = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
     recipe = recipe_for(outline)
-    counted = trainer_memory(outline, Training(lora_rank=rank, dtype=dtype), recipe)
+    counted = trainer_memory(outline, setup(lora_rank=rank, dtype=dtype), recipe)
     assert counted.weights == bytes_of(policy.parameters())
     assert counted.gradients == bytes_of(p.grad for p in trained)
     assert counted.optimizer == bytes_of(moments)
     if rank is not None:  # what the policy has beside the engine's FP8 weights
         rest = [p for name, p in policy.named_parameters() if checkpoint_name(name) not in recipe.fp8_tensors]
-        shared = trainer_memory(outline, Training(lora_rank=rank, dtype=dtype, fp8_base=True), recipe)
+        shared = trainer_memory(outline, setup({"fp8_base": True}, lora_rank=rank, dtype=dtype), recipe)
         assert shared.weights == bytes_of(rest) < counted.weights
         assert (shared.gradients, shared.optimizer) == (counted.gradients, counted.optimizer)
 
@@ -81,7 +86,7 @@ def test_autocast_keeps_copies_of_trained_weights_through_a_forward(is_trained, 
         ("Qwen/Qwen3-4B", {}, 60),
         ("Qwen/Qwen3-30B-A3B", {"gpus": 8}, 57),
         ("meta-llama/Llama-3.1-8B", {"gpus": 8}, 15),
-        ("meta-llama/Llama-3.1-8B", {"gpus": 8, "has_reference": True}, 15 + 4),
+        ("meta-llama/Llama-3.1-8B", {"gpus": 8, "flags": {"beta": 0.1}}, 15 + 4),
     ],
 )
 def test_states_are_those_that_are_stated_elsewhere(name, options, gib):
@@ -92,11 +97,11 @@ def test_what_a_forward_needs_beside():
     eight = memory("Qwen/Qwen3-8B", gpus=8, tokens=21504)
     assert eight.inputs == 36 * 21504 * 4096 * 2 and eight.copies == 0
     assert eight.head == 151936 * 4096 * 4  # on every rank
-    one = memory("Qwen/Qwen3-4B", sequences=4, tokens=5120)
+    one = memory("Qwen/Qwen3-4B", {"per_device_train_batch_size": 4}, tokens=5120)
     assert one.inputs == 36 * 4 * 5120 * 2560 * 4
     norms = 36 * (2 * 2560 + 2 * 128) + 2560
     assert one.copies == 2 * (memory("Qwen/Qwen3-4B").weights / 4 - 151936 * 2560 - norms)  # embeddings are not cast
-    lora = memory("Qwen/Qwen3-8B", lora_rank=32, has_reference=True)
+    lora = memory("Qwen/Qwen3-8B", {"beta": 0.1}, lora_rank=32)
     assert lora.head == lora.copies == lora.reference == 0  # without adapters it is its own reference
 
 
@@ -109,14 +114,17 @@ def test_what_is_trained_in_shards_is_fp32_whatever_it_was_loaded_as():
 
 def test_a_large_micro_batch_leaves_less_of_a_gpu():
     """Of each token a layer saves some 64 bytes an element while its backward runs."""
-    small, large = (memory("Qwen/Qwen3-8B", lora_rank=32, sequences=n, tokens=8704).uncounted for n in (1, 16))
+    small, large = (
+        memory("Qwen/Qwen3-8B", {"per_device_train_batch_size": n}, lora_rank=32, tokens=8704).uncounted
+        for n in (1, 16)
+    )
     assert large - small == 15 * 8704 * 4096 * 64 and large > 0.15 * 80 * GIB > small
 
 
 def test_an_fp8_base_is_the_engines_unless_the_engine_is_split():
     """Qwen3-8B by hand: embedding, head and norms stay, in BF16; layers of an engine's two ranks do not make one."""
     options = {"lora_rank": 32, "dtype": "bfloat16", "tokens": 4096}
-    base = memory("Qwen/Qwen3-8B", fp8_base=True, **options)
+    base = memory("Qwen/Qwen3-8B", {"fp8_base": True}, **options)
     linears = 36 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288)
     norms = 36 * (2 * 4096 + 2 * 128) + 4096
     adapters = 4 * 36 * 32 * (2 * 8192 + 2 * 5120 + 3 * 16384)
@@ -124,27 +132,27 @@ def test_an_fp8_base_is_the_engines_unless_the_engine_is_split():
     merged = memory("Qwen/Qwen3-8B", **options)
     assert merged.weights - base.weights == 2 * linears
     assert base.uncounted - merged.uncounted == 2 * 24576 * 4096  # gate and up, dequantized
-    split = memory("Qwen/Qwen3-8B", ranks=2, gpus=2, fp8_base=True, **options)
-    whole = memory("Qwen/Qwen3-8B", gpus=2, fp8_base=True, **options)
+    split = memory("Qwen/Qwen3-8B", {"fp8_base": True}, ranks=2, gpus=2, **options)
+    whole = memory("Qwen/Qwen3-8B", {"fp8_base": True}, gpus=2, **options)
     assert whole.weights == base.weights / 2 and split.weights - whole.weights == linears * (1 + 4 / 128**2)
-    experts = memory("Qwen/Qwen3-30B-A3B", fp8_base=True, **options)
+    experts = memory("Qwen/Qwen3-30B-A3B", {"fp8_base": True}, **options)
     assert experts.weights < 2.0 * GIB and experts.uncounted > 2 * 128 * 1536 * 2048
 
 
 def test_under_one_forward_a_reference_has_its_weights_as_the_engine_has_them_too():
     """Qwen3-8B by hand: codes, scales of 128x128 blocks, output head and norms; the embedding is the model's own."""
 
-    def reference(**options):
-        return memory("Qwen/Qwen3-8B", has_reference=True, one_forward=True, **options).reference
+    def reference(flags=None, **options):
+        flags = {"beta": 0.1, "fp8_forward": "one_forward"} | (flags or {})
+        return memory("Qwen/Qwen3-8B", flags, **options).reference
 
     linears, norms = 36 * 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288), 36 * (2 * 4096 + 2 * 128) + 4096
     held = linears * (1 + 4 / 128**2) + 2 * (151936 * 4096 + norms)
     assert reference() == memory("Qwen/Qwen3-8B").weights + held
     assert reference(gpus=8) == memory("Qwen/Qwen3-8B", gpus=8).weights + held
     assert reference(lora_rank=32) == held
-    assert reference(lora_rank=32, fp8_base=True) == 36 * 32 * 2 * (3 * 10240 + 2 * 28672 + 8192 + 16384)
-    assert reference(gpus=2, ranks=2) == memory("Qwen/Qwen3-8B", gpus=2).weights
-    assert memory("Qwen/Qwen3-8B", one_forward=True).reference == 0
+    assert reference({"fp8_base": True}, lora_rank=32) == 36 * 32 * 2 * (3 * 10240 + 2 * 28672 + 8192 + 16384)
+    assert reference({"beta": 0.0}) == 0
 
 
 def test_an_engines_adapters_have_a_block_for_each_layer_that_it_fuses():
@@ -199,7 +207,7 @@ def test_one_forward_recomputes_an_mlp_in_fp32(name, columns, own):
     mlp = SimpleNamespace(act_fn=F.silu, activation_fn=F.silu)
     inputs = [torch.randn(TOKENS, each).bfloat16() for each in columns]
     measured = peak_of_backward(lambda *given: own(mlp, *given), *inputs) / (TOKENS * WIDTH)
-    full, off = (memory(name, tokens=8192, one_forward=one).uncounted for one in (True, False))
+    full, off = (memory(name, {"fp8_forward": each}, tokens=8192).uncounted for each in ("one_forward", "off"))
     width = published.CONFIGS[name]["intermediate_size"]
     assert full - off == pytest.approx(measured * 8192 * width, rel=0.01)
     assert full - off > 2.8e9
@@ -211,5 +219,7 @@ def test_one_forward_recomputes_experts_with_weights_and_gradients_in_bf16(dtype
     weight, x = torch.randn(512, 1024).to(getattr(torch, dtype)), torch.randn(2, 1024).bfloat16()
     measured = peak_of_backward(lambda x, w: x @ w.T, x, weight, dtype=torch.bfloat16) / weight.numel()
     few = {"tokens": 1, "dtype": dtype}
-    full, off = (memory("Qwen/Qwen3-30B-A3B", one_forward=one, **few).uncounted for one in (True, False))
+    full, off = (
+        memory("Qwen/Qwen3-30B-A3B", {"fp8_forward": each}, **few).uncounted for each in ("one_forward", "off")
+    )
     assert full - off == pytest.approx(measured * 128 * 3 * 768 * 2048, rel=0.03)

@@ -11,8 +11,7 @@ from testing import other_models, published, tiny_models
 from trl_fp8 import FP8GRPOConfig
 from trl_fp8.commands.cli import main
 from trl_fp8.engine.vllm.platforms import Cuda
-from trl_fp8.planning.plan import plan_for
-from trl_fp8.planning.risks import risks
+from trl_fp8.features.kv_cache.kv_cache_flags import KVCacheFlags
 from trl_fp8.recipe import servable
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import recipe_for
@@ -121,9 +120,9 @@ def test_vision_towers_are_neither_quantized_nor_accused():
     assert len(kept) == 12 and all(name.startswith("model.vision_tower.encoder.layers.") for name in kept)
     assert len(recipe.fp8_modules) == 14
     assert any(name.endswith("k_proj.bias") for name in made.parameters)
-    assert not any("biases" in risk.text for risk in risks(plan_for(made, recipe_for(made)), made))
-    biased = outline(tiny_models.config("qwen2"))
-    assert "biases" in risks(plan_for(biased, recipe_for(biased)), biased)[0].text
+    args, biased = FP8GRPOConfig("run", use_cpu=True, bf16=False), outline(tiny_models.config("qwen2"))
+    assert KVCacheFlags.risks(args, made, recipe) == []
+    assert "biases" in KVCacheFlags.risks(args, biased, recipe_for(biased))[0].text
 
 
 def test_modules_that_are_named_otherwise_are_called_so():

@@ -7,16 +7,12 @@ in high precision stands out.
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 
 from torch import nn
 
 from trl_fp8.recipe.outline import LayerCache, Outline
 from trl_fp8.recipe.recipe import FP8Recipe
-
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -30,7 +26,6 @@ class PlanRow:
     reason: str  # why it is not FP8; empty where it is or never could be
     parameters: int
     bytes_after: int
-    is_looked_up: bool = False  # an embedding of which a decoding step reads some rows
 
 
 @dataclass(frozen=True)
@@ -49,36 +44,32 @@ class KVCache:
     fp8_layers: frozenset[int] = frozenset()  # of an engine with an FP8 KV cache
 
     def sequence_bytes(self, tokens: int, fp8: bool) -> float:
-        """Bytes on each rank of a sequence of that many tokens."""
+        """Return the bytes on each rank of a sequence of that many tokens."""
         shares = min(self.ranks, self.kv_heads or self.ranks)  # further ranks hold copies of the KV heads
         total = 0.0
-        for (layer, is_fp8), count in self._alike.items():
-            kept = min(tokens, layer.window or tokens) * layer.elements * (1 if is_fp8 and fp8 else 2)
-            total += count * ((kept if layer.is_latent else kept / shares) + layer.state_bytes / self.ranks)
+        for index, layer in enumerate(self.layers):
+            size = min(tokens, layer.window or tokens) * self._token_bytes(index, fp8)
+            total += (size if layer.is_latent else size / shares) + layer.state_bytes / self.ranks
         return total
 
     def token_bytes(self, fp8: bool) -> int:
-        """Bytes in all layers of a token that every layer still keeps."""
-        return sum(
-            count * layer.elements * (1 if is_fp8 and fp8 else 2) for (layer, is_fp8), count in self._alike.items()
-        )
+        """Return the bytes in all layers of a token that every layer still keeps."""
+        return sum(self._token_bytes(index, fp8) for index in range(len(self.layers)))
+
+    def _token_bytes(self, index: int, fp8: bool) -> int:
+        return self.layers[index].elements * (1 if fp8 and index in self.fp8_layers else 2)
 
     @property
     def windows(self) -> dict[int, int]:
         """Window -> number of layers that keep no more tokens than that."""
         return Counter(layer.window for layer in self.layers if layer.window and layer.elements)
 
-    @cached_property
-    def _alike(self) -> Counter[tuple[LayerCache, bool]]:
-        """(layer, whether an FP8 cache has it in FP8) -> how many there are."""
-        return Counter((layer, index in self.fp8_layers) for index, layer in enumerate(self.layers))
-
 
 @dataclass(frozen=True)
 class Plan:
     """A model's plan: `rows`, and the totals over them. Bytes before are those of a BF16 engine."""
 
-    model_name: str
+    outline: Outline
     recipe: FP8Recipe
     rows: tuple[PlanRow, ...]
     cache: KVCache
@@ -90,11 +81,6 @@ class Plan:
     @property
     def bytes_after(self) -> int:
         return sum(row.bytes_after for row in self.rows)
-
-    def read_bytes(self, fp8: bool) -> int:
-        """Bytes of weights that a decoding step reads on all ranks together: all but embeddings that are looked up."""
-        read = (row for row in self.rows if not row.is_looked_up)
-        return sum(row.bytes_after if fp8 else 2 * row.parameters for row in read)
 
     @property
     def fp8_parameters(self) -> int:
@@ -145,7 +131,7 @@ class Plan:
         weights = f"{recipe.format.description}, {recipe.scale_format} scales" if recipe.fp8_weights else "off"
         setup = f"tensor parallel size {recipe.tensor_parallel_size}, weights {weights}"
         cache = self._kv_cache(", q/k/v scales recalibrated at every sync")
-        return f"FP8 plan for {self.model_name} ({setup})\n\n{text}\n\nKV cache: {cache}"
+        return f"FP8 plan for {self.outline.name} ({setup})\n\n{text}\n\nKV cache: {cache}"
 
     def _kv_cache(self, scales: str = "") -> str:
         before, after = self.cache.token_bytes(fp8=False), self.cache.token_bytes(fp8=True)
@@ -173,15 +159,14 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
         reason = recipe.kept_modules.get(name.rpartition(".")[0], "")
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name.removesuffix(".weight"))
         groups[pattern, shape, "fp8" if fp8 else "bf16", reason] += 1
-    rows, has_head = [], "lm_head.weight" in outline.parameters
+    rows = []
     for (pattern, shape, precision, reason), count in groups.items():
         parameters = prod(shape) * count
         after = count * recipe.format.weight_bytes(shape) if precision == "fp8" else 2 * parameters
-        is_looked_up = has_head and pattern.endswith("embed_tokens")
-        rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after, is_looked_up))
+        rows.append(PlanRow(pattern, count, shape, precision, reason, parameters, after))
     fp8_layers = frozenset(outline.kv_layers if recipe.fp8_kv_cache else ()).difference(recipe.kv_cache_skip_layers)
     cache = KVCache(outline.caches, outline.kv_heads, recipe.tensor_parallel_size, fp8_layers)
-    return Plan(outline.name, recipe, tuple(rows), cache)
+    return Plan(outline, recipe, tuple(rows), cache)
 
 
 def format_bytes(count: float) -> str:

@@ -20,6 +20,7 @@ class FlagGroup:
 
     AS_JSON: ClassVar[tuple[str, ...]] = ()  # flags that a command line gives as JSON
     FP8: ClassVar[dict[str, Any]] = {}  # flags that make something FP8 -> the value that does not
+    SAVING: ClassVar[dict[str, Any]] = {}  # flags with which a policy with adapters needs less memory
     # Of the whole config; the one group that decides it has a property of this name
     policy_calls_engine: ClassVar[bool] = False  # the policy's forward calls the engine's kernels
     base_in_engine: ClassVar[bool] = False  # the frozen base of a policy with adapters is in the engine alone
@@ -45,9 +46,17 @@ class FlagGroup:
     def check_model(self, outline: Outline) -> None:
         """`ValueError` for a model that cannot be trained with these flags, as far as its outline shows it."""
 
-    def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
-        """Return whether these flags rule out tensor parallelism for this model."""
+    def in_one_piece(self) -> bool:
+        """Return whether these flags rule out tensor parallelism."""
         return False
+
+    def memory_changes(self, setup: Any, outline: Outline, recipe: Any) -> dict[str, float]:
+        """Return the bytes that these flags add to parts of a trainer's memory (`planning.trainer_memory`)."""
+        return {}
+
+    def risks(self, outline: Outline, recipe: Any) -> list[Any]:
+        """Return what a plan warns of (`planning.risks.Risk`)."""
+        return []
 
     def check_adapters(self, model: Any) -> None:
         """`ValueError` for what does not go with TRL's `ModelConfig`, its flags of a model and its adapters."""

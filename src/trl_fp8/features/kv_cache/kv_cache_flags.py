@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from trl_fp8.planning.risks import Risk
+from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import FP8Recipe, is_vision
 from trl_fp8.run.flag import FlagGroup, flag
 
 
@@ -66,6 +69,17 @@ class KVCacheFlags(FlagGroup):
         if self.skip_layers is not None:
             return None
         return "kv_cache_skip_layers='auto': the policy's k is looked at before there is an engine with the base."
+
+    def risks(self, outline: Outline, recipe: FP8Recipe) -> list[Risk]:
+        biases = [name for name in outline.parameters if name.endswith(".k_proj.bias") and not is_vision(name)]
+        if not (recipe.fp8_kv_cache and biases):
+            return []
+        text = f"{outline.model_type} has biases in q, k, v: some layers' keys may have outliers that FP8 keeps badly."
+        if self.base_in_engine:
+            text += " kv_cache_skip_layers takes their numbers, which a run without fp8_base finds with 'auto'."
+            return [Risk(text)]
+        text += " kv_cache_skip_layers='auto' looks for them before the first rollout."
+        return [Risk(text, {"kv_cache_skip_layers": "auto"})]
 
     def recipe_fields(self) -> dict[str, Any]:
         return {

@@ -4,10 +4,14 @@ import logging
 import os
 from dataclasses import dataclass
 
+from trl_fp8.planning.trainer_memory import Setup
 from trl_fp8.quantization.formats import format_named
 from trl_fp8.recipe.families import family_of, types_with
 from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.flag import FlagGroup, flag
+
+from .forward_memory import recomputed_bytes, reference_bytes
 
 
 logger = logging.getLogger(__name__)
@@ -57,8 +61,14 @@ class ForwardFlags(FlagGroup):
     def policy_calls_engine(self) -> bool:
         return self.one_forward
 
-    def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
+    def in_one_piece(self) -> bool:
         return self.one_forward
+
+    def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:
+        if not self.one_forward:
+            return {}
+        reference = reference_bytes(outline, setup, recipe) if self.beta else 0
+        return {"reference": reference, "uncounted": recomputed_bytes(outline, setup)}
 
     def check_model(self, outline: Outline) -> None:
         if self.one_forward:

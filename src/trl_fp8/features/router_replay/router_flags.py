@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+from trl_fp8.planning.risks import Risk
 from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.flag import FlagGroup, flag
 
 
@@ -28,8 +30,19 @@ class RouterFlags(FlagGroup):
     def wants_engine(self) -> bool:
         return self.routes_returned
 
-    def in_one_piece(self, outline: Outline, has_adapters: bool) -> bool:
+    def in_one_piece(self) -> bool:
         return self.routes_returned
+
+    def risks(self, outline: Outline, recipe: FP8Recipe) -> list[Risk]:
+        if not recipe.has_experts:
+            return []
+        text = "Mixture of experts: routers of engine and trainer can disagree"
+        if outline.top_k_routers and recipe.tensor_parallel_size == 1:
+            measured = ". router_replay='monitor' measures it, 'rollout' removes it."
+            return [Risk(text + measured, {"router_replay": "monitor"})]
+        ranks = f"at vllm_tensor_parallel_size={recipe.tensor_parallel_size}"
+        where = ranks if outline.top_k_routers else "of this model"
+        return [Risk(f"{text}, which router_replay can neither measure nor remove {where}.")]
 
     def check_model(self, outline: Outline) -> None:
         if self.routes_returned and not outline.experts:

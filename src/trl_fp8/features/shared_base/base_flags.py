@@ -1,9 +1,15 @@
 """The flag of an FP8 base with adapters."""
 
+from collections import Counter
 from dataclasses import dataclass
+from math import prod
 
 from trl import ModelConfig
 
+from trl_fp8.planning.trainer_memory import BYTES, Setup, engine_adapters
+from trl_fp8.recipe.names import fused_name
+from trl_fp8.recipe.outline import Outline
+from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.flag import FlagGroup, flag
 
 
@@ -19,6 +25,8 @@ NOT_BESIDE = {
 @dataclass
 class BaseFlags(FlagGroup):
     """Flag that lets a policy with adapters share the engine's frozen base."""
+
+    SAVING = {"fp8_base": True}
 
     fp8_base: bool = flag(
         False,
@@ -40,6 +48,25 @@ class BaseFlags(FlagGroup):
     def against_base(self, model: ModelConfig) -> str | None:
         found = (f"{name}={value!r}: {why}." for name, why in NOT_BESIDE.items() if (value := getattr(model, name)))
         return next(found, None)
+
+    def memory_changes(self, setup: Setup, outline: Outline, recipe: FP8Recipe) -> dict[str, float]:
+        """Leave the FP8 weights to the engine. It has the adapters too, in BF16."""
+        if not self.fp8_base:
+            return {}
+        shared = {name: outline.parameters[name] for name in recipe.fp8_tensors}
+        parameters = sum(map(prod, shared.values()))
+        codes = sum(map(recipe.format.weight_bytes, shared.values()))
+        dequantized = Counter()  # one at a time
+        for name, shape in shared.items():
+            dequantized[fused_name(name.removesuffix(".weight"))] += 2 * prod(shape)
+        gathered = 4 * parameters / outline.layers if setup.gpus > 1 else 0
+        # No rank of a divided engine has whole weights, so each trainer has codes of its own
+        own_codes = codes if recipe.tensor_parallel_size > 1 else 0
+        return {
+            "weights": own_codes - BYTES[setup.dtype] * parameters / setup.gpus,
+            "uncounted": max(dequantized.values(), default=0) - gathered,
+            "in_engine": 2 * engine_adapters(outline, setup.lora_rank),
+        }
 
     def resolve(self) -> None:
         if self.fp8_base and not self.fp8_weights:
