@@ -74,6 +74,8 @@ class Run:
 
     def __init__(self, name: str, options: argparse.Namespace, n: int = 1, **results):
         self.name, self.options, self.n = f"{name}_{options.size}", options, n
+        if layers := getattr(options, "layers", None):  # a part of the model is no result of the model
+            self.name += f"_{layers}_layers"
         self.deadline = time.monotonic() + options.budget
         published = shapes.DEVICE == "cuda" and options.size != "tiny"
         self.folder = options.results or (record.RESULTS if published else SCRATCH)

@@ -2,7 +2,8 @@
 # The evidence that needs a GPU, in stages of at most ten minutes each, most valuable first. See gpu/README.md.
 #
 #   gpu/run.sh bundle DIR     take the parts of a bundle that are in DIR; unpack once all of them have come
-#   gpu/run.sh 0 [OPTIONS]    the first ten minutes: experiments in the order of what they decide (gpu/ten_minutes.py)
+#   gpu/run.sh 0 [OPTIONS]    the first ten minutes: decoding, a sync, kernels (gpu/ten_minutes.py; --only depth parts syncs
+#                             takes the others)
 #   gpu/run.sh 1              imports, two syncs of a tiny model, rollouts with CUDA graphs, KV scales
 #   gpu/run.sh 2 [OPTIONS]    mismatch over depth, trained policies too   (options go to the stage's first benchmark)
 #   gpu/run.sh 3 [OPTIONS]    rollouts of 16k responses: BF16, and FP8 with the GEMM kernel that is chosen, DeepGEMM, Triton
@@ -15,7 +16,7 @@
 #   gpu/run.sh 10             the demo
 #
 # Environment: SITE (folder of the unpacked bundle; without it vLLM must be installed), OUT (where the log and the JSON
-# go; outputs/gpu), PYTHON (python3), SIZE (qwen3_8b; of stage 7 qwen3_1_7b), LIMIT (seconds of a stage; see `limit`
+# go; outputs/gpu), ARCHIVE (folder for one archive of OUT a stage, packed again after each step), PYTHON (python3), SIZE (qwen3_8b; of stage 7 qwen3_1_7b), LIMIT (seconds of a stage; see `limit`
 # below), SETTINGS (what stage 1 found to be needed, "A=1 --option=value"), TRL_FP8_COMMIT (commit for the results, if
 # this is a copy without repository), DRY_RUN (not empty: print the commands only).
 set -uo pipefail
@@ -27,7 +28,7 @@ out=${OUT:-$PWD/outputs/gpu}
 python=${PYTHON:-python3}
 size=${SIZE:-qwen3_8b}
 case $stage in # what together fits into 30 minutes, with two transfers of a bundle
-  0) limit=${LIMIT:-600} ;;
+  0) limit=${LIMIT:-520} ;;
   1 | 2 | 4) limit=${LIMIT:-300} ;;
   *) limit=${LIMIT:-570} ;;
 esac
@@ -43,8 +44,9 @@ export HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 TOKENIZERS_PARALLELISM=false PYTHO
 export VLLM_LOGGING_LEVEL=${VLLM_LOGGING_LEVEL:-WARNING}
 export DG_JIT_CACHE_DIR=${DG_JIT_CACHE_DIR:-$site.deep-gemm} # kernels that DeepGEMM compiles serve later stages
 export PYTHONPATH=$PWD/src${PYTHONPATH:+:$PYTHONPATH}
-if [ -d "$site" ]; then # the bundle stands before the host's packages; only what asks for its DeepGEMM gets it
-  export PYTHONPATH=$site:$PYTHONPATH VLLM_USE_DEEP_GEMM=0
+if [ -d "$site" ]; then # the bundle stands before the host's packages
+  # DeepGEMM compiles a kernel at its first call, in seconds, and not all of them beforehand
+  export PYTHONPATH=$site:$PYTHONPATH VLLM_USE_DEEP_GEMM=1 VLLM_DEEP_GEMM_WARMUP=skip
   version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/trl_fp8/__init__.py)
   mkdir -p "$site/trl_fp8-$version.dist-info" # results record the version of an installed package
   printf 'Metadata-Version: 2.1\nName: trl-fp8\nVersion: %s\n' "$version" > "$site/trl_fp8-$version.dist-info/METADATA"
@@ -77,7 +79,12 @@ step() {
   code=${PIPESTATUS[0]}
   echo "==== $name: exit code $code after $((SECONDS - began)) s" | tee -a "$log"
   [ "$code" -eq 0 ] || failed="$failed $name"
+  pack
   return "$code"
+}
+
+pack() { # into one file: a host may send back few files, and not from folders in folders
+  [ -z "${ARCHIVE:-}" ] || { mkdir -p "$ARCHIVE" && tar -czf "$ARCHIVE/stage-$stage.tgz" -C "$out" . ; }
 }
 
 bench() { # bench NAME SECONDS OPTIONS...: with a budget that leaves room for the start and the end of a process
@@ -142,10 +149,17 @@ demo() {
     keep demo_gpu_report.png outputs/demo_gpu/report.png
 }
 
+if [ "$stage" != bundle ] && [ -z "${DRY_RUN:-}" ]; then # what comes, and how long it may take
+  echo "stage $stage takes at most $limit s:"
+  DRY_RUN=1 OUT=$(mktemp -d) bash "$0" "$stage" "$@" | sed -n 's/^==== \(.*)\): .*/  \1/p'
+fi
 [ "$stage" = bundle ] || : > "$log"
 case $stage in
   bundle) bundle "$@" ;;
-  0) step ten_minutes 600 "$python" -m gpu.ten_minutes --results "$out" --limit $((limit - 10)) "$@" ;;
+  0)
+    step ten_minutes "$limit" "$python" -m gpu.ten_minutes --results "$out" --limit $((limit - 10)) \
+      ${ARCHIVE:+--archive "$ARCHIVE/stage-0.tgz"} "$@"
+    ;;
   1) first_look ;;
   2)
     step depth 290 "$python" -m benchmarks.measure_depth --layers 36 --results "$out" "$@"

@@ -14,6 +14,7 @@ from trl_fp8.run.facts import hardware, versions
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+UNKNOWN = "unknown: set TRL_FP8_COMMIT where there is no repository"
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -75,5 +76,8 @@ def commit() -> str:
     """`TRL_FP8_COMMIT` where it is set: a copy of the working tree on another host may have no repository."""
     if given := os.environ.get("TRL_FP8_COMMIT"):
         return given
-    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return described.stdout.strip()
+    try:
+        described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return UNKNOWN
+    return described.stdout.strip() or UNKNOWN

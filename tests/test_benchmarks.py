@@ -281,7 +281,7 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     scripts |= {f"benchmarks/{name}.py" for name in re.findall(r"-m benchmarks\.(\w+)", printed)}
     assert len(scripts) >= 6 and all((ROOT / name).exists() for name in scripts), scripts
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()]
-    asked_for = {word for word in printed.split() if word.startswith("tests/")}
+    asked_for = {word.partition("::")[0] for word in printed.split() if word.startswith("tests/")}
     left_out = [path for path in marked if not any(path.is_relative_to(ROOT / place) for place in asked_for)]
     assert left_out == [Path(__file__)]  # the marker is named in this line's neighbours only
     # the first ten minutes, settings and long rollouts fit into 30, with a sixth of them for everything else
@@ -294,6 +294,37 @@ def test_stages_for_a_host_without_network_name_scripts_that_exist(tmp_path):
     # nothing is installed there, and results name the version
     (metadata,) = tmp_path.glob("trl_fp8-*.dist-info/METADATA")
     assert f"Version: {trl_fp8.__version__}\n" in metadata.read_text()
+
+
+def test_a_stage_says_first_what_it_will_do_and_packs_its_results(tmp_path):
+    """Of a stage whose first step fails at once: the interpreter is none."""
+    out, archive = tmp_path / "out", tmp_path / "archive"
+    places = {"SITE": str(tmp_path / "none"), "OUT": str(out), "ARCHIVE": str(archive), "PYTHON": "/bin/false"}
+    done = stage(8, **places)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[0] == "stage 8 takes at most 570 s:"
+    assert re.fullmatch(r"  pytest -k 'not experts and not routes' \(at most 560 s\)", lines[1])
+    with tarfile.open(archive / "stage-8.tgz") as packed:
+        assert "./stage-8.log" in packed.getnames()
+
+
+def test_results_of_a_host_without_git_say_how_to_name_their_commit(tmp_path, monkeypatch):
+    from testing import record
+
+    monkeypatch.delenv("TRL_FP8_COMMIT", raising=False)
+    assert record.commit() and record.commit() != record.UNKNOWN
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert record.commit() == record.UNKNOWN
+
+
+def test_a_part_of_a_model_has_a_file_of_its_own(benchmarks, tmp_path):
+    from benchmarks.harness import Run
+
+    def name(**more):
+        return Run("rollout", Namespace(size="qwen3_8b", budget=1, results=tmp_path, engine_kwargs={}, **more)).name
+
+    assert name(layers=8) == "rollout_qwen3_8b_8_layers" and name(layers=None) == name() == "rollout_qwen3_8b"
 
 
 def test_a_run_goes_on_from_its_own_results_only(benchmarks, tmp_path, monkeypatch):

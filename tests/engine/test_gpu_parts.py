@@ -27,8 +27,8 @@ LENGTHS = (5, 300, 1, 129, 777)
 
 
 def values(*shape, seed=0, dtype=torch.bfloat16):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to("cuda", dtype)
+    generator = torch.Generator("cuda").manual_seed(seed)  # there: some of them are hundreds of megabytes
+    return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
 
 
 def require_rows_alike(compute, *inputs, rows=ROWS):
@@ -42,21 +42,49 @@ def require_rows_alike(compute, *inputs, rows=ROWS):
             assert differ == 0, f"{differ} of {one.numel()} values of {count} rows differ"
 
 
-@pytest.fixture
-def config(checkpoint):
-    """vLLM's configuration, and a process group of one rank."""
+# Before the group is made: an engine makes its own, and takes it down
+@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
+def test_router_and_experts(architecture, fp8, checkpoint):
+    from vllm.forward_context import set_forward_context
+
+    generation = engines.start(
+        checkpoint(architecture, num_experts=8),
+        engines.some_scales(2, 1),
+        parts=[SharedKernelsPart()],
+        expert_kernels=fp8,
+    )
+    generation.sync_weights()
+    block, rows = engine_model(generation.llm).model.layers[1], (1, 7, 64, 300, 1024)
+    experts = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
+    x = values(rows[-1], generation.model.config.hidden_size)
+    with torch.no_grad(), set_forward_context(None, engine_config(generation.llm)):
+        require_rows_alike(lambda x: experts.gate(x)[0], x, rows=rows)
+        require_rows_alike(experts, x, rows=rows)
+    engines.shutdown(generation.llm)
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A process group of one rank: to make one takes longer than most tests of this file."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "nccl")
+        ensure_model_parallel_initialized(1, 1)
+    yield
+    destroy_model_parallel()
+    destroy_distributed_environment()
+
+
+@pytest.fixture
+def config(checkpoint, group):
+    """vLLM's configuration, in a process group of one rank."""
     from testing.engine_parts import configured
 
     with configured(checkpoint("qwen3")) as made, torch.no_grad():
-        with set_current_vllm_config(VllmConfig()):
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{free_port()}", 0, "nccl")
-            ensure_model_parallel_initialized(1, 1)
         yield made
-    destroy_model_parallel()
-    destroy_distributed_environment()
 
 
 def norm_of(size, kind):
@@ -157,27 +185,6 @@ def test_activation(config, kind):
     act = getattr(activation, kind)()
     assert act._forward_method.__name__ == "forward_cuda"
     require_rows_alike(act, 4 * values(4096, 24576))
-
-
-@pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
-def test_router_and_experts(architecture, fp8, checkpoint):
-    from vllm.forward_context import set_forward_context
-
-    generation = engines.start(
-        checkpoint(architecture, num_experts=8),
-        engines.some_scales(2, 1),
-        parts=[SharedKernelsPart()],
-        expert_kernels=fp8,
-    )
-    generation.sync_weights()
-    block, rows = engine_model(generation.llm).model.layers[1], (1, 7, 64, 300, 1024)
-    experts = block.mlp if hasattr(block, "mlp") else block.block_sparse_moe
-    x = values(rows[-1], generation.model.config.hidden_size)
-    with torch.no_grad(), set_forward_context(None, engine_config(generation.llm)):
-        require_rows_alike(lambda x: experts.gate(x)[0], x, rows=rows)
-        require_rows_alike(experts, x, rows=rows)
-    engines.shutdown(generation.llm)
 
 
 ATTENTION = pytest.mark.parametrize(
