@@ -1,14 +1,16 @@
 """The reference of `beta > 0` is computed as the policy is: an untouched policy has no KL divergence from it."""
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing.runs import arguments, column, recorded, training
 from trl_fp8.engine.vllm.policy_weights import reference_parameters
 from trl_fp8.features.kv_cache.kv_cache import KVCache
-from trl_fp8.features.one_forward.followed_reference import FollowedReference
+from trl_fp8.features.one_forward.followed_reference import ReferenceWeights
 from trl_fp8.features.one_forward.following import Following
 
 
@@ -120,8 +122,41 @@ def test_a_full_models_reference_follows_what_trl_makes_of_it(checkpoint, tmp_pa
         assert distance(gradients(trainer), expected) > 0.05
 
 
+class Resets(TrainerCallback):
+    """Brings the reference to the policy after each step, each time in another way, as ProRL does now and then."""
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, **kwargs):
+        policy, reference = self.trainer.model, self.trainer.ref_model
+        if state.global_step == 1:
+            reference.load_state_dict(policy.state_dict())
+        for name, parameter in policy.named_parameters() if state.global_step == 2 else ():
+            reference.get_parameter(name).data.copy_(parameter.data)  # which moves no version counter
+        for name, parameter in policy.named_parameters() if state.global_step == 3 else ():
+            path, _, last = name.rpartition(".")
+            setattr(reference.get_submodule(path), last, torch.nn.Parameter(parameter.detach().clone()))
+
+
+def test_a_reference_that_a_callback_changes_is_followed(checkpoint, tmp_path):
+    callback, flags = Resets(), MOVING | FULL | {"max_steps": 4}
+    with training(checkpoint("qwen3"), arguments(tmp_path, **flags), callbacks=[callback]) as trainer:
+        callback.trainer = trainer
+        syncs = recorded(trainer.vllm_generation.delivery, "send", lambda seconds, part, *_: part)
+        trainer.train()
+        assert column(trainer, "kl") == [0.0] * 4
+        reference = trainer.feature(Following).followed_reference._weights._part
+        assert syncs.count(reference) == 4
+        # and one that has not changed is not written again
+        scored(trainer, trainer._buffered_inputs[0], trainer.ref_model)
+        scored(trainer, trainer._buffered_inputs[0], trainer.ref_model)
+        assert syncs.count(reference) == 4
+        trainer.ref_model = copy.deepcopy(trainer.model)
+        with pytest.raises(ValueError, match=r"beta=0.04.*another model.*ref_model\.load_state_dict"):
+            scored(trainer, trainer._buffered_inputs[0], trainer.ref_model)
+
+
 def test_a_reference_that_is_not_written_anew_is_seen(checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr(FollowedReference, "outdate", lambda reference: None)
+    monkeypatch.setattr(ReferenceWeights, "_sums", lambda weights: torch.zeros(1, dtype=torch.int64))
     flags = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0, "kv_cache_dtype": "auto"}
     with training(checkpoint("qwen3"), arguments(tmp_path, **(MOVING | FULL | flags))) as trainer:
         trainer.train()
@@ -156,6 +191,37 @@ def test_a_policy_with_adapters_is_its_own_reference(flags, given, checkpoint, t
         assert first == 0.0 and moved > 0 and max(column(trainer, "mismatch/logp_difference_mean")) < 1e-5
         restore(trainer, start)
         assert torch.equal(scored(trainer, batch, trainer.model), batch["ref_per_token_logps"])
+
+
+@pytest.mark.parametrize(
+    "flags, given", [(FULL, False), (FULL, True), (SHARED, True)], ids=["new", "given", "shared-given"]
+)
+def test_base_weights_that_train_beside_adapters_are_the_references_too(flags, given, checkpoint, tmp_path):
+    """As in TRL, which disables the adapters of the policy as it is. LongLoRA trains norms and embeddings so."""
+    model, config = checkpoint("qwen3"), {"peft_config": lora(modules_to_save=None)}
+    if given:
+        whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        model, config = get_peft_model(whole, lora(modules_to_save=None)), {}
+        free_norms(model)
+    args = arguments(tmp_path, **(MOVING | flags | {"learning_rate": 1e-2}))
+    with training(model, args, **config) as trainer:
+        assert ("ref" in trainer.model.peft_config) == given
+        free_norms(trainer.model)
+        seen = batches(trainer)
+        trainer.train()
+        (_, start), (batch, then) = seen
+        norm = next(name for name in start if name.endswith("layers.0.input_layernorm.weight"))
+        assert not torch.equal(start[norm], then[norm])
+        # the policy of that time with its adapters as they were in the beginning, which add nothing
+        restore(trainer, then | {name: start[name] for name in start if ".lora_" in name})
+        assert torch.equal(scored(trainer, batch, trainer.model), batch["ref_per_token_logps"])
+        restore(trainer, start)
+        assert not torch.equal(scored(trainer, batch, trainer.model), batch["ref_per_token_logps"])
+
+
+def free_norms(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name.endswith("norm.weight"))
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])

@@ -94,6 +94,13 @@ class Sharded(NamedTuple):
         return cls(part[: max(shape.numel() - start, 0)], shape, group)  # the last ranks' parts are padded
 
 
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a parameter, whichever way FSDP2 or ZeRO-3 deals it; of a whole one all."""
+    if isinstance(parameter, DTensor):
+        return parameter.detach().to_local()
+    return getattr(parameter, "ds_tensor", parameter).detach()
+
+
 class GatherFailed(RuntimeError):
     """A gather of another library broke off on this rank, and the others are still in it. This rank has to end: they
     would take its next collective for the gather that they wait for.

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from accelerate.utils import is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from trl.distributed import DistributedBackend
 
 from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name, without_copies
 from trl_fp8.sync.delivery import Part
-from trl_fp8.sync.shards import Sharded, gathered
+from trl_fp8.sync.shards import Sharded, gathered, local_part
 from trl_fp8.sync.writer import Named, Sent
 
 
@@ -87,6 +87,17 @@ class PolicyWeights:
             finally:
                 if summed:
                     model.unmerge_adapter()
+
+    def parts_of_reference(self, model: nn.Module, names: Set[str]) -> list[Tensor]:
+        """Return this rank's share of the parameters that `reference` of the same arguments is made of."""
+        reshard(model, self._dist)
+        own = [each for name, each in reference_parameters(model) if self.recipe.engine_name(name) in names]
+        layers = [each for each in model.modules() if isinstance(each, BaseTunerLayer) and not each.disable_adapters]
+        active = {adapter for layer in layers for adapter in layer.active_adapters}
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name and active.intersection(name.split(".")):
+                own.append(parameter)
+        return [local_part(each) for each in own]
 
     def _gathered(self, parameters: list[Named]) -> Iterator[Sent]:
         return gathered(parameters, self.recipe, self.layout, self._generation.accelerator.device)

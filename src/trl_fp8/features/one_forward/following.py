@@ -90,12 +90,6 @@ class Following(Feature):
 
     def on_optimizer_step(self, args, state, control, **kwargs) -> None:
         self._outdated = True
-        if self.followed_reference:
-            self.followed_reference.policy_changed()
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        if args.sync_ref_model and state.global_step % args.ref_model_sync_steps == 0:
-            self.followed_reference.outdate()
 
     def after_generation(self, rollouts: Rollouts) -> None:
         self._outdated = False

@@ -67,8 +67,11 @@ class SharedKernelsPart(KernelsPart):
         pieces = layout.pieces.values()
         read = {p.name for p in pieces if isinstance(p.parameter, nn.Parameter) and self.kernels.reads(p)}
         part = layout.part(read - frozen)
-        tensors = partial(weights.reference, model, frozenset(part.names))
-        return ReferenceWeights(generation.delivery, Part(part, tensors, at_once=weights.at_once(model)))
+        names = frozenset(part.names)
+        part = Part(part, partial(weights.reference, model, names), at_once=weights.at_once(model))
+        parameters = partial(weights.parts_of_reference, model, names)
+        replicas = generation.replicas
+        return ReferenceWeights(generation.delivery, part, parameters, replicas and replicas.reduce_max)
 
 
 def invariance_of(platform: Platform) -> Invariance:
