@@ -1,16 +1,17 @@
 """Training with a full FP8 forward: the policy's log-probs stay the engine's while the weights move."""
 
+import copy
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing import engines, tiny_models
 from testing.fake_engine import followed
-from testing.runs import arguments, column, training
+from testing.runs import arguments, column, dataset, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.following import Following
@@ -127,18 +128,26 @@ def test_the_trained_policy_is_saved_and_generates_in_high_precision(checkpoint,
     assert all(torch.equal(parameter, held[name]) for name, parameter in saved.named_parameters())
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(told, checkpoint, tmp_path, monkeypatch):
-    """One that is fused moves no version counter: it is the callback that tells."""
-    begin_loss, stale = Following.begin_loss, []
+@pytest.fixture
+def stale(monkeypatch):
+    """Of how many of 14 linears the engine holds other weights than the policy, when a loss begins."""
+    begin_loss, found = Following.begin_loss, []
 
     def begun(following, inputs):
         begin_loss(following, inputs)
         linears = [module for module in following.forward.modules.values() if getattr(module, "is_fp8", False)]
-        stale.append(sum(not holds(linear) for linear in linears))
+        found.append(sum(not holds(linear) for linear in linears))
         assert len(linears) == 14
 
     monkeypatch.setattr(Following, "begin_loss", begun)
+    return found
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_each_optimizer_step_reaches_the_engine_before_the_next_forward(
+    told, checkpoint, tmp_path, monkeypatch, stale
+):
+    """One that is fused moves no version counter: it is the callback that tells."""
     if not told:
         monkeypatch.setattr(Following, "on_optimizer_step", lambda *args, **kwargs: None)
     flags = {"num_iterations": 2, "max_steps": 4, "optim": "adamw_torch_fused", "learning_rate": 1e-2}
@@ -187,6 +196,47 @@ def test_another_training_begins_with_the_weights_that_are_there(checkpoint, tmp
             linears = [module for module in trainer.model.modules() if isinstance(module, FollowedLinear)]
             assert not all(holds(linear) for linear in linears if linear.is_fp8)  # an optimizer step came after
             assert column(trainer, MISMATCH)[-1] < ROUNDING
+
+
+class Averages(TrainerCallback):
+    """Puts other weights into the policy for each evaluation, and its own back afterwards."""
+
+    evaluated = 0
+
+    def on_step_end(self, args, state, control, model, **kwargs):
+        self.own = copy.deepcopy(model.state_dict())
+        engines.perturb(model, seed=state.global_step)
+
+    def on_evaluate(self, args, state, control, model, **kwargs):
+        model.load_state_dict(self.own)
+        self.evaluated += 1
+
+
+@pytest.mark.parametrize(
+    "flags, bound",
+    [
+        (FULL, ROUNDING),
+        (FULL | {"num_iterations": 2, "max_steps": 4}, ROUNDING),
+        (FULL | {"kv_calibration": "policy"}, ROUNDING),
+        # FP8 moves log-probs by less than 0.3 on average (tests/trainer/test_trainer.py)
+        ({}, 0.3),
+    ],
+    ids=["full", "full-two-iterations", "full-policy-scales", "off"],
+)
+def test_an_evaluation_of_other_weights_leaves_none_of_them_in_the_engine(flags, bound, checkpoint, tmp_path, stale):
+    callback, evaluation = Averages(), {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    options = {"eval_dataset": dataset(4), "callbacks": [callback]}
+    with training(checkpoint("qwen3"), arguments(tmp_path, **evaluation, **flags), **options) as trainer:
+        trainer.train()
+        assert callback.evaluated == trainer.args.max_steps
+        for kind in ("", "eval_"):
+            assert max(column(trainer, f"{kind}mismatch/logp_difference_mean")) < bound
+        assert bool(stale) == bool(flags) and not any(stale)
+        for seed in (1, 2) if flags else ():  # two evaluations of one step
+            engines.perturb(trainer.model, seed)
+            callback.own = copy.deepcopy(trainer.model.state_dict())
+            metrics = trainer.evaluate()
+            assert metrics["eval_mismatch/logp_difference_mean"] < bound
 
 
 def test_a_loss_outside_of_a_training_step_leaves_the_reference_alone(checkpoint, tmp_path):

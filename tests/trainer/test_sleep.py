@@ -81,12 +81,11 @@ def test_weights_are_sent_when_they_changed_and_only_then(events, checkpoint, tm
     trainer.train()
     step = [*SYNCED, "sleep 2"]
     evaluation = [*SYNCED, "sleep 1", *AS_BEFORE, "sleep 1"]  # two batches of 4 completions
-    last_step = [*AS_BEFORE, "sleep 2"]  # the weights that were evaluated
     assert events == [
         *("sleep 2", "wake weights", "write", *step[1:]),  # first of all the constants of vLLM's own
         *step,
         *evaluation,
-        *last_step,
+        *step,  # an evaluation may have had other weights
         *evaluation,
     ]  # transformers evaluates at the end
     # all that a resumed run has, to draw what this one drew
@@ -113,7 +112,7 @@ def test_weights_that_the_trainer_computes_with_stay_awake(events, checkpoint, t
     assert events == [
         *("sleep 2", "wake weights"),  # nothing was sent yet
         *("write", "write", *used, *second_step, *evaluation),  # first of all the constants of vLLM's own
-        *(*used, *second_step, *evaluation),  # the weights that were evaluated
+        *("write", *used, *second_step, *evaluation),  # an evaluation may have had other weights
     ]
     mismatch = [column(trainer, f"{kind}mismatch/logp_difference_mean") for kind in ("", "eval_")]
     assert [len(found) for found in mismatch] == [2, 2] and max(map(max, mismatch)) < 1e-5
@@ -138,7 +137,7 @@ def test_a_shared_base_stays_awake(events, checkpoint, tmp_path):
         *started,
         *("write", "write", *evaluation, *used),  # constants, and what else nobody trains; two batches
         *(*step, *step, *evaluation, *used),
-        *(*used, *evaluation, *used),  # first with the adapters that were evaluated
+        *(*step, *evaluation, *used),
     ]
     mismatch = [column(trainer, f"{kind}mismatch/logp_difference_mean") for kind in ("", "eval_")]
     assert [len(found) for found in mismatch] == [3, 2] and max(map(max, mismatch)) < 0.3

@@ -33,6 +33,7 @@ class Syncs(Feature):
         super().__init__(trainer)
         self._logged: dict[bool, SyncReport] = {}  # in training, and in evaluation
         self._dead: set[str] = set()
+        self._occasion: tuple[int, int, int] | None = None  # of the latest generation
         self._require_longest_prompt()
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
@@ -68,6 +69,12 @@ class Syncs(Feature):
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self.forget()  # load_best_model_at_end has brought other weights
 
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        self.forget()  # callbacks put other weights there for an evaluation, such as averaged ones
+
+    def on_predict(self, args, state, control, **kwargs) -> None:
+        self.forget()
+
     def forget(self) -> None:
         """Let the next generation sync: TRL takes weights of the same step for the same."""
         self.trainer._last_loaded_step = -1
@@ -75,10 +82,12 @@ class Syncs(Feature):
     def before_generation(self, prompts: list) -> None:
         trainer = self.trainer
         several_turns = trainer.tools or trainer.environments or trainer.rollout_func
-        trainer.vllm_generation.begin(
-            occasion=(trainer.args.seed, trainer.state.global_step, int(trainer.model.training)),
-            keep_weights=bool(several_turns) or not trainer.model.training,
-        )
+        occasion = trainer.args.seed, trainer.state.global_step, int(trainer.model.training)
+        if occasion != self._occasion:  # training and evaluation may have other weights, and KV scales
+            self.forget()
+        self._occasion = occasion
+        keep_weights = bool(several_turns) or not trainer.model.training
+        trainer.vllm_generation.begin(occasion, keep_weights)
 
     def before_turn(self, prompt_ids: list[list[int]]) -> None:
         require_prompts(prompt_ids, self.trainer.args.vllm_max_model_length)

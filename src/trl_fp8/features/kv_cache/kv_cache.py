@@ -23,7 +23,6 @@ from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.batch import PROMPT_IDS, Batch, Rollouts
 from trl_fp8.run.feature import Feature
 from trl_fp8.run.metric import highest, lowest, mean_of
-from trl_fp8.run.syncs import Syncs
 from trl_fp8.sync.audit import all_reduce_max
 
 from .calibration import Calibration, KVState, next_scales
@@ -65,7 +64,6 @@ class KVCache(Feature):
         )
         self.kv_state = KVState()
         self._logged: dict[bool, KVScales] = {}  # in training, and in evaluation
-        self._of_evaluation = False  # the scales in force are made from prompts of an evaluation
 
     def engine_part(self):
         from .engine_scales import EngineScales  # needs vllm
@@ -76,8 +74,6 @@ class KVCache(Feature):
     def calibrate(self) -> KVScales:
         """Make the scales of the policy as it is now; called in each sync."""
         scales, self.kv_state = next_scales(self.kv_state, self.calibration, self.trainer.model_wrapped)
-        runs_prompts = self.kv_state.runs_prompts(self.calibration.mode)
-        self._of_evaluation = runs_prompts and not self.trainer.model.training
         return scales
 
     def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
@@ -85,8 +81,6 @@ class KVCache(Feature):
             hook.round_queries(numerics.query_rounded)
 
     def before_generation(self, prompts: list) -> None:
-        if self._of_evaluation and self.trainer.model.training:
-            self.trainer.feature(Syncs).forget()  # TRL synced for the evaluation, with scales for its prompts
         if self.trainer.rollout_func is not None:  # TRL syncs before anything is tokenized
             self.kv_state = self.kv_state.expecting(self.trainer._tokenize_prompts(prompts)[0])
 

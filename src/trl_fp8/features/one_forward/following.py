@@ -100,6 +100,12 @@ class Following(Feature):
     def on_train_end(self, args, state, control, **kwargs) -> None:
         self._outdated = True  # load_best_model_at_end
 
+    def on_evaluate(self, args, state, control, **kwargs) -> None:
+        self._outdated = True  # callbacks put other weights there for an evaluation, such as averaged ones
+
+    def on_predict(self, args, state, control, **kwargs) -> None:
+        self._outdated = True
+
     @contextmanager
     def scoring(self, mask: torch.Tensor, logits_to_keep: int) -> Iterator[None]:
         self._bring_up_to_date()
