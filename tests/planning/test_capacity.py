@@ -5,15 +5,19 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
+from trl import GRPOConfig
 
 from testing import published
 from trl_fp8.commands.cli import main
 from trl_fp8.commands.plan_command import FLAGS
 from trl_fp8.commands.plan_text import CHOSEN
+from trl_fp8.features import registrations
+from trl_fp8.recipe.recipe import FP8Recipe
 
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +63,15 @@ def test_flags_that_are_printed_fit_when_computed_again(name, plan):
             for key in ("fits", "gpus", "lora_rank", "fp8_base", "tensor_parallel_size", "gib_per_gpu", "kv_tokens"):
                 assert again[key] == way[key], (words, key)
             assert again["fits"] and way["gib_per_gpu"]["total"] <= way["gib_per_gpu"]["limit"]
+
+
+def test_planning_names_no_flag_of_a_feature():
+    """Each adds its own memory, risks and saving flags, so that a plan works without its folder."""
+    known = {item.name for item in fields(FP8Recipe)} | {item.name for item in fields(GRPOConfig)}
+    flags = {item.name for each in registrations() if each.flags for item in fields(each.flags)} - known
+    assert {"fp8_base", "fp8_forward", "router_replay"} <= flags
+    for path in (ROOT / "src" / "trl_fp8" / "planning").glob("*.py"):
+        assert flags.isdisjoint(re.findall(r"\w+", path.read_text())), path.name
 
 
 def test_full_training_of_8b_does_not_fit_one_gpu_and_what_does_is_offered(plan):
