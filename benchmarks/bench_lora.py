@@ -9,7 +9,7 @@
 Memory and syncs are those of 24 layers with 0.1 B parameters and adapters of rank 16 on all linears. Memory is that of
 all tensors of policy and engine, each storage once, with adapters and scales, without the KV cache and what training
 adds; "elsewhere_bytes" are those of all other tensors in the process. A merged base is in FP32, as TRL loads it, or in
-BF16, which merging wears: `memory_ratio` is over the smaller one, BF16. A sync's time is its report's, with a KV cache
+BF16: `memory_ratio` is over the smaller one, BF16. A sync's time is its report's, with a KV cache
 in BF16, whose scales need no calibration; ratios are of one turn, in which all adapters change and each path syncs.
 
 The mismatch is the mean |trainer - rollout| log-prob of 24 layers with an FP8 KV cache, in groups of uneven lengths as

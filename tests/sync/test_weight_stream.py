@@ -92,10 +92,63 @@ def test_weights_of_adapters_that_are_not_active_are_not_sent(model):
     """TRL adds a copy of a PEFT policy's adapter as its reference."""
     policy = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     policy.add_adapter("ref", policy.peft_config["default"])
+    sent = dict(generation_of(policy)._iter_named_params())
+    assert len(sent) == 25 and "lm_head.weight" in sent
+
+
+def generation_of(policy):
     generation = object.__new__(FP8VLLMGeneration)
     generation.model, generation._dist = policy, DistributedBackend(Accelerator(cpu=True))
-    sent = dict(generation._iter_named_params())
-    assert len(sent) == 25 and "lm_head.weight" in sent
+    return generation
+
+
+@pytest.mark.parametrize(
+    "architecture, adapter",
+    [
+        ("qwen3", LoraConfig(r=4)),
+        ("qwen2", LoraConfig(r=4, bias="all", target_modules=["q_proj"], lora_bias=False)),
+        ("qwen3", LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "down_proj"])),
+        ("qwen3", LoraConfig(r=4, target_modules=["embed_tokens", "v_proj"], modules_to_save=["norm"])),
+        (
+            "qwen3_moe",
+            LoraConfig(
+                r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+            ),
+        ),
+        ("qwen3", IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
+    ],
+    ids=["linears", "bias", "dora", "embedding", "experts", "ia3"],
+)
+def test_merged_weights_are_those_that_peft_merges_and_the_base_keeps_its_bits(architecture, adapter):
+    policy = get_peft_model(tiny_models.build(architecture), adapter)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    before = {name: tensor.detach().clone() for name, tensor in policy.named_parameters()}
+    policy.merge_adapter()
+    expected = {}
+    for name, tensor in policy.named_parameters():
+        if policy.prefix not in name and "original_module" not in name:
+            name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+            expected[name.replace(".modules_to_save.default", "")] = tensor.detach().clone()
+    policy.unmerge_adapter()
+    with torch.no_grad():
+        for name, tensor in policy.named_parameters():
+            tensor.copy_(before[name])
+    generation = generation_of(policy)
+    for _ in range(3):
+        found = {name: tensor.clone() for name, tensor in generation._iter_named_params()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    abandoned = generation._iter_named_params()
+    [next(abandoned) for _ in range(len(expected) // 2)]
+    abandoned.close()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in policy.named_parameters())
+    assert not any(getattr(module, "merged", False) for module in policy.modules())
+    base = [name for name in before if ".base_layer." in name]
+    plain = {name.removeprefix("base_model.model.").replace(".base_layer", ""): before[name] for name in base}
+    assert any(not torch.equal(expected[name], tensor) for name, tensor in plain.items())
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,13 @@ pytestmark = pytest.mark.engine
         {"num_iterations": 3, "beta": 0.02},
         {"gradient_accumulation_steps": 2, "steps_per_generation": 6, "simulate_kv_cache": True},
         {"fp8_base": True, "fp8_forward": "one_forward", "num_iterations": 3, "beta": 0.02, "learning_rate": 1e-2},
+        {"merged": True, "beta": 0.02, "learning_rate": 1e-2},
     ],
-    ids=["full", "iterations", "generation-of-three-steps", "adapters"],
+    ids=["full", "iterations", "generation-of-three-steps", "adapters", "merged-adapters"],
 )
 def test_a_resumed_run_continues_as_if_it_had_not_been_interrupted(options, checkpoint, tmp_path):
-    adapters = LoraConfig(task_type="CAUSAL_LM") if options.get("fp8_base") else None
+    options = dict(options)
+    adapters = LoraConfig(task_type="CAUSAL_LM") if options.pop("merged", options.get("fp8_base")) else None
     args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=5, **options)
     with training(checkpoint("qwen3"), args, peft_config=adapters) as trainer:
         trainer.train()

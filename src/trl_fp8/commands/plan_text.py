@@ -78,11 +78,6 @@ def warnings(capacity: Capacity) -> list[str]:
     if capacity.why_not is None and held < min(capacity.sequences, 4 * LEAST_SEQUENCES):
         room = f"holds {held} of {capacity.sequences} sequences at full length at once"
         found.append(f"the KV cache {room}; others wait.")
-    if setup.lora_rank and setup.dtype == "bfloat16" and not setup.args.base_in_engine:
-        saves = capacity.plan.recipe.fp8_weights and capacity.plan.outline.stored_as != "mxfp4"
-        instead = " ".join(f"--{name} {value}" for name, value in SAVING.items() if saves)
-        remedy = f"; {instead} merges nothing" if instead else ""
-        found.append(f"each sync merges adapters into the BF16 base and takes them out, which wears it{remedy}.")
     return found
 
 

@@ -7,13 +7,8 @@ from typing import Any
 
 from accelerate.logging import get_logger
 from datasets import Dataset
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
 
-from trl_fp8.engine.kernels import EngineKernels
-from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.recipe.messages import listed
-from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.sync.delivery import SyncReport
 
 from .batch import Rollouts
@@ -35,14 +30,6 @@ class Syncs(Feature):
         self._dead: set[str] = set()
         self._occasion: tuple[int, int, int] | None = None  # of the latest generation
         self._require_longest_prompt()
-
-    def engine_started(self, numerics: EngineNumerics, kernels: EngineKernels) -> None:
-        apart = any(feature.keeps_adapters_apart() for feature in self.trainer.features)
-        if not apart and (worn := merged_into_bf16(self.trainer.model)):
-            logger.warning(
-                f"{len(worn)} layers with adapters have a base in BF16: {listed(worn, 1)}. Each sync merges adapters "
-                "into it and takes them out again, which rounds it every time. Load the model in FP32 (dtype float32)."
-            )
 
     def _require_longest_prompt(self) -> None:
         """Refuse now what `before_turn` would refuse in the middle of a run. It alone knows prompts with images, and
@@ -128,13 +115,6 @@ class Syncs(Feature):
                 "round elsewhere, so that the run does not continue exactly as it would have. With "
                 f"vllm_engine_kwargs={before} it does."
             )
-
-
-def merged_into_bf16(model: nn.Module) -> list[str]:
-    """Checkpoint names of layers that PEFT merges adapters into, and whose own weight is in 16 bits."""
-    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, BaseTunerLayer))
-    weights = ((name, getattr(layer.get_base_layer(), "weight", None)) for name, layer in layers)
-    return [checkpoint_name(name) for name, weight in weights if weight is not None and weight.itemsize < 4]
 
 
 def longest_prompt(dataset: object) -> str | list[dict] | None:

@@ -14,10 +14,12 @@ import torch
 import trl.generation.vllm_generation as trl_generation
 from accelerate.logging import get_logger
 from accelerate.utils import is_peft_model
+from torch.distributed.tensor import DTensor
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_fp8.engine.kernels import EngineKernels
-from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.from_model import of_adapter, outline_of
+from trl_fp8.recipe.names import checkpoint_name
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.audit import Replicas, all_reduce_max
@@ -34,7 +36,7 @@ from .images import leave_image_tokens, require_awake, require_same_prompts
 from .part import EnginePart
 from .platform import Platform
 from .platforms import platform_of
-from .policy_weights import PolicyWeights, reshard
+from .policy_weights import PolicyWeights, adapters_of_parameters, merged, reshard
 from .rollout_llm import RolloutLLM
 
 
@@ -181,16 +183,22 @@ class FP8VLLMGeneration(VLLMGeneration):
         return self.weights.merged()
 
     def _iter_named_params(self) -> Iterator[Named]:
-        """Iterate as TRL does, but unmerge the adapters that TRL merged even if the iteration is abandoned."""
+        """Iterate as TRL does, but merge adapters into one weight at a time."""
         reshard(self.model, self._dist)
-        try:
-            with gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext():
-                for name, parameter in super()._iter_named_params():
-                    if ".modules_to_save." not in name:  # of adapters that are not active, such as TRL's reference
-                        yield name, parameter
-        finally:
-            if is_peft_model(self.model) and any(getattr(layer, "merged", False) for layer in self.model.modules()):
-                self.model.unmerge_adapter()
+        adapted = is_peft_model(self.model)
+        adapters = adapters_of_parameters(self.model) if adapted else {}
+        with (
+            gathering() if self._dist.is_zero3 or self._dist.is_fsdp else nullcontext(),
+            self._dist.gather_params(list(self.model.parameters()) if adapted else []),
+        ):
+            yield from () if adapted else super()._iter_named_params()
+            for name, parameter in self.model.named_parameters() if adapted else ():
+                if not of_adapter(name, self.model):
+                    with merged(adapters.get(id(parameter), ())):
+                        weight = parameter.detach()
+                        if isinstance(weight, DTensor):
+                            weight = weight.to(self.accelerator.device).full_tensor()
+                        yield checkpoint_name(name), weight
 
     def sync_weights(self) -> None:
         self.delivery.deliver(self.weights.sent)

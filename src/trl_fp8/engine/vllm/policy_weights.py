@@ -1,13 +1,14 @@
 """The tensors of a policy: as a sync sends them to an engine, and as a checkpoint has them.
 
-Adapters are merged by TRL's own iteration. What FSDP2 or ZeRO-3 deals over ranks is gathered, a collective: for a
-sync as the engine holds it, for a checkpoint whole, on all ranks one tensor at a time.
+Adapters are merged into one weight at a time, whose own values are put back bit for bit. What FSDP2 or ZeRO-3 deals
+over ranks is gathered, a collective: for a sync as the engine holds it, for a checkpoint whole, on all ranks one
+tensor at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, closing
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING
 
 from accelerate.utils import is_peft_model
@@ -73,20 +74,18 @@ class PolicyWeights:
     def _reference(self, model: nn.Module, names: Set[str], summed: bool) -> Iterator[Sent]:
         reshard(model, self._dist)
         own = [each for each in reference_parameters(model) if self.recipe.engine_name(each[0]) in names]
-        adapted = is_peft_model(model)
+        adapted, adapters = is_peft_model(model), adapters_of_parameters(model) if summed else {}
         with self._dist.gather_params(list(model.parameters()) if adapted else []):
-            if summed:
-                model.merge_adapter()
-            try:
-                if self._dist.is_fsdp or (not adapted and self._dealt_alike(own)):
+            if self._dist.is_fsdp or (not adapted and self._dealt_alike(own)):
+                with merged({layer: None for layers in adapters.values() for layer in layers}):  # a collective
                     yield from self._gathered(own)
-                    return
-                for name, parameter in own:
-                    with self._dist.gather_params([] if adapted else [parameter]):
-                        yield name, parameter.data
-            finally:
-                if summed:
-                    model.unmerge_adapter()
+                return
+            for name, parameter in own:
+                with (
+                    self._dist.gather_params([] if adapted else [parameter]),
+                    merged(adapters.get(id(parameter), ())),
+                ):
+                    yield name, parameter.data
 
     def parts_of_reference(self, model: nn.Module, names: Set[str]) -> list[Tensor]:
         """Return this rank's share of the parameters that `reference` of the same arguments is made of."""
@@ -128,6 +127,35 @@ def reference_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
         original = without_copies(name)
         if not of_adapter(original, model) and (original == name or name.startswith(tuple(called))):
             yield checkpoint_name(original), parameter
+
+
+def adapters_of_parameters(model: nn.Module) -> dict[int, list[BaseTunerLayer]]:
+    """Return, by the id of each parameter that has adapters, the layers which PEFT merges into it."""
+    found: dict[int, list[BaseTunerLayer]] = {}
+    for layer in model.modules():
+        for parameter in layer.get_base_layer().parameters() if isinstance(layer, BaseTunerLayer) else ():
+            found.setdefault(id(parameter), []).append(layer)
+    return found
+
+
+@contextmanager
+def merged(layers: Iterable[BaseTunerLayer]) -> Iterator[None]:
+    """Merge the active adapters of `layers` inside the block; afterwards base weights have their own values.
+
+    PEFT's unmerging rounds: without the copies that are made here each sync would change the base.
+    """
+    bases = {parameter for layer in layers for parameter in layer.get_base_layer().parameters()}
+    before = [(base, base.data.clone()) for base in bases]
+    try:
+        for layer in layers:
+            layer.merge()
+        yield
+    finally:
+        for layer in layers:
+            if layer.merged:
+                layer.unmerge()
+        for base, values in before:
+            base.data.copy_(values)
 
 
 def _merges(model: nn.Module) -> bool:
