@@ -73,11 +73,15 @@ def _relative(word: str) -> str:
 
 
 def commit() -> str:
-    """`TRL_FP8_COMMIT` where it is set: a copy of the working tree on another host may have no repository."""
+    """Return `TRL_FP8_COMMIT` where it is set: a copy of the working tree on another host may have no repository. Else
+    the commit that is checked out, with "-dirty" if anything but results differs from it.
+    """
     if given := os.environ.get("TRL_FP8_COMMIT"):
         return given
+    unchanged = ["git", "diff", "--quiet", "HEAD", "--", ":/", ":(top,exclude)benchmarks/results"]
     try:
-        described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True)
+        described = subprocess.run(["git", "describe", "--always"], capture_output=True, text=True).stdout.strip()
+        is_clean = not described or subprocess.run(unchanged).returncode == 0
     except FileNotFoundError:
         return UNKNOWN
-    return described.stdout.strip() or UNKNOWN
+    return (described or UNKNOWN) + ("" if is_clean else "-dirty")

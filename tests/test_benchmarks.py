@@ -68,6 +68,26 @@ def test_a_goal_is_reached_or_missed_by_the_number_in_the_file(tmp_path):
     assert "| 2.4 | reached |" in table and table.count("| not measured |") == 3
 
 
+def test_results_that_a_run_has_written_leave_its_commit_clean(tmp_path, monkeypatch):
+    """So that `make models` goes on after an interruption, with the families that have no row of this commit."""
+    from testing import record
+
+    monkeypatch.delenv("TRL_FP8_COMMIT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    results, source = tmp_path / "benchmarks" / "results" / "models_cpu.json", tmp_path / "row.py"
+    results.parent.mkdir(parents=True)
+    for file in (results, source):
+        file.write_text("1")
+    author = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", *words], check=True)
+    clean = record.commit()
+    results.write_text("2")
+    assert record.commit() == clean and re.fullmatch("[0-9a-f]{7,}", clean)
+    source.write_text("2")
+    assert record.commit() == f"{clean}-dirty"
+
+
 def test_a_benchmark_writes_what_it_measured_with_its_provenance(tmp_path):
     options = ("--size", "tiny", "--repeats", "1", "--tokens", "128", "--results", str(tmp_path))
     done = run("bench_fp8_linear", *options, TRL_FP8_COMMIT="abc123")
