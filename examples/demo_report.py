@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from trl_fp8.features.run_log.report.canvas import MARK, Axes, Figure, new_figure, save
 from trl_fp8.features.run_log.report.curves import Panel, draw_panel
 from trl_fp8.features.run_log.report.series import series
-from trl_fp8.planning.plan import format_bytes
+from trl_fp8.recipe.messages import format_bytes
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

@@ -278,7 +278,7 @@ def test_a_model_is_exported_once_and_can_be_verified(checkpoint, tmp_path, caps
     assert "is not empty" in capsys.readouterr().err
     (tmp_path / "fp8" / "config.json").write_text("{}")
     assert main(["verify", folder]) == 2
-    assert "config.json are not what was exported" in capsys.readouterr().err
+    assert "is not as it was exported: config.json (changed). Fetch" in capsys.readouterr().err
 
 
 def test_an_export_has_the_vision_tower_and_the_processor(tmp_path):

@@ -37,6 +37,7 @@ from .run.launch import (
     checkpoint_bytes,
     load_on_all_ranks,
     require_no_images,
+    require_no_qlora,
     require_output,
     require_rows,
     require_same_turns,
@@ -97,6 +98,9 @@ class FP8Rollouts(Saving):
         self.kept = making.kept
         # The last one first: what a later feature put on a given policy lies over what an earlier one did
         with inside(registration.construct(making) for registration in reversed(registrations())):
+            if args.own_engine:
+                loading = args.model_init_kwargs or {}
+                require_no_qlora(making.given.get("quantization_config") or loading.get("quantization_config"))
             if isinstance(model, str) and making.dequantizes:
                 self._dequantize(making)
             generation = substituted(trls, "VLLMGeneration", self._make_generation)

@@ -117,10 +117,10 @@ def test_a_corrupted_or_missing_file_is_named(small, tmp_path):
     content = bytearray(files[1].read_bytes())
     content[-1] ^= 1
     files[1].write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{files[1].name} are not what was exported"):
+    with pytest.raises(ValueError, match=rf"as it was exported: {files[1].name} \(changed\)\. "):
         verify_export(folder)
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=rf"config\.json, {files[1].name} are not"):
+    with pytest.raises(ValueError, match=rf"config\.json \(missing\), {files[1].name} \(changed\)"):
         verify_export(folder)
     (folder / CHECKSUMS).unlink()
     with pytest.raises(ValueError, match="not written by export_fp8, or not completely"):

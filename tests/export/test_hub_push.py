@@ -73,7 +73,7 @@ def test_what_is_no_whole_export_is_not_pushed(hub, export, tmp_path, capsys):
     folder = export("fp8")
     next(folder.glob("*.safetensors")).write_bytes(b"")
     assert main(["push", str(folder), "user/policy-FP8"]) == 2
-    assert "are not what was exported" in capsys.readouterr().err and hub.repos == {}
+    assert "is not as it was exported" in capsys.readouterr().err and hub.repos == {}
     assert main(["push", str(tmp_path / "none"), "user/policy-FP8"]) == 2
     assert f"has no {CHECKSUMS}" in capsys.readouterr().err
 

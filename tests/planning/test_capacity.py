@@ -223,7 +223,7 @@ def test_a_command_line_wins_over_a_run_config(plan):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ({"router_replay": "rollout"}, "it has no routers, so there is nothing to replay"),
+        ({"router_replay": "rollout"}, "Qwen3ForCausalLM is not a mixture of experts"),
         ({"fp8_base": True}, "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained"),
         ({"fp8_base": True, "fp8_weights": False}, "fp8_base=True with fp8_weights=False: the base that trainer and"),
         ({"fp8_base": True, "use_peft": True, "use_dora": True}, "fp8_base=True with use_dora=True: the engine"),
@@ -232,7 +232,7 @@ def test_a_command_line_wins_over_a_run_config(plan):
             "with kv_cache_skip_layers='auto': the",
         ),
         ({"fp8_forward": "one_forward", "fp8_weights": False}, "Set fp8_weights=True or fp8_forward='off'"),
-        ({"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype='fp8_per_token_head' is not supported"),
+        ({"kv_cache_dtype": "fp8_per_token_head"}, "kv_cache_dtype='fp8_per_token_head': the trainer can"),
         ({"kv_calibration": "rollout", "mask_truncated_completions": True}, "Use kv_calibration='policy'"),
         ({"kv_cache_skip_layers": [99]}, "kv_cache_skip_layers names layers [99]"),
         ({"num_processes": 3, "vllm_tensor_parallel_size": 2}, "each engine runs on that many training processes"),
@@ -275,6 +275,24 @@ def test_a_shared_base_is_said_to_be_one(said):
     assert "dequantized" in said("Qwen/Qwen3-8B", "--lora", **stored)
 
 
+def test_a_total_is_compared_with_its_limit_in_tenths(said):
+    """20.3 of 20 GiB would not fit."""
+    total = "20.3  of 20.4 GiB (15% stay free for what is not counted): fits\n"
+    assert total in said("Qwen/Qwen3-8B", "--fp8-base", "--gpu-memory", "24")
+
+
+def test_no_split_is_planned_that_leaves_nothing_in_fp8(said, tmp_path, capsys):
+    """On 8 ranks the 512 rows of q are 64 each, which fill no block; a split that is given is refused."""
+    toy = {"num_hidden_layers": 3, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 1000}
+    toy |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    assert " on 8 GPUs of 80 GiB, FSDP2, sequences of" in said("Qwen/Qwen3-0.6B", "--gpus", "8", **toy)
+    assert main(["plan", str(tmp_path), "--gpus", "8", "--tensor-parallel-size", "8"]) == 2
+    assert capsys.readouterr().err == (
+        "trl-fp8: vllm_tensor_parallel_size=8: split over 8 GPUs, no layer of Qwen3ForCausalLM has shards that fill "
+        "whole 128x128 blocks. Set vllm_tensor_parallel_size=1 or 2 or 4, or fp8_weight_format='tensor'.\n"
+    )
+
+
 def test_what_is_smaller_than_its_unit_is_not_nothing(said):
     sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 256, "vocab_size": 256}
     out = said("Qwen/Qwen3-0.6B", "--context", "64", **sizes)
@@ -285,7 +303,7 @@ def test_what_is_smaller_than_its_unit_is_not_nothing(said):
 def test_a_run_config_that_does_not_fit_what_was_assumed_asks_for_the_machine(said):
     given = ("--config", str(CONFIGS / "qwen3_4b_1xh200.yaml"))
     asked = "give --gpus and --gpu-memory of your machine (assumed: 1 x 80 GiB)"
-    assert f"DOES NOT FIT (99 GiB are more than 68); {asked}\n" in said("Qwen/Qwen3-4B", *given)
+    assert f"DOES NOT FIT (99.2 GiB are more than 68.0); {asked}\n" in said("Qwen/Qwen3-4B", *given)
     half = said("Qwen/Qwen3-4B", *given, "--gpus", "1")
     assert "); give --gpu-memory of your machine (assumed: 1 x 80 GiB)\n" in half
     assert "of your machine" not in said("Qwen/Qwen3-4B", *given, "--gpus", "1", "--gpu-memory", "80")
@@ -364,7 +382,10 @@ def test_every_published_model_is_planned_in_five_seconds(name, tmp_path):
     [
         ({"num_generatoins": 9}, "Unknown key 'num_generatoins' in "),
         ({"gpu_memory": 80}, "Unknown key 'gpu_memory' in "),
-        ({"vllm_mode": "server"}, "vllm_mode='server' with fp8_weights=True, kv_cache_dtype='fp8': the trainer reads"),
+        (
+            {"vllm_mode": "server"},
+            "vllm_mode='server' with fp8_weights=True, kv_cache_dtype='fp8': the trainer quantizes",
+        ),
         (
             {"vllm_mode": "server", "fp8_weights": False, "kv_cache_dtype": "auto"},
             "vllm_mode='server': a plan is of an engine that shares its GPUs with the trainer.",

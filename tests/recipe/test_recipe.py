@@ -7,8 +7,9 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3NextConfi
 
 from testing import other_models, published, tiny_models
 from testing.tiny_models import on_meta
-from trl_fp8.planning.plan import format_bytes, plan_for, plan_for_model
+from trl_fp8.planning.plan import plan_for, plan_for_model
 from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.recipe import recipe_for, recipe_for_model
 
 
@@ -66,7 +67,7 @@ def test_each_part_of_a_delta_nets_projection_has_to_be_aligned():
     assert kept() == kept(tp_size=16) == gates  # 2048 rows of q, as many of k, 4096 of v and of z
     assert kept(tp_size=32) == gates | {
         "in_proj_qkv": "64 x 4096 per rank at tensor parallel size 32 is not a multiple of 128 x 128",
-        "in_proj_z": "fused with in_proj_qkv, which is kept",
+        "in_proj_z": "vLLM fuses it with in_proj_qkv, which stays BF16",
     }
     odd = kept(linear_num_key_heads=1, linear_key_head_dim=64)  # q and k together fill a block
     assert odd["in_proj_qkv"] == "64 x 4096 is not a multiple of 128 x 128" and "out_proj" not in odd
@@ -77,7 +78,7 @@ def test_misaligned_layers_are_kept_with_their_fused_peers_and_the_reason():
     assert {name.rpartition(".")[2] for name in recipe.fp8_modules} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert recipe.kept_modules["model.layers.0.mlp.down_proj"] == "128 x 192 is not a multiple of 128 x 128"
     one_kv_head = recipe_for_model(on_meta(num_key_value_heads=1))  # k, v have 64 rows; q alone would be aligned
-    assert one_kv_head.kept_modules["model.layers.1.self_attn.q_proj"] == "fused with k_proj, which is kept"
+    assert one_kv_head.kept_modules["model.layers.1.self_attn.q_proj"] == "vLLM fuses it with k_proj, which stays BF16"
     assert "model.layers.1.self_attn.o_proj" in one_kv_head.fp8_modules
 
 
@@ -89,11 +90,27 @@ def test_tensor_parallel_shards_decide(tp_size, fp8):
     """q 256, k and v 128 rows of 2 heads; o 256 columns; gate, up 256 rows; down 256 columns."""
     model = on_meta()
     if not fp8:
-        with pytest.raises(ValueError, match="vllm_tensor_parallel_size=4"):
+        error = (
+            r"^vllm_tensor_parallel_size=4: split over 4 GPUs, no layer of Qwen3ForCausalLM has shards that fill "
+            r"whole 128x128 blocks. Set vllm_tensor_parallel_size=1 or 2, or fp8_weight_format='tensor'.$"
+        )
+        with pytest.raises(ValueError, match=error):
             recipe_for_model(model, tensor_parallel_size=tp_size)
         return
     recipe = recipe_for_model(model, tensor_parallel_size=tp_size)
     assert {name.rpartition(".")[2].removesuffix("_proj") for name in recipe.fp8_modules} == fp8
+
+
+def test_a_model_without_any_fp8_layer_is_refused_with_a_reason_for_each_kind_of_layer():
+    """A smaller tensor parallel size is not offered where what is ignored leaves nothing at any size."""
+    error = (
+        r"^fp8_weights=True, but none of the 15 linear layers of Qwen3ForCausalLM can be FP8: q_proj, k_proj, v_proj, "
+        r"o_proj, gate_proj, up_proj, down_proj \(listed in fp8_ignored_modules\); lm_head \(output head\). Set "
+        r".*fp8_weights=False, or take another model.$"
+    )
+    for tp_size in (1, 4):
+        with pytest.raises(ValueError, match=error):
+            recipe_for_model(on_meta(), tensor_parallel_size=tp_size, ignored_modules=tuple(sorted(ALL)))
 
 
 def test_kv_heads_are_replicated_beyond_their_number():
@@ -136,7 +153,7 @@ def test_a_model_with_nothing_to_quantize_is_an_error_that_says_why():
 
 def test_ignored_modules_are_exact_and_take_their_fused_peers_along():
     recipe = recipe_for_model(on_meta(), ignored_modules=("model.layers.0.mlp.up_proj",))
-    assert recipe.kept_modules["model.layers.0.mlp.gate_proj"] == "fused with up_proj, which is kept"
+    assert recipe.kept_modules["model.layers.0.mlp.gate_proj"] == "vLLM fuses it with up_proj, which stays BF16"
     assert "model.layers.1.mlp.gate_proj" in recipe.fp8_modules
     with pytest.raises(ValueError, match=r"\['up_proj', 'model.layers.9.mlp.up_proj'\] are not linear layers"):
         recipe_for_model(on_meta(), ignored_modules=("up_proj", "model.layers.9.mlp.up_proj"))

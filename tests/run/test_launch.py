@@ -53,7 +53,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
 def test_a_disk_without_room_for_one_checkpoint_is_named(flags, needed, tmp_path, free):
     args = arguments(tmp_path, **flags)
     free(0.9)
-    with pytest.raises(ValueError, match=f"output_dir='{tmp_path}': its disk has 0.9 GiB left, and {needed}"):
+    with pytest.raises(ValueError, match=f"output_dir='{tmp_path}': its disk has 921.6 MiB left, and {needed}"):
         require_output(args, GIB, GIB)
     free(3.0 if not flags else 1.0)
     require_output(args, GIB, GIB)

@@ -116,6 +116,12 @@ def test_flags_that_do_not_go_with_it_are_refused(checkpoint, tmp_path):
     args = arguments(tmp_path, **SHARED, kv_cache_skip_layers="auto")
     with pytest.raises(ValueError, match="kv_cache_skip_layers='auto' with fp8_base=True"):
         FP8GRPOTrainer(policy(checkpoint), reward_digits, args, dataset(), peft_config=lora())
+    config = BitsAndBytesConfig(load_in_4bit=True)
+    refused = r"^load_in_4bit=True: QLoRA is not supported. Set fp8_base=True instead, for LoRA on an FP8 base.$"
+    for flags, quantization in (({"model_init_kwargs": {"quantization_config": config}}, None), ({}, config)):
+        with pytest.raises(ValueError, match=refused):
+            args, options = arguments(tmp_path, **flags), {"peft_config": lora(), "quantization_config": quantization}
+            FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, args, dataset(), **options)
     config, args = BitsAndBytesConfig(load_in_8bit=True), arguments(tmp_path, **SHARED)
     for model in (checkpoint("qwen3"), policy(checkpoint)):
         with pytest.raises(ValueError, match="quantization_config=BitsAndBytesConfig"):

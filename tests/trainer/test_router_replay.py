@@ -214,7 +214,7 @@ def test_a_policy_that_follows_the_engine_chooses_as_it_does(flags, moe, tmp_pat
 
 
 def test_models_without_routers_are_refused_by_flag(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="router_replay='rollout': Qwen3ForCausalLM has no routers"):
+    with pytest.raises(ValueError, match="router_replay='rollout': Qwen3ForCausalLM is not a mixture of experts"):
         with training(checkpoint("qwen3"), arguments(tmp_path, router_replay="rollout")):
             pass
 

@@ -262,7 +262,11 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
         "",
     ),
     "reward_funcs: my_rewards has no 'digit': did you mean digits?": ({}, "--reward_funcs my_rewards.digit"),
-    "kv_cache_dtype='int8' is not supported": ({}, "--kv_cache_dtype int8"),
+    "kv_cache_dtype='int8': the trainer can calibrate": ({}, "--kv_cache_dtype int8"),
+    "load_in_4bit=True: QLoRA is not supported. Set fp8_base=True instead": (
+        {"load_in_4bit": True, "use_peft": True},
+        "",
+    ),
     "dataset_name='dta': ": ({"dataset_name": "dta"}, ""),
     "dataset_name='/no/data': Couldn't find any data file": ({"dataset_name": "/no/data"}, ""),
     "Give its folder, or in the YAML file datasets": ({"dataset_name": "data/train.jsonl"}, ""),
@@ -366,7 +370,7 @@ def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monke
 
 
 def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_models, monkeypatch, capsys):
-    refusal = "router_replay='rollout' with a model of type 'qwen3': it has no routers."
+    refusal = "router_replay='rollout' : Qwen3ForCausalLM is not a mixture of experts."
     monkeypatch.setattr(FP8GRPOTrainer, "__init__", Mock(side_effect=ValueError(refusal)))
     monkeypatch.setattr(sys, "argv", ["train", "--config", settings()])
     for rank in ("0", "1"):
@@ -400,7 +404,8 @@ def test_a_checkpoint_that_would_not_fit_on_the_disk_is_told_before_models_load(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**20))
     assert main(["train", "--config", settings()]) == 2
     assert_only(
-        "output_dir='trainer_output': its disk has 0.0 GiB left, and a checkpoint takes", capsys.readouterr().err
+        "output_dir='trainer_output': its disk has 5.0 MiB left, and a checkpoint takes 12.6 MiB",
+        capsys.readouterr().err,
     )
     launched(monkeypatch, "--config", settings(use_peft=True))
 

@@ -192,7 +192,9 @@ def test_processes_that_do_not_know_of_each_other_are_refused(monkeypatch):
 
 
 def test_processes_that_engines_cannot_share_are_refused(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="vllm_tensor_parallel_size=2 with 1 processes.*--num_processes 2"):
+    with pytest.raises(
+        ValueError, match="vllm_tensor_parallel_size=2: .* num_processes=1. Give trl-fp8 train .*--num_processes 2"
+    ):
         FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path, vllm_tensor_parallel_size=2), dataset())
 
 

@@ -2,7 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 
-from trl_fp8.export.file_checksums import verify_export
+from trl_fp8.export.file_checksums import free_folder, verify_export
 from trl_fp8.quantization.formats import FORMATS, SCALE_FORMATS
 from trl_fp8.run.registration import Command
 
@@ -15,19 +15,18 @@ def _add_export_arguments(parser: ArgumentParser) -> None:
 
 
 def _export(options: Namespace) -> str:
-    # Imported here, for transformers takes seconds that no other command needs
+    folder = free_folder(options.folder)  # before transformers takes seconds, which no other command needs
     import torch
     from transformers import AutoProcessor
     from trl.trainer.utils import create_model_from_path
 
-    from trl_fp8.export.export import export_fp8, free_folder
+    from trl_fp8.export.export import export_fp8
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.policy.model import dequantizing_config
     from trl_fp8.recipe.recipe import recipe_for_model
 
     from .model_config import model_config
 
-    folder = free_folder(options.folder)  # refused before the model is loaded
     model_config(options.model)
     stored = dequantizing_config(options.model)
     # By the class that the config names: AutoModelForCausalLM would leave a vision tower out

@@ -8,9 +8,9 @@ from trl import ModelConfig
 
 from trl_fp8.config import FP8GRPOConfig
 from trl_fp8.planning.capacity import LEAST_SEQUENCES, MOST_GPUS, RESERVED_BYTES, SIZES, Capacity
-from trl_fp8.planning.plan import format_bytes
 from trl_fp8.planning.risks import risks
 from trl_fp8.planning.trainer_memory import GIB
+from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.names import MLA
 from trl_fp8.recipe.recipe import adapter_targets
 
@@ -163,7 +163,7 @@ def _memory(capacity: Capacity, assumed: Sequence[str]) -> list[str]:
     missing = f"; give {' and '.join(assumed)} of your machine (assumed: {machine})" if assumed else ""
     verdict = "fits" if capacity.why_not is None else f"DOES NOT FIT ({capacity.why_not}){missing}"
     free = 1 - capacity.limit_bytes / setup.gpu_bytes
-    where = f"{capacity.limit_bytes / GIB:.0f} GiB ({free:.0%} stay free for what is not counted)"
+    where = f"{_gib(capacity.limit_bytes)} GiB ({free:.0%} stay free for what is not counted)"
     asleep = "the engine's are" if capacity.weights_sleep else "its KV cache is"
     sleeping = f", of which {asleep} free while it trains" if setup.args.vllm_enable_sleep_mode else ""
     lines = [

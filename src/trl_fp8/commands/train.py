@@ -150,7 +150,7 @@ def prepare(asked: Any, processes: int | None = None) -> Run:
 
     from trl_fp8.recipe.from_model import outline_of_pretrained
     from trl_fp8.run.checkpoints import checkpoint_to_resume, require_ranks
-    from trl_fp8.run.launch import require_output
+    from trl_fp8.run.launch import require_no_qlora, require_output
 
     from .model_config import model_config
     from .problems import load_problems
@@ -160,6 +160,9 @@ def prepare(asked: Any, processes: int | None = None) -> Run:
     if checkpoint := checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint):
         require_ranks(checkpoint, args.world_size)
     name, weights = model.model_name_or_path, 0
+    quantization = get_quantization_config(model)
+    if args.own_engine:
+        require_no_qlora(quantization)
     config = model_config(name, "model_name_or_path", model.model_revision)
     if args.own_engine and not (args.trust_remote_code and "auto_map" in config):
         try:
@@ -181,7 +184,7 @@ def prepare(asked: Any, processes: int | None = None) -> Run:
         "model": name,
         "train_dataset": training,
         "eval_dataset": evaluation,
-        "quantization_config": get_quantization_config(model),
+        "quantization_config": quantization,
         "peft_config": get_peft_config(model),
     }
     return Run(script, args, trained)

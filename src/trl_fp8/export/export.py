@@ -34,7 +34,7 @@ from trl_fp8.sync.policy_checks import require_finite
 from trl_fp8.sync.weight_stream import weight_stream
 from trl_fp8.sync.writer import Named
 
-from .file_checksums import write_checksums
+from .file_checksums import free_folder, write_checksums
 from .model_card import export_card, merged_card
 
 
@@ -95,16 +95,6 @@ def export_fp8(
     text = export_card(card, plan, recipe.format, kv_scales is not None, base_model, merge, latent)
     stream = weight_stream(parameters, recipe, kv_scales, persistent_buffers(model))
     return _write(free_folder(folder), model, tokenizer, recipe, stream, text, shard_bytes)
-
-
-def free_folder(folder: str | Path) -> Path:
-    """`folder`, which does not exist or is empty; `ValueError` if it holds files."""
-    folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(
-            f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
-        )
-    return folder
 
 
 def export_merged(

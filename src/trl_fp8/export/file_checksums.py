@@ -1,11 +1,35 @@
-"""The checksums of an export: written last, compared before it is pushed or used."""
+"""The folder of an export: free before it, its checksums written last and compared before it is pushed or used."""
 
 import hashlib
 import json
 from pathlib import Path
+from tempfile import TemporaryFile
 
 
 CHECKSUMS = "checksums.json"
+
+
+def free_folder(folder: str | Path) -> Path:
+    """Return `folder`, which does not exist or is empty. Raise `ValueError` if it holds files or cannot be written."""
+    folder = Path(folder)
+    there = writable_parent(folder, "folder")
+    if there == folder.absolute() and any(there.iterdir()):
+        raise ValueError(
+            f"folder={str(folder)!r} is not empty. An export is written whole or not at all; name a new folder."
+        )
+    return folder
+
+
+def writable_parent(folder: str | Path, flag: str) -> Path:
+    """Return `folder` or its nearest parent that exists. Raise `ValueError` if it cannot be written."""
+    path = Path(folder).absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    try:
+        with TemporaryFile(dir=there):
+            return there
+    except OSError as error:
+        reason = f"{there} cannot be written ({error.strerror})"
+        raise ValueError(f"{flag}={str(folder)!r}: {reason}. Set {flag} to a folder that can be.") from error
 
 
 def write_checksums(folder: Path) -> None:
@@ -37,9 +61,14 @@ def verify_export(folder: str | Path) -> int:
             f"{at} holds files that were not exported: {', '.join(added)}. A loader may take them for the model's. "
             "Remove them, or export again."
         )
-    found = {name: _sha256(folder / name) for name in expected if (folder / name).exists()}
-    if broken := [name for name, digest in expected.items() if name not in found or found[name] != digest]:
-        raise ValueError(f"{at}: {', '.join(broken)} are not what was exported. Fetch or export them again.")
+    broken = []
+    for name, digest in expected.items():
+        if not (folder / name).exists():
+            broken.append(f"{name} (missing)")
+        elif _sha256(folder / name) != digest:
+            broken.append(f"{name} (changed)")
+    if broken:
+        raise ValueError(f"{at} is not as it was exported: {', '.join(broken)}. Fetch or export it again.")
     return len(expected)
 
 

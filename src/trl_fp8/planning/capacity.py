@@ -6,6 +6,7 @@ rules as the plan itself, and only offered if it fits.
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -101,7 +102,7 @@ class Capacity:
     def why_not(self) -> str | None:
         """What does not fit, in words; None if all does."""
         if self.total_bytes > self.limit_bytes:
-            return f"{self.total_bytes / GIB:.0f} GiB are more than {self.limit_bytes / GIB:.0f}"
+            return f"{self.total_bytes / GIB:.1f} GiB are more than {self.limit_bytes / GIB:.1f}"
         least = min(self.sequences, LEAST_SEQUENCES)
         if self.held_tokens < least * self.setup.tokens:
             return f"no KV cache for {least} sequences of {self.setup.tokens:,} tokens"
@@ -164,8 +165,10 @@ class Planner:
         """Return tensor parallel sizes that divide GPUs and attention heads, and not the blocks of FP8 weights."""
         found, whole = [1], self.plan_at(1).fp8_parameters
         for size in self.sizes[1:]:
-            if gpus % size == 0 and self.splits(size) and 1.1 * self.plan_at(size).fp8_parameters >= whole:
-                found.append(size)
+            if gpus % size == 0 and self.splits(size):
+                with suppress(ValueError):  # no layer can be FP8 at this size
+                    if 1.1 * self.plan_at(size).fp8_parameters >= whole:
+                        found.append(size)
         return found
 
     def splits(self, size: int) -> bool:

@@ -11,6 +11,7 @@ from math import prod
 
 from torch import nn
 
+from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.outline import LayerCache, Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -167,12 +168,3 @@ def plan_for(outline: Outline, recipe: FP8Recipe) -> Plan:
     fp8_layers = frozenset(outline.kv_layers if recipe.fp8_kv_cache else ()).difference(recipe.kv_cache_skip_layers)
     cache = KVCache(outline.caches, outline.kv_heads, recipe.tensor_parallel_size, fp8_layers)
     return Plan(outline, recipe, tuple(rows), cache)
-
-
-def format_bytes(count: float) -> str:
-    """`1536` -> `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

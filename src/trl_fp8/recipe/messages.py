@@ -1,4 +1,4 @@
-"""Lists of names inside messages."""
+"""Lists of names and sizes inside messages."""
 
 from collections.abc import Iterable
 
@@ -8,3 +8,12 @@ def listed(names: Iterable[str], most: int = 6, between: str = ", ") -> str:
     names = list(names)
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return between.join([*names[:most], *more])
+
+
+def format_bytes(count: float) -> str:
+    """`1536` -> `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"

@@ -10,7 +10,7 @@ embeddings, norms, routers, gates of shared experts and of linear attention, and
 """
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from trl_fp8.quantization.formats import BLOCKS, FORMATS, FormatSpec, ScaleFormat, format_named
 
 from .families import family_of
-from .messages import listed
 from .names import (
     COLUMN_PARALLEL,
     FUSED,
@@ -183,27 +182,15 @@ def recipe_for(
             "caches keys and values (linear attention), so nothing of the KV cache would be FP8. Set "
             "kv_cache_dtype='auto'."
         )
-    reasons = dict.fromkeys(ignored_modules, "listed in fp8_ignored_modules")
-    for name in modules:
-        reasons[name] = reasons.get(name) or _why_kept(outline, name, spec, tensor_parallel_size)
-        if name in experts and not expert_kernels:
-            reasons[name] = reasons[name] or "vLLM has no kernel for FP8 experts on CPU"
-    for name in linears:  # what vLLM fuses is either all FP8 or all kept
-        blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
-        if reasons[name] is None and blocked:
-            reasons[name] = _fused_reason(blocked[0])
-    reasons = {name: reasons[name] or (None if fp8_weights else "fp8_weights is off") for name in modules}
-    kept = {name: reasons[name] for name in modules if reasons[name]}
+    kept = _kept(outline, spec, tensor_parallel_size, ignored_modules, expert_kernels)
     if fp8_weights and len(kept) == len(modules):
-        offenders = listed((f"  {name}: {reason}" for name, reason in kept.items()), 8, "\n")
-        other = "".join(f"fp8_weight_format={one!r}, " for one in formats_for(outline, tensor_parallel_size))
-        smaller = f"a tensor parallel size below {tensor_parallel_size} or " if tensor_parallel_size > 1 else ""
-        raise ValueError(
-            f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8 at "
-            f"vllm_tensor_parallel_size={tensor_parallel_size}:\n{offenders}\n"
-            f"Weights as {spec.description} need shards that {spec.requirement}. Use {smaller}{other}another model, "
-            "or set fp8_weights=False (kv_cache_dtype='fp8' works without it)."
-        )
+        sizes = [size for size in range(1, tensor_parallel_size) if tensor_parallel_size % size == 0]
+        smaller = [
+            size for size in sizes if len(_kept(outline, spec, size, ignored_modules, expert_kernels)) < len(modules)
+        ]
+        raise ValueError(_why_nothing(outline, kept, spec, tensor_parallel_size, smaller))
+    if not fp8_weights:
+        kept = {name: kept.get(name, "fp8_weights is off") for name in modules}
     holding = {name.rpartition(".")[0] for name in outline.parameters}
     return FP8Recipe(
         fp8_modules=tuple(name for name in linears if name not in kept),
@@ -217,6 +204,40 @@ def recipe_for(
         tensor_parallel_size=tensor_parallel_size,
         model_type=outline.model_type,
         decoder=outline.decoder,
+    )
+
+
+def _kept(
+    outline: Outline, spec: FormatSpec, tp_size: int, ignored: tuple[str, ...], expert_kernels: bool
+) -> dict[str, str]:
+    """Return the modules that stay in high precision, each with the reason."""
+    modules = [*outline.linears, *outline.experts]
+    reasons = {name: _why_kept(outline, name, spec, tp_size) for name in modules}
+    if not expert_kernels:
+        for name in outline.experts:
+            reasons[name] = reasons[name] or "vLLM has no kernel for FP8 experts on CPU"
+    reasons |= dict.fromkeys(ignored, "listed in fp8_ignored_modules")
+    for name in outline.linears:  # what vLLM fuses is either all FP8 or all kept
+        blocked = [peer for peer in _fused_with(name) if reasons.get(peer)]
+        if reasons[name] is None and blocked:
+            reasons[name] = _fused_reason(blocked[0])
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _why_nothing(outline: Outline, kept: dict[str, str], spec: FormatSpec, tp_size: int, smaller: list[int]) -> str:
+    """Return the error for a model without any FP8 layer; at the `smaller` tensor parallel sizes it has some."""
+    remedies = [f"fp8_weight_format={name!r}" for name in formats_for(outline, tp_size)]
+    if smaller:
+        reason = f"split over {tp_size} GPUs, no layer of {outline.class_name} has shards that {spec.requirement}"
+        remedies = [f"vllm_tensor_parallel_size={' or '.join(map(str, smaller))}", *remedies]
+        return f"vllm_tensor_parallel_size={tp_size}: {reason}. Set {', or '.join(remedies)}."
+    kinds = defaultdict(dict)  # reason -> last parts of the names
+    for name, reason in kept.items():
+        kinds[reason][name.rpartition(".")[2]] = None
+    reasons = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in kinds.items())
+    return (
+        f"fp8_weights=True, but none of the {len(kept)} linear layers of {outline.class_name} can be FP8: {reasons}. "
+        f"Set {', or '.join([*remedies, 'fp8_weights=False'])}, or take another model."
     )
 
 
@@ -294,7 +315,7 @@ def _fused_with(name: str) -> list[str]:
 
 
 def _fused_reason(peer: str) -> str:
-    return f"fused with {peer.rpartition('.')[2]}, which is kept"
+    return f"vLLM fuses it with {peer.rpartition('.')[2]}, which stays BF16"
 
 
 def _check_named(ignored: tuple[str, ...], modules: list[str], skipped: tuple[int, ...], outline: Outline) -> None:

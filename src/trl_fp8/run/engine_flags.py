@@ -143,11 +143,8 @@ class EngineFlags(FlagGroup):
             )
         if self.vllm_mode != "colocate":
             raise ValueError(
-                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer reads every FP8 weight and KV scale back "
-                "from the engine after each sync, which it can do in its own process only, and TRL's transfer to a "
-                "server neither quantizes weights nor carries KV scales. Set vllm_mode='colocate' "
-                "(vllm_enable_sleep_mode=True frees its memory during the optimizer step), or keep the "
-                f"server in BF16: {off}."
+                f"vllm_mode={self.vllm_mode!r} with {flags}: the trainer quantizes and checks the weights inside the "
+                f"engine, which has to run in its own process. Set vllm_mode='colocate', or switch FP8 off: {off}."
             )
         if self.fsdp and int(self.fsdp_plugin_args.get("fsdp_version", 2)) == 1:
             raise ValueError(fsdp1_message("fsdp_config={'version': 1}", "fsdp_config={'version': 2}"))

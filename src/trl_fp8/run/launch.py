@@ -5,10 +5,9 @@ A run writes its first checkpoint after hours, perhaps: that it can is asked at 
 
 import os
 import shutil
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from math import prod
-from pathlib import Path
-from tempfile import TemporaryFile
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -16,8 +15,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainingArguments
 from transformers.modeling_utils import is_fsdp_enabled
+from transformers.utils.quantization_config import QuantizationConfigMixin
 from trl.distributed import DistributedBackend
 
+from trl_fp8.export.file_checksums import writable_parent
+from trl_fp8.recipe.messages import format_bytes
 from trl_fp8.recipe.names import full_shape
 
 from .engine_flags import fsdp1_message
@@ -39,6 +41,16 @@ def require_no_images(dataset: object, name: str) -> None:
             f"train_dataset has a column {min(columns)!r}, but model={name!r} sees no images. Remove the column, or "
             "take a vision-language model."
         )
+
+
+def require_no_qlora(quantization: QuantizationConfigMixin | Mapping[str, Any] | None) -> None:
+    """Raise `ValueError` for a base in 4 or 8 bits: its weights cannot be quantized again for the engine."""
+    fields = quantization.to_dict() if isinstance(quantization, QuantizationConfigMixin) else quantization or {}
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if fields.get(name):
+            raise ValueError(
+                f"{name}=True: QLoRA is not supported. Set fp8_base=True instead, for LoRA on an FP8 base."
+            )
 
 
 def require_same_turns(tools: list, tensor_parallel_size: int) -> None:
@@ -67,9 +79,9 @@ def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> Non
         )
     if accelerator.num_processes % tensor_parallel_size:
         raise ValueError(
-            f"vllm_tensor_parallel_size={tensor_parallel_size} with {accelerator.num_processes} processes: each "
-            f"engine runs on that many training processes. Launch a multiple of {tensor_parallel_size} (accelerate "
-            f"launch --num_processes {tensor_parallel_size}), or set vllm_tensor_parallel_size=1."
+            f"vllm_tensor_parallel_size={tensor_parallel_size}: an engine runs on {tensor_parallel_size} processes, "
+            f"and the launch has num_processes={accelerator.num_processes}. Give trl-fp8 train or accelerate launch "
+            f"--num_processes {tensor_parallel_size}, or a multiple of it, or set vllm_tensor_parallel_size=1."
         )
     if DistributedBackend(accelerator).fsdp_version == 1:
         raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))
@@ -110,27 +122,14 @@ def require_output(args: TrainingArguments, weights: float, trained: float) -> N
 
     `weights`, `trained`: `checkpoint_bytes`. An optimizer that is not Adam counts as nothing.
     """
-    folder = Path(args.output_dir).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    try:
-        with TemporaryFile(dir=there):
-            disk = shutil.disk_usage(there)
-    except OSError as error:
-        raise ValueError(
-            f"output_dir={args.output_dir!r}: {there} cannot be written ({error.strerror}). Set output_dir to a "
-            "folder that can be."
-        ) from error
+    disk = shutil.disk_usage(writable_parent(args.output_dir, "output_dir"))
     saves = str(args.save_strategy.value) != "no"
     optimizer = 2 * trained if saves and not args.save_only_model and args.optim in ADAM else 0
     if disk.total and disk.free < weights + optimizer:  # a file system that does not count says 0
-        parts = f"weights {_gib(weights)}" + (f", optimizer {_gib(optimizer)}" if optimizer else "")
+        parts = f"weights {format_bytes(weights)}" + (f", optimizer {format_bytes(optimizer)}" if optimizer else "")
         without = ", or leave the optimizer out with save_only_model=True (no run resumes from that)"
         raise ValueError(
-            f"output_dir={args.output_dir!r}: its disk has {_gib(disk.free)} left, and "
-            f"{'a checkpoint' if saves else 'the model'} takes {_gib(weights + optimizer)} ({parts}). Make room, set "
-            f"output_dir to a larger disk{without if optimizer else ''}."
+            f"output_dir={args.output_dir!r}: its disk has {format_bytes(disk.free)} left, and "
+            f"{'a checkpoint' if saves else 'the model'} takes {format_bytes(weights + optimizer)} ({parts}). "
+            f"Make room, set output_dir to a larger disk{without if optimizer else ''}."
         )
-
-
-def _gib(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB"

@@ -191,7 +191,7 @@ def test_layers_without_a_router_have_no_column():
 
 
 def test_models_that_cannot_replay_are_refused():
-    with pytest.raises(ValueError, match=r"router_replay='rollout': Qwen3ForCausalLM has no routers"):
+    with pytest.raises(ValueError, match=r"router_replay='rollout': Qwen3ForCausalLM is not a mixture of experts"):
         RouterReplay(build("qwen3"), "router_replay='rollout'")
     odd = build("qwen3_moe")
     odd.model.layers[1].mlp.gate.__class__ = torch.nn.Linear

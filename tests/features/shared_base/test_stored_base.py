@@ -211,7 +211,11 @@ def ignoring(name):
 @pytest.mark.parametrize(
     "change, recipe_for, message",
     [
-        (mixed, None, r"1 weights are FP8 .*mlp\.gate_proj\.weight \(fused with up_proj, which.*Set fp8_base=False"),
+        (
+            mixed,
+            None,
+            r"1 weights are FP8 .*mlp\.gate_proj\.weight \(vLLM fuses it with up_proj, which.*Set fp8_base=False",
+        ),
         (head_as_noise, None, r"1 weights are FP8 .*lm_head\.weight \(output head\)"),
         (without_a_scale, None, r"1 of its tensors .*up_proj\.weight \(F8_E4M3, without weight_scale_inv\)\. Start"),
         (scaled_in_rows, None, r"1 of its tensors .*up_proj\.weight_scale_inv \(F32 \[256, 1\]\)\. Start"),

@@ -168,10 +168,7 @@ def _by_layer(base: nn.Module, flag: str) -> dict[int, nn.Module]:
     """The router of each decoder layer that has one."""
     found = routers(base)
     if not found:
-        raise ValueError(
-            f"{flag}: {type(base).__name__} has no routers that transformers keeps beside experts, so there is "
-            "nothing to replay. Set router_replay='off'."
-        )
+        raise ValueError(f"{flag}: {type(base).__name__} is not a mixture of experts. Set router_replay='off'.")
     for name, router in found.items():
         if not is_router(router):
             raise ValueError(

@@ -47,8 +47,8 @@ class RouterFlags(FlagGroup):
     def check_model(self, outline: Outline) -> None:
         if self.routes_returned and not outline.experts:
             raise ValueError(
-                f"router_replay={self.router_replay!r} with a model of type {outline.model_type!r}: it has no "
-                "routers, so there is nothing to replay. Set router_replay='off'."
+                f"router_replay={self.router_replay!r}: {outline.class_name} is not a mixture of experts. Set "
+                "router_replay='off'."
             )
         if self.routes_returned and (ranks := self.vllm_tensor_parallel_size) > 1:
             raise ValueError(

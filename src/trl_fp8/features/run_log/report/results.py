@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from trl_fp8.features.run_log.log_file import Run
-from trl_fp8.planning.plan import format_bytes
+from trl_fp8.recipe.messages import format_bytes
 
 from .series import ends, series, span
 
