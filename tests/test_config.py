@@ -1,5 +1,7 @@
 """Flags: defaults, parsing, and an error with flag, value, reason and remedy for everything that cannot work."""
 
+import dataclasses
+
 import pytest
 from trl import GRPOConfig, TrlParser
 
@@ -327,6 +329,41 @@ def test_scales_come_from_the_rollouts_unless_these_are_not_seen_whole(flags, so
 )
 def test_skipped_layers_come_in_every_form_a_command_line_or_yaml_gives(given, numbers):
     assert config(kv_cache_skip_layers=given).skip_layers == numbers
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {},
+        {"rollout_correction": "monitor"},
+        {"rollout_correction": {"level": "token", "reject": ["token_ratio:0.5:2.0"]}, "use_vllm": True, **OFF},
+        {"fp8_forward": "one_forward", "num_generations": 4},
+        {"kv_cache_skip_layers": [0], "vllm_importance_sampling_clip_max": 5.0},
+        OFF,
+    ],
+)
+def test_a_config_can_be_made_of_the_fields_of_another(flags):
+    made = config(**flags)
+    for again in (FP8GRPOConfig(**made.to_dict()), dataclasses.replace(made)):
+        values = [{f.name: getattr(one, f.name) for f in dataclasses.fields(one) if f.init} for one in (made, again)]
+        assert values[0] == values[1]
+    assert dataclasses.replace(made, seed=5).seed == 5
+
+
+def test_a_config_of_trls_becomes_one_of_ours_and_says_what_is_missing():
+    of_trl = GRPOConfig("out", use_cpu=True, use_vllm=True, learning_rate=3e-5)
+    made = FP8GRPOConfig(**of_trl.to_dict())
+    assert made.any_fp8 and made.learning_rate == 3e-5 and made.hub_token is None
+    assert made.vllm_importance_sampling_mode == of_trl.vllm_importance_sampling_mode
+    fields = of_trl.to_dict() | {"use_vllm": False}
+    with pytest.raises(ValueError, match="use_vllm=False with .*Set use_vllm=True"):
+        FP8GRPOConfig(**fields)
+    with pytest.raises(ValueError, match="generation_batch_size=8 with steps_per_generation=1 .*make it 16.*to None"):
+        dataclasses.replace(made, per_device_train_batch_size=16)
+    assert (
+        dataclasses.replace(made, per_device_train_batch_size=16, generation_batch_size=None).generation_batch_size
+        == 16
+    )
 
 
 @pytest.mark.parametrize("flags", [{"top_p": 0.9}, {"vllm_mode": "server"}, {"use_vllm": False}, {"top_k": 50}])

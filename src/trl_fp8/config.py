@@ -32,7 +32,19 @@ class FP8Config:
         given = {item.name for item in fields(self) if getattr(self, item.name) != default_of(item)}
         for group in self.groups():
             group.resolve(self)
+        # The fields of another config have both of these, which TRL refuses, and `to_dict` hides the token
+        size, steps = self.generation_batch_size, self.steps_per_generation
+        if steps is not None:
+            self.generation_batch_size = None
+        if self.hub_token == "<HUB_TOKEN>":
+            self.hub_token = None
         super().__post_init__()
+        if steps is not None and size not in (None, self.generation_batch_size):
+            raise ValueError(
+                f"generation_batch_size={size} with steps_per_generation={steps} and per_device_train_batch_size="
+                f"{self.per_device_train_batch_size}, which make it {self.generation_batch_size}. Set one of the "
+                "first two to None."
+            )
         for group in self.groups():
             group.check(self)
         # A second config with nothing set would tell these, too, but to make one resets accelerate's state

@@ -86,6 +86,8 @@ class CorrectionFlags(FlagGroup):
     def _require_one_choice(self) -> None:
         """`rollout_correction` has level and bounds of its own: those of TRL's modes would be ignored beside it."""
         unset = {"mode": None, "clip_max": "auto", "clip_min": None, "cap": None}
+        if (self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max) == ("token_truncate", 2.0):
+            del unset["mode"], unset["clip_max"]  # what `resolve` sets: this config is made of another's fields
         values = {f"vllm_importance_sampling_{name}": value for name, value in unset.items()}
         if given := [
             f"{name}={getattr(self, name)!r}" for name, none in values.items() if getattr(self, name) != none
