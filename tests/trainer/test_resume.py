@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from testing.runs import arguments, training, trajectory
-from trl_fp8.run.checkpoints import load_rollouts, save_rollouts
+from trl_fp8.run.checkpoints import load_rollouts, sampling_of, save_rollouts
 
 
 pytestmark = pytest.mark.engine
@@ -51,7 +51,7 @@ def test_the_file_of_rollouts_is_what_makes_the_difference(checkpoint, tmp_path)
     own = tmp_path / "checkpoint-2" / "rollouts_0.pt"
     own.rename(own.with_name("rollouts_1.pt"))  # another rank's
     with pytest.raises(ValueError, match="lacks rollouts_0.pt.*Copy the whole checkpoint"):
-        load_rollouts(own.parent, Accelerator(cpu=True))
+        load_rollouts(own.parent, Accelerator(cpu=True), sampling_of(args))
     own.with_name("rollouts_1.pt").unlink()
     with training(checkpoint("qwen3"), args) as trainer:
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -78,8 +78,24 @@ def test_rollouts_of_another_number_of_ranks_are_refused_on_every_rank(ranks, ra
         return SimpleNamespace(num_processes=ranks, process_index=rank, device=torch.device("cpu"))
 
     for index in range(2):
-        save_rollouts(tmp_path, of(2, index), 5, [{"prompt_ids": torch.full((2, 3), index)}])
-    step, (batch,) = load_rollouts(tmp_path, of(2, 1))
+        save_rollouts(tmp_path, of(2, index), 5, [{"prompt_ids": torch.full((2, 3), index)}], {})
+    step, (batch,) = load_rollouts(tmp_path, of(2, 1), {})
     assert step == 5 and torch.equal(batch["prompt_ids"], torch.ones(2, 3, dtype=torch.long))
     with pytest.raises(ValueError, match=f"generation of 2 processes.*among {ranks}.*without rollouts_"):
-        load_rollouts(tmp_path, of(ranks, rank))
+        load_rollouts(tmp_path, of(ranks, rank), {})
+
+
+@pytest.mark.parametrize("flags", [{"top_p": 0.9}, {"temperature": 0.7}, {"generation_kwargs": {"min_p": 0.1}}])
+def test_rollouts_are_never_scored_as_if_sampled_otherwise_than_they_were(flags, tmp_path):
+    """Either way round: the run has it newly, or no longer."""
+    [name] = flags.get("generation_kwargs") or flags
+    plain, other = (sampling_of(arguments(tmp_path, **each)) for each in ({}, flags))
+    accelerator = Accelerator(cpu=True)
+    for before, now in ((plain, other), (other, plain)):
+        save_rollouts(tmp_path, accelerator, 1, [], before)
+        assert load_rollouts(tmp_path, accelerator, before) == (1, [])
+        said = (
+            f"was sampled with {name}={before[name]}, and this run has {name}={now[name]}:.*Set {name}={before[name]}"
+        )
+        with pytest.raises(ValueError, match=said):
+            load_rollouts(tmp_path, accelerator, now)

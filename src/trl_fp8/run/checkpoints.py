@@ -6,6 +6,7 @@ that come next. So each rank writes its unused rollouts, and all that belongs to
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -15,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 
+SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 LAST = ("true", "auto")  # what a command line or a file has for the last whole checkpoint
 
 
@@ -82,13 +84,21 @@ def forget_rollouts(folder: str | Path) -> None:
         file.unlink()
 
 
-def save_rollouts(folder: str | Path, accelerator: Accelerator, step: int, batches: list[dict]) -> None:
-    """Write the micro-step counter and the buffered batches of tensors of this rank."""
-    state = {"ranks": accelerator.num_processes, "step": step, "batches": batches}
+def sampling_of(args: Any) -> dict[str, Any]:
+    """Return the settings that decide from which distribution of the policy a run samples."""
+    settings = {name: getattr(args, name) for name in SAMPLING} | (args.generation_kwargs or {})
+    return {name: settings[name] for name in SAMPLING}
+
+
+def save_rollouts(
+    folder: str | Path, accelerator: Accelerator, step: int, batches: list[dict], sampling: dict
+) -> None:
+    """Write the micro-step counter and the buffered batches of this rank, and how they were sampled."""
+    state = {"ranks": accelerator.num_processes, "step": step, "batches": batches, "sampling": sampling}
     torch.save(state, Path(folder) / f"rollouts_{accelerator.process_index}.pt")
 
 
-def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, list[dict]] | None:
+def load_rollouts(folder: str | Path, accelerator: Accelerator, sampling: dict) -> tuple[int, list[dict]] | None:
     """What `save_rollouts` wrote, on the rank's device; None if the checkpoint does not fall into a generation."""
     require_ranks(folder, accelerator.num_processes)
     if not _rollout_files(folder):
@@ -100,6 +110,14 @@ def load_rollouts(folder: str | Path, accelerator: Accelerator) -> tuple[int, li
             f"{accelerator.process_index}. Copy the whole checkpoint, or resume from one without rollouts_*.pt."
         )
     state = _read(own)
+    if other := {name: value for name, value in state["sampling"].items() if value != sampling[name]}:
+        now = ", ".join(f"{name}={sampling[name]!r}" for name in other)
+        before = ", ".join(f"{name}={value!r}" for name, value in other.items())
+        raise ValueError(
+            f"resume_from_checkpoint={str(folder)!r} falls into a generation that was sampled with {before}, and this "
+            f"run has {now}: log-probs of the rollouts left would be of another distribution than the policy's. Set "
+            f"{before}, or resume from a checkpoint without rollouts_*.pt (after which a generation was due)."
+        )
     return state["step"], send_to_device(state["batches"], accelerator.device)
 
 

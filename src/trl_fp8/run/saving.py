@@ -26,7 +26,16 @@ from trl_fp8.policy.stored_weights import (
 )
 from trl_fp8.sync.policy_checks import require_finite
 
-from .checkpoints import LAST, checkpoint_to_resume, checkpoints, forget_rollouts, load_rollouts, marker, save_rollouts
+from .checkpoints import (
+    LAST,
+    checkpoint_to_resume,
+    checkpoints,
+    forget_rollouts,
+    load_rollouts,
+    marker,
+    sampling_of,
+    save_rollouts,
+)
 from .facts import run_facts
 from .folder_lock import lock_folder, unlock_folder
 
@@ -163,7 +172,7 @@ class Saving:
         for feature in self.features:
             feature.save(folder)
         if self.args.own_engine and self._step % (self.args.steps_per_generation * self.num_iterations):
-            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs)
+            save_rollouts(folder, self.accelerator, self._step, self._buffered_inputs, sampling_of(self.args))
         super()._save_checkpoint(model, trial)  # may delete older ones at its end
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
@@ -197,7 +206,7 @@ class Saving:
             return
         for feature in self.features:
             feature.load(checkpoint)
-        if rollouts := load_rollouts(checkpoint, self.accelerator):
+        if rollouts := load_rollouts(checkpoint, self.accelerator, sampling_of(self.args)):
             self._step, self._buffered_inputs = rollouts
 
 

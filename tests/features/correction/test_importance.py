@@ -8,6 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+from trl import GRPOTrainer
 
 from testing import oracles
 from testing.rollout_batches import batches, pairs_to_logps, policy_losses, random_batch
@@ -293,6 +294,23 @@ def test_log_weights_sum_to_the_log_of_the_sequence_ratio_where_vespo_needs_it()
 
 
 # ---- over ranks and micro-batches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["token", "geometric", None])
+def test_vespo_under_shrink_is_that_of_the_tokens_that_are_left(level):
+    """TRL sums log(weight) over all tokens, also over those that the mask of its loss leaves out."""
+    batch = random_batch(B=6, T=20)
+    rule = Rejection("token_ratio", 0.8, 1.25)
+    done = correct(log_ratio(*batch), RolloutCorrection(level=level, reject=(rule,), denominator="shrink"))
+    weights, mask = done.loss_weights, done.loss_mask
+    assert not mask.all() and mask.any(1).all()
+    generator = torch.Generator().manual_seed(1)
+    advantages, log_r = torch.randn(6, 1, generator=generator), 0.1 * torch.randn(6, 20, generator=generator)
+    whole = GRPOTrainer.get_gamma_weights(advantages, log_r, mask, weights)
+    for row, kept in enumerate(mask):
+        left = weights[row : row + 1, kept]
+        alone = (advantages[row : row + 1], log_r[row : row + 1, kept], torch.ones_like(left), left)
+        assert torch.allclose(whole[row], GRPOTrainer.get_gamma_weights(*alone)[0], rtol=1e-4), row
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

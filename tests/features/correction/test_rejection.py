@@ -126,15 +126,15 @@ def test_the_denominator_is_a_choice(denominator, expected):
     assert corrected.loss_weights[0, 4] == 1  # padding
 
 
-def test_a_shrunk_denominator_leaves_the_weights_of_rejected_tokens():
-    """VESPO sums log(weight) over all T: the ratio of a sequence includes the tokens whose own loss is dropped."""
+def test_rejected_tokens_count_with_a_weight_of_zero_or_not_at_all():
+    """VESPO sums log(weight) over all T, and the policy's ratios over the tokens of the loss."""
     batch = pairs_to_logps([[1.5, 0.1, 0.8]])
     rule = Rejection("token_ratio", 0.5, 2.0)
     weights = {
         choice: correct(log_ratio(*batch), RolloutCorrection(reject=(rule,), denominator=choice)).loss_weights
         for choice in ("keep", "shrink")
     }
-    torch.testing.assert_close(weights["shrink"], torch.tensor([[1.5, 0.1, 0.8]]).double())
+    torch.testing.assert_close(weights["shrink"], torch.tensor([[1.5, 1.0, 0.8]]).double())
     torch.testing.assert_close(weights["keep"], torch.tensor([[1.5, 0.0, 0.8]]).double())
 
 

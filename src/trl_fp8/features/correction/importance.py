@@ -162,8 +162,10 @@ def correct(
         return CorrectedRollout(ones_BT, ratio.mask_BT, ones_BT, ratio.mask_BT, None, metrics)
     # TRL broadcasts one weight a sequence over its tokens, as long as none of them is rejected
     loss_weights = bounded if correction.level == "sequence" else weights_BT
-    if correction.reject and correction.denominator == "keep":  # rejected tokens count, with a weight of 0
-        loss_weights = weights_BT.masked_fill(ratio.mask_BT & ~keep_BT, 0.0)
+    if correction.reject:  # rejected tokens count with a weight of 0, or not at all: VESPO multiplies those of all T
+        loss_weights = weights_BT.masked_fill(
+            ratio.mask_BT & ~keep_BT, 0.0 if correction.denominator == "keep" else 1.0
+        )
     old_logps_BT = _bypass_logps(ratio) if correction.bypass else None
     return CorrectedRollout(weights_BT, keep_BT, loss_weights, loss_mask_BT, old_logps_BT, metrics)
 
