@@ -1,1 +1,1 @@
-"""What a recipe means for a model in bytes, and for a GPU in tokens; printed before anything starts."""
+"""Plans: a recipe in bytes of a model and tokens of a GPU, printed before anything starts."""

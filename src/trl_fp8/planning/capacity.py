@@ -1,4 +1,4 @@
-"""What fits: trainer and engine together on each GPU, and what to change where they do not.
+"""Capacity: whether trainer and engine fit together on each GPU, and what to change where they do not.
 
 A plan fits if the trainer's memory and the engine's share leave `FREE` of a GPU for what is not counted, and if the
 engine's KV cache then holds a few sequences of full length. What is changed to make a plan fit is computed by the same
@@ -46,7 +46,7 @@ class Capacity:
 
     @property
     def weights_sleep(self) -> bool:
-        """Whether sleep mode frees the engine's weights, too, while the trainer trains."""
+        """Return whether sleep mode frees the engine's weights, too, while the trainer trains."""
         return not (self.setup.args.policy_calls_engine or self.setup.args.base_in_engine)
 
     @property
@@ -100,7 +100,7 @@ class Capacity:
 
     @property
     def why_not(self) -> str | None:
-        """What does not fit, in words; None if all does."""
+        """Return a sentence on what does not fit; None if everything fits."""
         if self.total_bytes > self.limit_bytes:
             return f"{self.total_bytes / GIB:.1f} GiB are more than {self.limit_bytes / GIB:.1f}"
         least = min(self.sequences, LEAST_SEQUENCES)

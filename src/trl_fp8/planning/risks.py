@@ -1,4 +1,4 @@
-"""What about a model deserves a look before a GPU is booked, and the flags that answer it."""
+"""Risks: properties of a model to look at before a GPU is booked, and the flags that answer them."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ SMALL = 1e9  # parameters
 
 
 class Risk(NamedTuple):
-    """What may go wrong, in one sentence or two, and the flags of `FP8GRPOConfig` that answer it."""
+    """One thing that may go wrong, in one or two sentences, and the flags of `FP8GRPOConfig` that answer it."""
 
     text: str
     flags: dict[str, str | float] = {}

@@ -37,7 +37,7 @@ SAVED = 64
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, and where. None: a plan chooses."""
+    """A training run and the GPUs that it is planned for. None: the plan chooses."""
 
     args: Any  # the config, an `FP8GRPOConfig`
     tokens: int = 4096  # of a sequence, prompt and completion

@@ -1,4 +1,4 @@
-"""How a trainer with one forward computes backward GEMMs, decided once for all layers.
+"""Backward GEMMs of a trainer with one forward, decided once for all layers.
 
 The engine computes the forward. With `fp8_backward="fp8"` the operands of both backward GEMMs are rounded to e4m3:
 weights as their format says (`quantization.formats`), the others in groups of 128 along the dim that the GEMM
@@ -58,7 +58,7 @@ class BackwardPrecision:
 
 
 def gemm_dtype(device: torch.device) -> torch.dtype:
-    """Of a GEMM in a backward: BF16, but FP32 on CPU, where those without 16-bit units emulate it ten times slower."""
+    """Return the dtype of a backward GEMM: BF16, but FP32 on CPU, which may emulate BF16 ten times slower."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 

@@ -49,7 +49,7 @@ class Comparison:
         return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
 
     def first_difference(self) -> str | None:
-        """What differs first, as a noun; None if nothing differs."""
+        """Return a noun phrase for the first difference; None if nothing differs."""
         for place, mine in self._policy.items():
             if place in self._engine:
                 theirs = torch.cat(self._engine[place])[: len(mine)]

@@ -1,4 +1,4 @@
-"""Which policies can follow an engine, as far as the policy shows by itself: `ValueError` for all others."""
+"""Checks of a policy that is to follow an engine: `ValueError` for every policy that cannot."""
 
 from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.layer import ParamWrapper
@@ -76,7 +76,7 @@ def require_sums(model: nn.Module) -> None:
 
 
 def _other_than_sum(module: BaseTunerLayer) -> str | None:
-    """What an adapter is, unless it adds to a linear layer's output, or to the weights of experts or a router."""
+    """Return the kind of an adapter; None if it adds to the output of a linear layer, or to experts or a router."""
     if type(module) is ParamWrapper:
         routes = module.parameter_name in TRANSFORMERS.fused or is_router(module.get_base_layer())
         return None if routes else f"of the parameter {module.parameter_name}"

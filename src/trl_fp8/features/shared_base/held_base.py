@@ -76,7 +76,7 @@ class HeldBase:
 
 
 class SharedBase:
-    """What a trainer's engine is handed: weights of a policy that does without them as soon as the engine has them."""
+    """Weights that a policy hands to its engine, and does without as soon as the engine has them."""
 
     def __init__(self, model: nn.Module, source: HeldBase | StoredBase, device: torch.device):
         self.model, self._source, self._device = model, source, device
@@ -117,7 +117,7 @@ class SharedBase:
 
     @cached_property
     def original(self) -> StoredBase | str:
-        """Where the weights are in high precision, to be read again; or why they are not."""
+        """Return the place of the weights in high precision, to be read again, or the reason why there is none."""
         source, model = self._source, transformers_model(self.model)
         if not isinstance(source, StoredBase):
             create, recipe = type(model).from_pretrained, source.recipe

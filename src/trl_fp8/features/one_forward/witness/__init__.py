@@ -1,1 +1,1 @@
-"""Whether the engine computes the model that the policy is, module by module."""
+"""Comparison of the engine's model with the policy, module by module."""

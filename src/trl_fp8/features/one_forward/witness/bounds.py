@@ -1,4 +1,4 @@
-"""How far a module of the policy and the engine's may be apart on the same input, if all that differs is rounding.
+"""Bounds on the difference between a module of the policy and the engine's on one input, if only rounding differs.
 
 BF16 keeps 8 significant bits and e4m3 keeps 4. Rounding to nearest moves a value by half a step at most:
 
@@ -53,8 +53,8 @@ def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
 
 
 def activation_bound(own: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """Of each output of act(gate) * up: act and the product are rounded to BF16. Far below 0 a GELU is a difference of
-    FP32 numbers that nearly cancel.
+    """Return the bound of each output of act(gate) * up, where act and the product are rounded to BF16. Far below 0 a
+    GELU is a difference of FP32 numbers that nearly cancel.
     """
     return 3 * U16 * own.abs() + 2.0**-20 * (gate * up).abs()
 

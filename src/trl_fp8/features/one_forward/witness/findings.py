@@ -1,4 +1,4 @@
-"""What a comparison of the policy with its engine came to: what differs, and how near the rest came."""
+"""Result of a comparison of the policy with its engine: what differs, and how near the rest came."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""What is read off the modules of both sides and compared exactly: none of the engine's modules is called.
+"""Properties of the modules of both sides that are compared exactly: none of the engine's modules is called.
 
     attention    which keys a query sees
     rotary       cos and sin of all angles, up to the last position that a run can reach

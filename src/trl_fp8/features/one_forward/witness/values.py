@@ -53,7 +53,7 @@ class Values:
         }
 
     def of(self, module: nn.Module) -> Callable | None:
-        """What compares `module`; None: its wrapper is compared, or it has no values of its own."""
+        """Return the function that compares `module`; None if its wrapper is compared, or it has no values."""
         if isinstance(module, FollowedLinear) and module.adapted:
             return None
         return next((compare for kind, compare in self._kinds.items() if isinstance(module, kind)), None)
@@ -74,7 +74,7 @@ class Values:
         self._note("FP8 linear" if base.is_fp8 else "linear", module, found_TN, own_TN, bound_T)
 
     def _norm(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """Of rows as they are, and of tiny ones: only those show with which eps the engine computes."""
+        """Compare a norm on its rows and on tiny rows: only those show with which eps the engine computes."""
         x = args[0].to(torch.bfloat16)
         size = (TINY / x.float().square().mean(-1, keepdim=True).clamp_min(1e-30)).sqrt()
         tiny = (x * size).to(torch.bfloat16)
@@ -90,7 +90,7 @@ class Values:
                 return
 
     def _mlp(self, module: nn.Module, own: Callable, args: tuple, kwargs: dict, output: Tensor) -> None:
-        """What `own` hands to the last of its linears, which are compared by themselves."""
+        """Compare what `own` hands to its last linear. Linears are compared by themselves."""
         x, seen = args[0].to(module.down_proj.weight.dtype), {}
 
         def rounded(linear: nn.Module, args: tuple, output: Tensor) -> Tensor:

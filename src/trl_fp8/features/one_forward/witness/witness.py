@@ -1,4 +1,4 @@
-"""Whether the engine computes what the policy's own modules compute, module by module, on the same inputs.
+"""Comparison of the engine's modules with the policy's own, one by one, on the same inputs.
 
 A policy that calls its engine has the engine's values, and so no mismatch, whatever model the engine's class computes.
 For example, vLLM's Llama turns half of a head's channels where transformers turns all of them. So before anything is
