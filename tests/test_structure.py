@@ -68,6 +68,7 @@ FOREIGN = {  # packages that only some folders may import; a feature's modules t
 # Attributes that are written from outside of their object: in which files, which, and why that has to be
 WRITTEN_FROM_OUTSIDE = {
     ("config.py", "FP8GRPOConfig.__doc__"): "made of the flags' own texts, which the class has once it is there",
+    ("commands/arguments.py", "*.help"): "transformers' text on a flag that takes more here",
     ("commands/train.py", "args.model_init_kwargs"): "TRL reads there how a model is loaded, and no argument says it",
     ("engine/vllm/cpu/reference_linear.py", "layer.cpu_linear"): "set by what is patched, read by vLLM's layer",
     ("engine/vllm/images.py", "processor._apply_prompt_updates"): "vLLM calls it, and asks nobody",

@@ -35,6 +35,7 @@ from .run.folder_lock import lock_folder
 from .run.launch import (
     check_launch,
     checkpoint_bytes,
+    launch_words,
     load_on_all_ranks,
     require_no_images,
     require_no_qlora,
@@ -205,7 +206,7 @@ class FP8Rollouts(Saving):
         self._make_features()
         if args.own_engine:
             self.plan = plan_for_model(self.model, self.recipe)
-            self.accelerator.print(self.plan.summary(), flush=True)
+            self.accelerator.print(f"{self.plan.summary()}\nLaunch: {launch_words(self.accelerator)}", flush=True)
         text = "Starting the engine; at its first start vLLM compiles what it needs."
         with slow_step(text, shown=self.accelerator.is_main_process):
             parts = [part for feature in self.features if (part := feature.engine_part()) is not None]

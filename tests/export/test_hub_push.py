@@ -38,11 +38,16 @@ def contents(folder):
 
 def test_a_push_ends_with_exactly_the_files_of_the_export(hub, export):
     folder = export("fp8", shard_bytes=200_000)
-    url = push_export(folder, "user/policy-FP8", token="hf_secret", private=True)
+    url = push_export(folder, "user/policy-FP8", token="hf_secret", private=True).commit_url
     assert hub.repos["user/policy-FP8"] == contents(folder) and hub.commits == ["Upload FP8 checkpoint"]
     assert url.startswith(f"{hub.endpoint}/user/policy-FP8/commit/") and hub.tokens == {"Bearer hf_secret"}
     card = hub.repos["user/policy-FP8"]["README.md"].decode()
-    assert card.startswith("---\n") and "- fp8" in card and "model.layers.*.mlp.down_proj" in card
+    assert (
+        card.startswith("---\n")
+        and card.count("# FP8 checkpoint") == 1
+        and "- fp8" in card
+        and "model.layers.*.mlp.down_proj" in card
+    )
 
 
 def test_an_interrupted_push_is_completed_by_repeating_it(hub, export):

@@ -1,13 +1,15 @@
 """Whether a disk can take what a run will write: asked of it beforehand, and nothing is left there."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
+from accelerate import DistributedType
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.run.launch import checkpoint_bytes, require_output
+from trl_fp8.run.launch import checkpoint_bytes, launch_words, require_output
 
 
 GIB = 2**30
@@ -67,3 +69,19 @@ def test_adapters_alone_are_in_a_checkpoint_of_a_model_with_adapters():
     assert checkpoint_bytes(model) == (2 * 4 * 64, 4 * 64)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["1"]))
     assert checkpoint_bytes(adapted) == (2 * 4 * 16, 2 * 4 * 16)
+
+
+@pytest.mark.parametrize(
+    "kind, processes, plugins, words",
+    [
+        (DistributedType.NO, 1, {}, "1 process"),
+        (DistributedType.MULTI_CPU, 2, {}, "2 processes, DDP"),
+        (DistributedType.MULTI_GPU, 8, {}, "8 processes, DDP"),
+        (DistributedType.FSDP, 2, {"fsdp_plugin": SimpleNamespace(fsdp_version=2)}, "2 processes, FSDP2"),
+        (DistributedType.FSDP, 1, {"fsdp_plugin": SimpleNamespace(fsdp_version=2)}, "1 process, FSDP2"),
+        (DistributedType.DEEPSPEED, 4, {"deepspeed_plugin": SimpleNamespace(zero_stage=3)}, "4 processes, ZeRO-3"),
+    ],
+)
+def test_a_launch_is_named_as_it_is_not_as_it_was_asked_for(kind, processes, plugins, words):
+    state = SimpleNamespace(**({"deepspeed_plugin": None, "fsdp_plugin": None} | plugins))
+    assert launch_words(SimpleNamespace(distributed_type=kind, num_processes=processes, state=state)) == words

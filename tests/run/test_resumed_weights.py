@@ -24,7 +24,7 @@ def cloned(model):
 @pytest.mark.parametrize(
     "name, flags", [*((name, WITH_FAKE) for name in NAMES if name != "gemma3"), ("gemma3", WITHOUT_ENGINE)]
 )
-def test_a_resumed_run_ends_where_the_whole_one_did(name, flags, tmp_path):
+def test_a_resumed_run_ends_where_the_whole_one_did(name, flags, tmp_path, capsys):
     FAMILIES[name].save(tmp_path / "policy")
     args = arguments(tmp_path / "run", max_steps=4, save_strategy="steps", save_steps=1, **flags)
     task = (
@@ -34,8 +34,10 @@ def test_a_resumed_run_ends_where_the_whole_one_did(name, flags, tmp_path):
     whole = trainer(str(tmp_path / "policy"), *task)
     initial = cloned(whole.model)
     whole.train()
+    assert "resuming" not in capsys.readouterr().out
     resumed = trainer(str(tmp_path / "policy"), *task)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert "resuming from checkpoint-3\n" in capsys.readouterr().out
     assert trajectory(resumed) == trajectory(whole)
     weights = cloned(whole.model)
     assert all(torch.equal(tensor, weights[name]) for name, tensor in cloned(resumed.model).items())

@@ -21,7 +21,8 @@ with training({checkpoint!r}, args) as trainer:
     trainer.train()
     trainer.push_to_hub(commit_message="the final policy", blocking=True)
     for _ in range(2):  # the second replaces the export, and finds its files on the Hub
-        trainer.push_fp8_to_hub()
+        commit = trainer.push_fp8_to_hub()
+        assert "/user/policy-FP8/commit/" in commit.commit_url, commit
 """
 
 
@@ -52,6 +53,8 @@ def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_ot
     assert not any("scale" in name or "float8" in str(tensor.dtype) for name, tensor in weights.items())
     assert "quantization_config" not in json.loads(files["config.json"])
     card = files["README.md"].decode()
+    name = Path(paths["checkpoint"]).name
+    assert f"a fine-tuned version of {name}." in card and "None" not in card.partition("## Training procedure")[0]
     assert "- fp8" in card and "- grpo" in card and "- trl" in card
     assert (
         "## FP8 rollouts" in card

@@ -481,6 +481,8 @@ def test_help_shows_what_most_runs_set_and_all_of_it_if_asked(capsys):
     assert main(["train", "--help", "kv-scale-margin", "--loss_type"]) == 0
     asked = capsys.readouterr().out
     assert "--kv_scale_margin (a number; default 1.05)" in asked and "[VESPO" in asked and "--beta" not in asked
+    assert main(["train", "--help", "resume_from_checkpoint"]) == 0
+    assert "'auto' for the last one in output_dir" in " ".join(capsys.readouterr().out.split())
     assert main(["train", "--help", "kv_scale_margins"]) == 2
     assert "no flag has this name; close are kv_scale_margin" in capsys.readouterr().err
     assert main(["train", "--help-all"]) == 0

@@ -65,7 +65,8 @@ def test_architectures_train_three_steps(architecture, options, checkpoint, tmp_
     with training(checkpoint(architecture, **options), arguments(tmp_path)) as trainer:
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         trainer.train()
-        assert "FP8 plan" in capfd.readouterr().out
+        printed = capfd.readouterr().out
+        assert "FP8 plan" in printed and "\nLaunch: 1 process\n" in printed
         logged = rows(trainer)
         assert len(logged) == 3 and all(math.isfinite(row["loss"]) for row in logged)
         for row in logged:

@@ -73,6 +73,12 @@ class TaskArguments(GRPOScriptArguments):
     )
 
 
+HELP = {  # in the place of transformers' text
+    "resume_from_checkpoint": "Checkpoint that the run goes on from: its folder, or 'auto' for the last one in "
+    "output_dir that was written to its end. With 'auto' a run without one begins at the start."
+}
+
+
 class Asked(NamedTuple):
     """What a run config and the words after it ask for, before the dataclasses check it."""
 
@@ -120,6 +126,8 @@ class Parser(TrlParser):
         super().__init__(*types, **options)
         # --help has no type, nor has --no_... of what is on by default
         self.by_name = {each.dest: each for each in self._option_string_actions.values() if each.type is not None}
+        for name in self.by_name.keys() & HELP:
+            self.by_name[name].help = HELP[name]
 
     def read(self, words: list[str], launches: bool = True) -> Asked:
         """What words and the run config that they name ask for; the words win. As `parse_args_and_config`, in two

@@ -56,8 +56,8 @@ def _add_push_arguments(parser: ArgumentParser) -> None:
 def _push(options: Namespace) -> str:
     from trl_fp8.export.push import push_export
 
-    url = push_export(options.folder, options.repo_id, private=options.private, revision=options.revision)
-    return f"pushed: {url}"
+    commit = push_export(options.folder, options.repo_id, private=options.private, revision=options.revision)
+    return f"pushed: {commit.commit_url}"
 
 
 COMMANDS = (

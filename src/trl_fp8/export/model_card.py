@@ -73,7 +73,7 @@ def export_card(
     if not card:
         section += f"\n{_plan(plan)}"
         header = {"library_name": "transformers", "tags": ["fp8"]} | ({"base_model": base_model} if base_model else {})
-        card = f"---\n{yaml.safe_dump(header)}---\n\n# FP8 checkpoint\n"
+        card = f"---\n{yaml.safe_dump(header)}---\n\n# {base_model or 'Model'} in FP8\n"
     return f"{card.rstrip()}\n\n{section}"
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import httpx
-from huggingface_hub import HfApi
+from huggingface_hub import CommitInfo, HfApi
 
 from .file_checksums import verify_export
 
@@ -16,8 +16,8 @@ def push_export(
     token: str | None = None,
     revision: str | None = None,
     message: str = "Upload FP8 checkpoint",
-) -> str:
-    """Upload an export and return the URL of the commit.
+) -> CommitInfo:
+    """Upload an export and return the commit, whose `commit_url` is its page.
 
     The upload is whole or not at all: files first, then one commit that also removes weights of earlier exports.
     Repeat it after an interruption: files that had arrived are recognized by their hash and not sent again.
@@ -45,4 +45,4 @@ def push_export(
             f"{folder} was not pushed to {repo_id}: {error.__cause__ or error}. Nothing was committed; repeat it with "
             f"'trl-fp8 push {folder} {repo_id}'."
         ) from error
-    return commit.commit_url
+    return commit

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainingArguments
@@ -85,6 +85,14 @@ def check_launch(accelerator: Accelerator, tensor_parallel_size: int = 1) -> Non
         )
     if DistributedBackend(accelerator).fsdp_version == 1:
         raise ValueError(fsdp1_message("fsdp_version: 1 in the accelerate configuration", "fsdp_version: 2"))
+
+
+def launch_words(accelerator: Accelerator) -> str:
+    """Return how the run was launched, as in "2 processes, DDP"."""
+    dist, processes = DistributedBackend(accelerator), accelerator.num_processes
+    sharding = f"ZeRO-{dist.zero_stage}" if dist.zero_stage else f"FSDP{dist.fsdp_version}" if dist.is_fsdp else "DDP"
+    one = accelerator.distributed_type is DistributedType.NO
+    return "1 process" if one else f"{processes} process{'es' if processes > 1 else ''}, {sharding}"
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
+from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -104,7 +105,7 @@ class Saving:
         *,
         folder: str | Path | None = None,
         commit_message: str = "Upload FP8 checkpoint",
-    ) -> None:
+    ) -> CommitInfo | None:
         """Write the FP8 checkpoint of the current policy and push it to a repository of its own; see `push_export`.
 
         All ranks call this. It can be repeated after an interruption: what had arrived is not sent again.
@@ -116,6 +117,9 @@ class Saving:
                 `push_to_hub` leaves alone.
             commit_message: Of the one commit.
 
+        Returns:
+            The commit, as `push_to_hub`, on the main process; None on others.
+
         Raises:
             ValueError: As `save_fp8_model`.
             RuntimeError: On every rank, if the main process could not write or push; the message has its reason.
@@ -126,9 +130,11 @@ class Saving:
             shutil.rmtree(folder)
         self.save_fp8_model(folder)
         options = {"private": self.args.hub_private_repo, "token": self.args.hub_token, "message": commit_message}
+        commit = None
         with failing_together("push_fp8_to_hub: the main process could not push the export"):
             if self.accelerator.is_main_process:
-                push_export(folder, repo_id, revision=self.args.hub_revision, **options)
+                commit = push_export(folder, repo_id, revision=self.args.hub_revision, **options)
+        return commit
 
     def create_model_card(self, *args, **kwargs) -> None:
         """TRL's model card, with a section on FP8."""
@@ -137,7 +143,9 @@ class Saving:
             return
         card = Path(self.args.output_dir, "README.md")
         section = fp8_section(run_facts(self), self.state.log_history, self.vllm_generation.audit_failures)
-        card.write_text(f"{card.read_text().rstrip()}\n\n{section}")
+        started_from = Path(self.model.config.name_or_path).name or "a model that was made in memory"
+        text = card.read_text().replace("[None](https://huggingface.co/None)", started_from)  # TRL's, of a folder
+        card.write_text(f"{text.rstrip()}\n\n{section}")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
         """TRL's; True, "true" and "auto" mean the last checkpoint that was written to its end, if there is one."""
@@ -148,6 +156,8 @@ class Saving:
                 logger.warning(f"{', '.join(skipped)} in {folder} were not written to their end and are passed over.")
             if checkpoint is None:
                 self.accelerator.print(f"no checkpoint in {folder} yet: starting from the beginning")
+        if checkpoint:
+            self.accelerator.print(f"resuming from {Path(checkpoint).name}")
         whole = self.is_deepspeed_enabled or (
             self.is_fsdp_enabled and "FULL" in str(self.accelerator.state.fsdp_plugin.state_dict_type)
         )
