@@ -1,6 +1,8 @@
 """The choice of a kernel for FP8 linears: its logic with kernels that are made up, its check with a real one."""
 
 import logging
+import os
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -9,7 +11,7 @@ import torch
 from accelerate import PartialState
 
 from testing import engines, tiny_models
-from trl_fp8.engine.vllm import gemms
+from trl_fp8.engine.vllm import gemms, nvcc
 from trl_fp8.engine.vllm.cpu.reference_linear import ReferenceFp8BlockKernel, register_cpu_kernel
 from trl_fp8.engine.vllm.gemms import DECIDES, Gemm, fastest, pinned_gemm
 from trl_fp8.quantization.formats import FORMATS
@@ -262,10 +264,62 @@ def test_shapes_are_those_of_one_ranks_shards():
 
 @pytest.mark.parametrize("found", [None, "/usr/local/cuda/bin/nvcc"])
 def test_a_host_without_nvcc_is_told_what_it_loses(found, monkeypatch, caplog):
-    monkeypatch.setattr(gemms.shutil, "which", lambda name, path=None: found)
+    monkeypatch.setattr(nvcc.shutil, "which", lambda name, path=None: found)
     first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = RuntimeError("cannot compile")
     assert fastest([first, second], SHAPES) is second
     [warned] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "'deep_gemm' is not used: RuntimeError: cannot compile" in warned
     assert ("This host has no nvcc, so it loses DeepGEMM" in warned) is (found is None)
+
+
+@pytest.fixture
+def cuda_hosts(tmp_path, monkeypatch):
+    """A host without CUDA; returns the folder of its site-packages, and a function that puts an nvcc into a folder."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "NVCC_APPEND_FLAGS"):
+        monkeypatch.setenv(name, "restored after the test")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr(nvcc, "TOOLKIT", str(tmp_path / "cuda"))
+    site = tmp_path / "site-packages"
+    monkeypatch.setattr(sys, "path", [str(site)])
+
+    def install(folder):
+        folder.mkdir(parents=True)
+        (folder / "nvcc").touch(mode=0o755)
+
+    return site, install
+
+
+def test_pips_nvcc_is_used_where_there_is_no_other(cuda_hosts, monkeypatch):
+    site, install = cuda_hosts
+    assert not nvcc.find_nvcc() and "CUDA_HOME" not in os.environ
+    install(site / "nvidia" / "cu13" / "bin")
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
+    for _ in range(2):
+        assert nvcc.find_nvcc()
+        assert os.environ["CUDA_HOME"] == str(site / "nvidia" / "cu13")
+        assert os.environ["NVCC_APPEND_FLAGS"] == "-lineinfo -DCCCL_DISABLE_CTK_COMPATIBILITY_CHECK"
+
+
+@pytest.mark.parametrize("place", ["bin", "cuda/bin", "mine/bin"])
+def test_a_hosts_own_nvcc_is_left_alone(place, cuda_hosts, tmp_path, monkeypatch):
+    site, install = cuda_hosts
+    install(site / "nvidia" / "cu13" / "bin")
+    install(tmp_path / place)
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path / "mine"))
+    assert nvcc.find_nvcc()
+    assert "CUDA_HOME" not in os.environ and "NVCC_APPEND_FLAGS" not in os.environ
+
+
+def test_nvcc_is_found_before_deep_gemm_is_imported(cuda_hosts, monkeypatch):
+    site, install = cuda_hosts
+    install(site / "nvidia" / "cu13" / "bin")
+    seen = []
+    monkeypatch.setattr(
+        gemms, "init_fp8_linear_kernel", lambda *_, **__: seen.append(os.environ.get("CUDA_HOME")) or object()
+    )
+    device, shape = torch.device("cpu"), (256, 128)
+    for name in ("triton", "deep_gemm"):
+        Gemm(name, FORMATS["blocks"], "pow2", device, tiny_models.config()).made(shape)
+    assert seen == [None, str(site / "nvidia" / "cu13")]

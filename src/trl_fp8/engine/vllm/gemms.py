@@ -9,8 +9,6 @@
 All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +41,7 @@ from trl_fp8.recipe.recipe import FP8Recipe
 
 from .auditable import why_linear_unverifiable
 from .numerics import kernel_scaling
+from .nvcc import find_nvcc
 
 
 logger = get_logger(__name__)
@@ -56,7 +55,7 @@ ALIKE_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
 # DeepGEMM compiles each kernel as it is called
 WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
-    "Set CUDA_HOME to a CUDA toolkit with nvcc 13 (pip's nvidia-cuda-nvcc is in site-packages/nvidia/cu13), or go on."
+    "Run: pip install 'nvidia-cuda-nvcc==13.*' nvidia-cuda-cccl, or set CUDA_HOME to a toolkit with nvcc 13, or go on."
 )
 Agree = Callable[[list[float]], list[float]]  # the largest of each over all ranks of the job; a collective
 
@@ -125,6 +124,8 @@ class Gemm:
             activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
         else:
             weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
+        if self.name == "deep_gemm":
+            find_nvcc()
         # As much of an engine's configuration as kernels read; vLLM's own operator quantizes activations in both
         config = SimpleNamespace(
             compilation_config=CompilationConfig(mode=CompilationMode.NONE, custom_ops=["all"]),
@@ -261,15 +262,9 @@ def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | No
         return None, str(reason)
     except Exception as error:  # whatever a kernel dies of
         reason = f"{type(error).__name__}: {error}"
-        lost = WITHOUT_NVCC if candidate.name == "deep_gemm" and not _has_nvcc() else ""
+        lost = WITHOUT_NVCC if candidate.name == "deep_gemm" and not find_nvcc() else ""
         logger.warning(f"linear_backend={candidate.name!r} is not used: {reason}{lost}", main_process_only=False)
         return None, reason
-
-
-def _has_nvcc() -> bool:
-    """Where DeepGEMM looks for a compiler."""
-    homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")
-    return any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home)))
 
 
 def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mapping) -> str:
