@@ -21,7 +21,6 @@ What changes from call to call is one immutable `KVState`. Each of these returns
 """
 
 import json
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,16 +28,16 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.kv_scales import LOGIT_ERROR_LIMIT, QKV, KVScales, kv_scales_from_amax, outlier_layers
-from trl_fp8.recipe.messages import listed
 
 from .observation import QKVObservation, bounded, observe_sequences, reduce_together
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 # Before the first rollouts only prompts can be observed, and completions reach further: 1.26 times the prompts'
 # largest |q| on the addition demo. One more power of two costs a floating point format nothing.
@@ -72,7 +71,7 @@ class NewRollouts:
     observation: QKVObservation  # of the trainer's forwards over them
     in_training: bool
     joins: bool  # the rollouts before them are of the same step
-    cause: str  # a sentence: why the scales that they were sampled under may be too small
+    margin_factor: float  # of the scales that they were sampled under
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +90,7 @@ class KVState:
 
     coming_prompts: list[list[int]] | None = None  # token ids; None: nobody has told yet
     margin: float | None = None  # of the latest scales; None: none were made yet
-    cause: str = ""  # as in `NewRollouts`, of the latest scales
+    factor_in_force: float = 1.0  # the `margin_factor` of the latest scales
     new: NewRollouts | None = None
     evaluation_warned: bool = False  # of saturation in an evaluation, once a run
 
@@ -114,7 +113,7 @@ class KVState:
         _, state = self.observed(how)
         joins = step == state.step
         observation = QKVObservation(how.hook.layers, how.hook.device, scales_L3=scales.values.to(how.hook.device))
-        state = replace(state, new=NewRollouts(observation, step is not None, joins, state.cause))
+        state = replace(state, new=NewRollouts(observation, step is not None, joins, state.factor_in_force))
         if step is None:
             return state
         latest = [*sequences, *(state.rollouts if joins else ())] if how.mode == "policy" else ()
@@ -127,34 +126,42 @@ class KVState:
         return self.new.observation.watching(hook) if self.new else nullcontext()
 
     def observed(self, how: Calibration) -> tuple[Tensor | None, "KVState"]:
-        """Account for new rollouts if a forward saw them; a collective then. Too large a share of saturated elements
-        is warned of, and in training it widens the margin.
+        """Account for new rollouts if a forward saw them; a collective then.
 
         Returns the share `[L, 2]` of k and v beyond their scales, of the worst rank, or None without such a forward;
         and the state. Raises `RuntimeError` while a forward over them is under way.
         """
         new = self.new
-        if new is None:
-            return None, self
-        if new.observation.under_way:
+        if new is not None and new.observation.under_way:
             raise RuntimeError("a forward over the new rollouts is under way: what it will have shown is not known.")
-        if not new.observation.passes:
+        if new is None or not new.observation.passes:
             return None, self
         amax_L3, fraction_L3 = new.observation.amax_L3, new.observation.saturated_fraction_L3
         reduce_together(how.reduce_max, amax_L3, fraction_L3)
         saturated_L2 = fraction_L3[:, 1:].cpu()
-        too_small = bool(saturated_L2.max() > SATURATION_LIMIT)
-        if too_small and (new.in_training or not self.evaluation_warned):
-            logger.warning(_saturation_message(saturated_L2, new, how, self.margin_factor))
+        clipped = bool(saturated_L2.max() > SATURATION_LIMIT)
         if not new.in_training:
-            return saturated_L2, replace(self, new=None, evaluation_warned=self.evaluation_warned or too_small)
+            if clipped and not self.evaluation_warned:
+                logger.warning(
+                    f"{_clipped(saturated_L2)} in an evaluation, which widens no margin. To leave it more room, raise "
+                    f"kv_scale_margin={how.margin:g}. This is said once; eval_fp8/kv_saturation_fraction has each "
+                    "evaluation's share."
+                )
+            return saturated_L2, replace(self, new=None, evaluation_warned=self.evaluation_warned or clipped)
+        factor = self._widened(new) if clipped else self.margin_factor
+        if clipped and (factor > self.margin_factor or factor == WIDEST_MARGIN_FACTOR):
+            logger.warning(f"{_clipped(saturated_L2)}; {_remedy(how, self.margin_factor)}")
         if how.mode == "policy" and not how.has_images:
             amax_L3 = None
         elif new.joins and self.amax_L3 is not None:
             amax_L3 = torch.maximum(amax_L3, self.amax_L3.to(amax_L3.device))
-        factor = min(2 * self.margin_factor, WIDEST_MARGIN_FACTOR) if too_small else self.margin_factor
-        state = replace(self, new=None, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
-        return saturated_L2, state
+        return saturated_L2, replace(self, new=None, amax_L3=amax_L3, saturated_L2=saturated_L2, margin_factor=factor)
+
+    def _widened(self, new: NewRollouts) -> float:
+        """Return twice the factor that these rollouts were sampled under, so that several generations between two
+        syncs widen the margin once.
+        """
+        return max(self.margin_factor, min(2 * new.margin_factor, WIDEST_MARGIN_FACTOR))
 
     def saturation(self, how: Calibration) -> tuple[Tensor | None, "KVState"]:
         """Share `[L, 2]` of k and v beyond their scales, of the worst rank: of an evaluation's rollouts right after
@@ -195,18 +202,10 @@ def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVS
     margin = how.margin * state.margin_factor
     if not state.runs_prompts(how.mode):
         amax_L3 = state.amax_L3
-        cause = (
-            f"They were made from the rollouts of step {state.step}: the policy has changed since then, or these "
-            "rollouts have tokens that those had not."
-        )
     else:
         only_prompts = not state.rollouts  # once, before the first rollouts
         if only_prompts and state.coming_prompts is None:
             raise RuntimeError("next_scales() needs the coming prompts, and expecting() was not called yet.")
-        cause = (
-            f"They were made from prompts{'' if only_prompts else ' and the latest rollouts'} with the same weights: "
-            "these rollouts have tokens that those had not."
-        )
         observation = observe_sequences(
             model,
             how.hook,
@@ -225,34 +224,29 @@ def next_scales(state: KVState, how: Calibration, model: nn.Module) -> tuple[KVS
             errors = outlier_layers(observation.logit_error_L)
             if errors := {layer: error for layer, error in errors.items() if layer not in how.hook.skip_layers}:
                 logger.warning(outlier_message(errors))
-    return kv_scales_from_amax(amax_L3, margin, how.hook.kv_layers), replace(state, margin=margin, cause=cause)
+    scales = kv_scales_from_amax(amax_L3, margin, how.hook.kv_layers)
+    return scales, replace(state, margin=margin, factor_in_force=state.margin_factor)
 
 
-def _saturation_message(saturated_L2: Tensor, new: NewRollouts, how: Calibration, factor: float) -> str:
-    """Which layers' scales were too small, why, and what is done; `factor` is that of the margin so far."""
-    beyond = [
-        f"layer {layer} {QKV[1 + column]} ({saturated_L2[layer, column]:.2g})"
-        for layer, column in (saturated_L2 > SATURATION_LIMIT).nonzero().tolist()
-    ]
-    rollouts, margin = "the rollouts", how.margin
-    if not new.in_training:
-        rollouts = "an evaluation's rollouts"
-        remedy = (
-            f"An evaluation does not widen the margin. To leave it more room, raise kv_scale_margin={margin:g}. "
-            "This is said once; eval_fp8/kv_saturation_fraction has each evaluation's share."
-        )
-    elif factor < WIDEST_MARGIN_FACTOR:
-        remedy = f"The margin is widened to {2 * factor * margin:g} from the next sync on."
-    else:
-        remedy = f"The margin is at its limit of {factor * margin:g} already. " + (
-            "Set kv_calibration='policy', which runs the new weights over the coming prompts."
-            if how.mode == "rollout"
-            else f"Raise kv_scale_margin={margin:g} or kv_calibration_tokens={how.max_tokens}."
-        )
-    return (
-        f"KV cache scales were too small for {rollouts}: share of saturated elements in {listed(beyond)}. "
-        f"{new.cause} {remedy}"
+def _clipped(saturated_L2: Tensor) -> str:
+    """Return which layer's k or v have the largest share beyond their scales."""
+    layer, column = divmod(int(saturated_L2.argmax()), 2)
+    others = int((saturated_L2 > SATURATION_LIMIT).any(1).sum()) - 1
+    share = (
+        f"{100 * saturated_L2.max():.2g} % of layer {layer}'s {QKV[1 + column]} values were clipped in the KV cache"
     )
+    return f"{share} (fewer of {others} more layers)" if others else share
+
+
+def _remedy(how: Calibration, factor: float) -> str:
+    """Return what happens next in training, or what to do; `factor` is that of the margin so far."""
+    if factor < WIDEST_MARGIN_FACTOR:
+        return "the next sync doubles the margin. Nothing to do unless it repeats."
+    if how.mode == "rollout":
+        remedy = "Set kv_calibration='policy', which runs the new weights over the coming prompts."
+    else:
+        remedy = f"Raise kv_scale_margin={how.margin:g} or kv_calibration_tokens={how.max_tokens}."
+    return f"the margin is at its limit of {factor * how.margin:g} already. {remedy}"
 
 
 def outlier_message(errors: dict[int, float]) -> str:
