@@ -234,6 +234,7 @@ class FP8Rollouts(Saving):
             feature.after_sync()
 
     def _generate(self, prompts: list) -> tuple:
+        self._end_loss()  # of a `compute_loss` outside of a training step
         for feature in self.features:
             feature.before_generation(prompts)
         output = super()._generate(prompts)
@@ -268,20 +269,18 @@ class FP8Rollouts(Saving):
         return batch.tensors
 
     def compute_loss(self, model, inputs: dict, *args, **kwargs):
-        for feature in self.features:
-            feature.begin_loss(inputs)
-        return super().compute_loss(model, inputs, *args, **kwargs)
+        try:
+            for feature in self.features:
+                feature.begin_loss(inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        finally:
+            if not torch.is_grad_enabled():  # an evaluation: no backward comes
+                self._end_loss()
 
     def training_step(self, *args, **kwargs) -> torch.Tensor:
         try:
             return super().training_step(*args, **kwargs)
         finally:  # not before: gradient checkpointing runs the forward again in the backward pass
-            self._end_loss()
-
-    def prediction_step(self, *args, **kwargs) -> tuple:
-        try:
-            return super().prediction_step(*args, **kwargs)
-        finally:
             self._end_loss()
 
     def _end_loss(self) -> None:

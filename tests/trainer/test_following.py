@@ -1,6 +1,8 @@
 """Training with a full FP8 forward: the policy's log-probs stay the engine's while the weights move."""
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,13 +13,15 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from testing import engines, tiny_models
 from testing.fake_engine import followed
-from testing.runs import arguments, column, dataset, training
+from testing.runs import arguments, column, dataset, recorded, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
 from trl_fp8.features.one_forward.following import Following
 from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
+from trl_fp8.features.truncated_sampling.truncation import Truncation
 from trl_fp8.quantization.formats import TENSOR, ActivationScaling
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.upstream.vllm import engine_model
 
 
 pytestmark = pytest.mark.engine
@@ -237,6 +241,38 @@ def test_an_evaluation_of_other_weights_leaves_none_of_them_in_the_engine(flags,
             callback.own = copy.deepcopy(trainer.model.state_dict())
             metrics = trainer.evaluate()
             assert metrics["eval_mismatch/logp_difference_mean"] < bound
+
+
+def test_a_policy_that_outlives_its_trainer_holds_no_engine(checkpoint, tmp_path):
+    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=1, **FULL)) as trainer:
+        trainer.train()
+        policy, engine = trainer.model, weakref.ref(engine_model(trainer.vllm_generation.llm))
+    trainer.vllm_generation = None
+    del trainer
+    for _ in range(2):  # the first one ends the trainer, and what its policy held is free for the second
+        gc.collect()
+    assert not any(isinstance(module, FollowedLinear) for module in policy.modules())
+    assert engine() is None
+
+
+def test_a_loss_outside_of_a_training_step_ends_with_it_or_before_the_next_generation(checkpoint, tmp_path):
+    args = arguments(tmp_path, max_steps=1, top_k=8, **FULL)
+    with training(checkpoint("qwen3"), args) as trainer:
+        trainer.train()
+        hook, truncation = trainer.feature(KVCache).hook, trainer.feature(Truncation)
+        trainer.loss_type, inputs = "bnpo", trainer._buffered_inputs[0] | {"num_items_in_batch": None}
+
+        def under_way():
+            return trainer.feature(Following).forward.on, hook.scales_L3 is not None, truncation._now is not None
+
+        with torch.no_grad():
+            trainer.compute_loss(trainer.model, inputs)
+        assert under_way() == (False, False, False)
+        trainer.compute_loss(trainer.model, inputs).backward()
+        assert under_way() == (True, True, True)  # gradient checkpointing would run the forward again
+        begun = recorded(trainer.vllm_generation, "generate", lambda *_, **__: under_way())
+        trainer._generate([row["prompt"] for row in dataset(8)])
+        assert begun == [(False, False, False)]
 
 
 def test_a_loss_outside_of_a_training_step_leaves_the_reference_alone(checkpoint, tmp_path):

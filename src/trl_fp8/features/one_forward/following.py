@@ -7,6 +7,7 @@ first rollouts     compared: a difference beyond what the platform guarantees is
 """
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -81,6 +82,8 @@ class Following(Feature):
         )
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
+        # A policy that outlives its trainer computes by itself, and holds no engine
+        weakref.finalize(trainer, self.forward.remove)
         if trainer.args.beta:
             self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
 

@@ -105,7 +105,9 @@ class OneForward(FollowedAttention, Swapper):
             self.on = before
 
     def remove(self) -> None:
-        """Turn the modules back into what they were."""
+        """Turn the modules back into what they were, unless that was done."""
+        if not self.modules:
+            return
         for module in (*self.modules.values(), *self.copies.values()):
             restore(module)
         self.modules.clear()
