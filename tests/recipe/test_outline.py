@@ -48,19 +48,20 @@ def test_a_flat_config_of_a_vision_language_model_is_read_as_one_of_today(tmp_pa
 @pytest.mark.parametrize(
     "architecture, options, expected",
     [
-        ("qwen3", {}, (0, False, "silu")),
-        ("gemma2", {}, (0, False, "gelu_pytorch_tanh")),
-        ("phi3", {"rope_parameters": LONGROPE, ORIGINAL: 64}, (64, True, "silu")),
-        ("phi3", {"rope_parameters": LONGROPE | {ORIGINAL: 32}, ORIGINAL: 64}, (64, True, "silu")),
-        ("llama", {"rope_parameters": LONGROPE | {ORIGINAL: 32}}, (32, True, "silu")),
-        ("llama", {"rope_parameters": YARN}, (0, True, "silu")),
-        ("gemma3_text", {"rope_parameters": NESTED}, (48, True, "gelu_pytorch_tanh")),
+        ("qwen3", {}, (0, 1.0, "silu")),
+        ("gemma2", {}, (0, 1.0, "gelu_pytorch_tanh")),
+        ("phi3", {"rope_parameters": LONGROPE, ORIGINAL: 64}, (64, 1.0, "silu")),
+        ("phi3", {"rope_parameters": LONGROPE | {ORIGINAL: 32}, ORIGINAL: 64}, (64, 1.0, "silu")),
+        ("llama", {"rope_parameters": LONGROPE | {ORIGINAL: 32}}, (32, 1.0, "silu")),
+        ("llama", {"rope_parameters": YARN}, (0, 1.0, "silu")),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, (0, 2.0, "silu")),
+        ("gemma3_text", {"rope_parameters": NESTED}, (48, 1.0, "gelu_pytorch_tanh")),
     ],
 )
 def test_what_a_config_says_of_positions_and_activations(architecture, options, expected, tmp_path):
     tiny_models.config(architecture, **options).save_pretrained(tmp_path)
     found = outline_of_pretrained(str(tmp_path))
-    assert (found.turned_alike, found.is_stretched, found.activation) == expected
+    assert (found.turned_alike, found.stretch, found.activation) == expected
 
 
 class DropPaths(Qwen3ForCausalLM):

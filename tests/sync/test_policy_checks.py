@@ -3,9 +3,10 @@
 import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from vllm.config import ModelConfig
 
 from testing import tiny_models
-from trl_fp8.recipe.from_model import outline_of
+from trl_fp8.recipe.from_model import outline_of, outline_of_pretrained
 from trl_fp8.recipe.servable import require_same_positions
 from trl_fp8.sync.policy_checks import require_servable
 from trl_fp8.upstream.vllm import engine_class
@@ -50,7 +51,18 @@ def test_sequences_longer_than_the_models_positions_are_refused_before_an_engine
     require_same_positions(outline, 128)
     with pytest.raises(ValueError, match="vllm_max_model_length=129, .* max_position_embeddings=128.*=128 or less"):
         require_same_positions(outline, 129)
-    stretched = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    require_same_positions(
-        outline_of(tiny_models.on_meta(max_position_embeddings=128, rope_parameters=stretched)), 512
-    )
+
+
+@pytest.mark.parametrize("kind, served", [("linear", 256), ("dynamic", 128), ("llama3", 128), ("yarn", 128)])
+def test_stretched_positions_are_refused_where_an_engine_does_not_serve_them(kind, served, checkpoint):
+    factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64, **factors}
+    model = checkpoint("llama", max_position_embeddings=128, rope_parameters=rope)
+    outline = outline_of_pretrained(model)
+    require_same_positions(outline, served)
+    ModelConfig(model, max_model_len=served)
+    with pytest.raises(ValueError, match=f"vllm_max_model_length={served + 1}.*_embeddings=128.*={served} or less"):
+        require_same_positions(outline, served + 1)
+    if kind != "dynamic":  # vLLM makes angles for 256 tokens, which the policy turns otherwise
+        with pytest.raises(ValueError, match="max_model_len"):
+            ModelConfig(model, max_model_len=served + 1)

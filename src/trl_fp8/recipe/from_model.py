@@ -46,6 +46,7 @@ def outline_of(model: nn.Module) -> Outline:
     text = model.config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}  # of the model, or of each kind of layers
     ropes = [part for part in (rope, *rope.values()) if isinstance(part, dict) and part.get("rope_type")]
+    linear = [part["factor"] for part in ropes if part["rope_type"] == "linear"]
     longropes = [part for part in ropes if part["rope_type"] == "longrope"]
     base = model.get_base_model() if is_peft_model(model) else model
     class_name = type(base).__name__
@@ -72,7 +73,7 @@ def outline_of(model: nn.Module) -> Outline:
         context=getattr(text, "max_position_embeddings", None) or 0,
         # transformers' configs fill it in, also from the field of the same name outside of rope_parameters
         turned_alike=min((part["original_max_position_embeddings"] for part in longropes), default=0),
-        is_stretched=any(part["rope_type"] != "default" for part in ropes),
+        stretch=max(linear, default=1.0) if "gemma3" not in text.model_type else 1.0,
         activation=getattr(text, "hidden_activation", None) or getattr(text, "hidden_act", None) or "",
         stored_as=_stored_as(model.config),
     )

@@ -38,7 +38,7 @@ class Outline:
     top_k_routers: bool = False  # its routers choose experts by one top-k, whose choice router_replay can replace
     context: int = 0  # tokens of the longest sequence that the config promises; 0: it does not say
     turned_alike: int = 0  # tokens of a sequence beyond which other factors turn its q and k (longrope); 0: any
-    is_stretched: bool = False  # rotary angles are scaled for sequences longer than `context`
+    stretch: float = 1.0  # an engine serves sequences of `context` times this (linear scaling of rotary angles)
     activation: str = ""  # inside an MLP; empty: the config does not say
     stored_as: str = ""  # quantization method of the checkpoint itself, e.g. "fp8"; empty: none
 

@@ -51,11 +51,13 @@ def require_same_positions(outline: Outline, longest: int | None) -> None:
 
     `longest`: Tokens of a sequence in the engine; None: as many as the model can have.
     """
-    if longest and outline.context and longest > outline.context and not outline.is_stretched:
+    served = int(outline.context * outline.stretch)
+    if longest and served and longest > served:
+        scaled = f" and a linear factor of {outline.stretch:g}" if outline.stretch > 1 else ""
         raise ValueError(
             f"vllm_max_model_length={longest}, but the config of {outline.name} has "
-            f"max_position_embeddings={outline.context}: vLLM serves no longer sequences. Set "
-            f"vllm_max_model_length={outline.context} or less."
+            f"max_position_embeddings={outline.context}{scaled}: engine and policy do not turn q and k of longer "
+            f"sequences alike. Set vllm_max_model_length={served} or less."
         )
     short = outline.turned_alike
     if short and (longest or outline.context) > short:
