@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable
 
 import torch
+from accelerate import PartialState
 from trl.trainer.utils import add_fused_lm_head
 
 from testing import record
@@ -105,6 +106,7 @@ def main() -> None:
     parser.add_argument("--calibration-tokens", type=int, default=8192, help="kv_calibration_tokens")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
+    PartialState()  # calibration warns on the main process alone
     ids = shapes.random_tokens(options.size, options.sequences, options.length).to(shapes.DEVICE)
     run = harness.Run("calibration", options, 0, sequences=options.sequences, length=options.length)
     run.results["calibration_tokens"] = min(options.calibration_tokens, ids.numel())
