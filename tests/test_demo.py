@@ -23,6 +23,7 @@ LINES = (
     r"FP8 plan: 14 linear layers, 95\.8% of parameters, 801\.8 KiB -> 417\.8 KiB",
     r"KV cache: e4m3, 1\.0 KiB -> 512 B per token \(2\.0x the tokens\)",
     r"In BF16:  lm_head \(output head\)",
+    r"Launch: 1 process",
     r"Engine: ReferenceFp8BlockKernel \(8\)\. Trainer: as TRL computes\.",
     r"Accuracy on held-out problems before training: 0\.\d{3}",
     r"step \d+/12  reward 0\.\d\d  length \d+  mismatch 0\.\d{4}",
