@@ -257,12 +257,12 @@ def test_adapters_are_named_with_what_to_do(tmp_path, capsys):
         assert err.count("\n") == 1 and "holds adapters of 'Qwen/Qwen3-8B', and no model" in err and "merge" in err
 
 
-def test_a_misspelt_folder_is_told_without_the_hub(tmp_path, capsys, monkeypatch):
+def test_a_misspelt_folder_is_told_with_the_one_that_may_be_meant(tmp_path, capsys, monkeypatch):
     (tmp_path / "outputs" / "quickstart").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "outputs/quickstrat"]) == 2
+    assert main(["plan", "./outputs/quickstrat"]) == 2
     assert capsys.readouterr().err == (
-        f"trl-fp8: MODEL='outputs/quickstrat': there is no such folder, seen from {tmp_path}: did you mean "
+        f"trl-fp8: MODEL='./outputs/quickstrat': there is no such folder, seen from {tmp_path}: did you mean "
         "outputs/quickstart?\n"
     )
 

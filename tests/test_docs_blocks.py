@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from huggingface_hub import HfApi
 from transformers import AutoConfig, PreTrainedConfig
 
 from testing import published
@@ -106,6 +107,7 @@ def test_plans_say_what_the_pages_quote(tmp_path, monkeypatch, capsys):
     as_published = AutoConfig.from_pretrained(tmp_path)
     as_published.name_or_path = "Qwen/Qwen3-8B"
     held = json.loads((tmp_path / "config.json").read_text())
+    monkeypatch.setattr(HfApi, "repo_exists", lambda self, name, **options: True)
     monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda model, **options: (dict(held), {}))
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda model, **options: copy.deepcopy(as_published))
     planned = [block for block in blocks() if block.title == "with a network"]

@@ -29,7 +29,7 @@ from testing import engines, published
 from testing.launches import launched, without_hub
 from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
-from trl_fp8.commands.arguments import make_parser
+from trl_fp8.scripts.arguments import make_parser
 
 
 ROOT = Path(__file__).parents[1]
@@ -257,7 +257,7 @@ def test_the_recipes_command_is_launched_with_it(name, monkeypatch):
     (words,) = commands(recipe(name))
     assert words[:4] == ["trl-fp8", "train", "--config", f"examples/configs/{name}.yaml"]
     args, _ = launch_arguments(words, monkeypatch)
-    assert args.module and args.training_script == "trl_fp8.commands.train" and args.training_script_args == words[2:]
+    assert args.module and args.training_script == "trl_fp8.scripts.grpo" and args.training_script_args == words[2:]
     processes = int(args.nproc_per_node) if args.multi_gpu or args.use_fsdp else 1
     assert processes == RECIPES[name][0] == int(name.rpartition("_")[2][0])
 

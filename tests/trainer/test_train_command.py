@@ -1,11 +1,10 @@
-"""`trl-fp8 train`: a run config as a user starts it, and every mistake that one can make on the way to it."""
+"""`trl-fp8 train` and its script: a run config as a user starts it, and every mistake on the way to it."""
 
 import dataclasses
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,21 +14,19 @@ import accelerate.commands.launch
 import datasets
 import pytest
 import yaml
-from datasets.exceptions import DatasetNotFoundError
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from transformers import PreTrainedConfig
 
 from testing.launches import launched, without_hub
 from testing.processes import NOT_INHERITED, free_port
 from trl_fp8 import FP8GRPOTrainer
-from trl_fp8.commands import rewards, train
-from trl_fp8.commands.arguments import COMMON, make_parser
+from trl_fp8.commands import train
 from trl_fp8.commands.cli import main
-from trl_fp8.commands.problems import as_problem
+from trl_fp8.commands.train import COMMON, SCRIPT
 from trl_fp8.features.run_log.log_file import read_run
-from trl_fp8.recipe.families import FAMILIES, Family
+from trl_fp8.scripts import grpo, rewards
+from trl_fp8.scripts.arguments import make_parser
 
 
 RUN_CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -147,26 +144,35 @@ def settings(**changed):
 
 
 @pytest.fixture
-def no_models(monkeypatch):
-    """Every model is there. Datasets are those of folders."""
+def no_hub(monkeypatch):
+    """Every repository is there. Datasets are those of folders."""
     load_dataset = datasets.load_dataset
     without_hub(monkeypatch)
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
 
 
-def test_what_accelerate_knows_goes_to_accelerate_and_the_rest_to_the_script(here, no_models, monkeypatch):
-    path = settings(num_processes=2)
+def test_what_accelerate_knows_goes_to_accelerate_and_the_rest_to_the_script(here, no_hub, monkeypatch):
+    path = settings(num_processes=2, tpu=False, multi_gpu=True)
     words = ["--config", path, "--num_machines", "1", "--learning_rate", "1e-3", "--no_tpu_cluster"]
     args = launched(monkeypatch, *words)
-    assert args.num_processes == 2 and args.num_machines == 1 and args.quiet
-    assert args.module and args.training_script == train.__name__
+    assert args.num_processes == 2 and args.num_machines == 1 and args.quiet and args.multi_gpu and not args.tpu
+    assert args.module and args.training_script == SCRIPT
     assert args.training_script_args == words and args.tpu_use_cluster is False
     assert make_parser().read(words).values.learning_rate == 1e-3  # as each process does, and leaves the others
     args = launched(monkeypatch, f"--config={path}", "--accelerate_config", "fsdp2")
     assert args.config_file.endswith("fsdp2.yaml") and Path(args.config_file).exists()
 
 
-def test_batches_are_checked_for_the_processes_that_will_be(here, no_models, monkeypatch, capsys):
+@pytest.mark.parametrize(("words", "starts_several"), [([], False), (["--num_processes", "2"], True)])
+def test_as_many_processes_start_as_the_command_line_says_where_accelerate_sees_no_gpu(
+    words, starts_several, here, no_hub, monkeypatch
+):
+    args = launched(monkeypatch, "--config", settings(), *words)
+    validated, _, _ = accelerate.commands.launch._validate_launch_command(args)
+    assert (validated.multi_gpu, validated.num_processes) == (starts_several, 1 + starts_several)
+
+
+def test_batches_are_checked_for_the_processes_that_will_be(here, no_hub, monkeypatch, capsys):
     """8 processes have a whole group together, one has part of it."""
     words = ["--config", settings(per_device_train_batch_size=1, num_generations=8, gradient_accumulation_steps=1)]
     assert launched(monkeypatch, *words, "--num_processes", 8).num_processes == 8
@@ -175,32 +181,38 @@ def test_batches_are_checked_for_the_processes_that_will_be(here, no_models, mon
     assert "generation_batch_size (4) must be divisible by num_generations (8)" in capsys.readouterr().err
 
 
-def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_models, monkeypatch):
+def trainer_arguments(monkeypatch, path):
+    """What the script gives the trainer for a run config, and what it parsed."""
+    monkeypatch.setattr(FP8GRPOTrainer, "__init__", lambda self, **given: vars(self).update(given))
+    parsed = make_parser().read(["--config", path]).configs()
+    grpo.require_task(parsed[0], *parsed[2:])
+    return vars(grpo.make_trainer(*parsed)), parsed
+
+
+def test_mixtures_of_datasets_and_one_value_for_a_list_are_taken(here, no_hub, monkeypatch):
     mixture = [{"path": "json", "data_files": "data/train.jsonl"}] * 2
     path = settings(dataset_name=None, datasets=mixture, reward_funcs="my_rewards.digits")
     assert launched(monkeypatch, "--config", path).training_script_args == ["--config", path]
-    run = train.prepare(make_parser().read(["--config", path]))
-    assert run.script.reward_funcs == ["my_rewards.digits"] and len(run.trained["train_dataset"]) == 16
+    given, parsed = trainer_arguments(monkeypatch, path)
+    assert parsed[0].reward_funcs == ["my_rewards.digits"] and len(given["train_dataset"]) == 16
 
 
 @pytest.mark.parametrize(
     "flags, dtype", [({}, "float32"), ({"fp8_base": True}, None), ({"fp8_base": True, "dtype": "float32"}, "float32")]
 )
-def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_models, monkeypatch):
-    mixture = [{"path": "json", "data_files": "data/train.jsonl"}]
-    path = settings(dataset_name=None, datasets=mixture, use_peft=True, **flags)
-    run = train.prepare(make_parser().read(["--config", path]))
-    assert run.args.model_init_kwargs.get("dtype") == dtype
+def test_beside_an_fp8_base_only_who_says_so_loads_fp32(flags, dtype, here, no_hub, monkeypatch):
+    given, _ = trainer_arguments(monkeypatch, settings(use_peft=True, **flags))
+    assert given["args"].model_init_kwargs.get("dtype") == dtype and given["peft_config"].r == 16
 
 
 def test_what_is_set_is_told_from_defaults(here, monkeypatch):
     monkeypatch.setenv("OF_A_RUN_CONFIG", "before")
     path = settings(lora_r=16, num_machines=1, env={"OF_A_RUN_CONFIG": 7})
-    asked = make_parser().read([f"--config={path}", "--no-fp8-weights", "--num-processes", "2", "--beta=0.1"])
-    named = [name for name in ("lora_r", "fp8_weights", "beta", "lora_alpha", "kv_cache_dtype") if asked.sets(name)]
+    read = make_parser().read([f"--config={path}", "--no-fp8-weights", "--num-processes", "2", "--beta=0.1"])
+    named = [name for name in ("lora_r", "fp8_weights", "beta", "lora_alpha", "kv_cache_dtype") if read.sets(name)]
     assert named == ["lora_r", "fp8_weights", "beta"]
-    assert (asked.values.fp8_weights, asked.values.beta, asked.values.lora_alpha) == (False, 0.1, 32)
-    assert asked.launch_words == (["--num_machines", "1"], ["--num-processes", "2"])
+    assert (read.values.fp8_weights, read.values.beta, read.values.lora_alpha) == (False, 0.1, 32)
+    assert read.run_config["num_machines"] == 1 and read.other_words == ["--num-processes", "2"]
     assert os.environ["OF_A_RUN_CONFIG"] == "7"
 
 
@@ -209,7 +221,7 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "Unknown key 'num_proceses' in x.yaml: did you mean num_processes?": ({"num_proceses": 8}, ""),
     "env='x' in x.yaml: it has to be a dictionary": ({"env": "x"}, ""),
     "Unknown flag --kv_cache_typ: did you mean kv_cache_dtype?": ({}, "--kv-cache-typ fp8"),
-    "'x.yaml' belongs to no flag. A run config follows --config": ({}, None),
+    "'x.yaml' belongs to no flag. A run config follows --config": ({}, "x.yaml"),
     "--config takes one YAML file": ({}, "--config x.yaml"),
     "model_name_or_path is not set. Give a model": ({"model_name_or_path": None}, ""),
     "dataset_name is not set. Give one of them": ({"dataset_name": None}, ""),
@@ -218,73 +230,79 @@ MISTAKES = {  # what is said -> what changes the file, and the words after it
     "there is no 'acuracy_reward': did you mean accuracy_reward?": ({}, "--reward_funcs acuracy_reward"),
     "'my_reward.digits': no module 'my_reward' is installed": ({}, "--reward_funcs my_reward.digits"),
     "'no.such.digits': no module 'no.such' is installed": ({}, "--reward_funcs no.such.digits"),
-    "--accelerate_config fsdp3: there is no such file, nor is it one of fsdp1, fsdp2, multi_gpu": (
+    "Accelerate config fsdp3 is neither a file nor a valid config in the `trl` package": (
         {},
         "--accelerate_config fsdp3",
     ),
     "--accelerate_config wrong.yaml: A `distributed_type` must be specified": ({}, "--accelerate_config wrong.yaml"),
-    "max_steps='many' in the run config: it has to be an integer, by default -1": ({"max_steps": "many"}, ""),
-    "max_steps=[1, 2] in the run config: it has to be an integer": ({"max_steps": [1, 2]}, ""),
-    "max_steps='' in the run config: it has to be an integer": ({"max_steps": ""}, ""),
-    "fp8_weights='maybe' in the run config: it has to be true or false, by default True": (
-        {"fp8_weights": "maybe"},
-        "",
-    ),
-    "save_strategy=False in the run config: it has to be one of ['no', ": ({"save_strategy": False}, ""),
-    "--max_steps: invalid int value: 'many'": ({}, "--max_steps many"),
+    "--max_steps: invalid int value: 'many'": ({"max_steps": "many"}, ""),
+    "--max_steps: invalid int value: '[1, 2]'": ({"max_steps": [1, 2]}, ""),
+    "--max_steps: invalid int value: ''": ({"max_steps": ""}, ""),
+    "--fp8_weights: Truthy value expected: got maybe": ({"fp8_weights": "maybe"}, ""),
+    "False is not a valid SaveStrategy, please select one of ['no', ": ({"save_strategy": False}, ""),
+    "--save_steps: invalid float value: 'many'": ({}, "--save_steps many"),
     "'{enable_thinking:' begins like JSON and is none": ({}, "--chat_template_kwargs {enable_thinking: false}"),
     "--max_steps: expected one argument": ({}, "--max_steps"),
-    "accelerate launch: --num_processes: invalid int value: 'two'": (
+    "accelerate launch: argument --num_processes/--num-processes: invalid int value: 'two'": (
         {},
         "--num_processes two",
     ),
-    "'True' belongs to no flag of accelerate": ({"multi_gpu": True}, ""),
-    "datasets=[{'pth': 'data'}] in the run config: each of them has to have path, and may have name": (
+    "a value of a wrong type: DatasetConfig.__init__() got an unexpected keyword argument 'pth'": (
         {"dataset_name": None, "datasets": [{"pth": "data"}]},
         "",
     ),
-    "resume_from_checkpoint='run/checkpoint-3': there is no such folder, seen from": (
-        {},
-        "--resume_from_checkpoint run/checkpoint-3",
-    ),
-    "resume_from_checkpoint='data': the folder is no checkpoint of a run, for it has no trainer_state.json. Leave": (
-        {"resume_from_checkpoint": "data"},
-        "",
-    ),
-    "output_dir='data/train.jsonl/run': ": ({"output_dir": "data/train.jsonl/run"}, ""),
     "fp8_base=True without use_peft: an FP8 base is frozen, so nothing would be trained. Add --use_peft": (
         {},
         "--fp8_base true",
     ),
-    "vllm_gpu_memory_utilization=30: it is the share of a GPU's memory": ({"vllm_gpu_memory_utilization": 30}, ""),
+    "vllm_gpu_memory_utilization=30.0: it is the share of a GPU's memory": ({"vllm_gpu_memory_utilization": 30}, ""),
     "vllm_max_model_length=256 with max_completion_length=512: the engine's context": (
         {"vllm_max_model_length": 256},
         "",
     ),
-    "reward_funcs: my_rewards has no 'digit': did you mean digits?": ({}, "--reward_funcs my_rewards.digit"),
     "kv_cache_dtype='int8': the trainer can calibrate": ({}, "--kv_cache_dtype int8"),
-    "load_in_4bit=True: QLoRA is not supported. Set fp8_base=True instead": (
-        {"load_in_4bit": True, "use_peft": True},
-        "",
-    ),
-    "dataset_name='dta': ": ({"dataset_name": "dta"}, ""),
-    "dataset_name='/no/data': Couldn't find any data file": ({"dataset_name": "/no/data"}, ""),
-    "Give its folder, or in the YAML file datasets": ({"dataset_name": "data/train.jsonl"}, ""),
-    "Available: ['default']. Set dataset_config": ({"dataset_config": "main"}, ""),
-    "dataset_train_split='trian': dataset_name='data' has 'train'. Set": ({"dataset_train_split": "trian"}, ""),
-    "dataset_test_split='test': dataset_name='data' has 'train'.": ({"eval_strategy": "steps"}, ""),
-    "prompt_column='problem': dataset_name='data' has 'question', 'answer'.": ({"prompt_column": "problem"}, ""),
-    "prompt_column='prompt': dataset_name='data' has": ({"prompt_column": None, "dataset_streaming": True}, ""),
-    "solution_column='solution': dataset_name='data' has": ({"reward_funcs": "accuracy_reward"}, ""),
+    "model_name_or_path='./model': there is no such folder, seen from": ({"model_name_or_path": "./model"}, ""),
+    "there is no such folder, seen from {here}: did you mean data?": ({"model_name_or_path": "./dta"}, ""),
+    "model_name_or_path='data' has no config.json": ({"model_name_or_path": "data"}, ""),
+    "dataset_name='/no/data': there is no such folder": ({"dataset_name": "/no/data"}, ""),
+    "datasets: [{path: json, data_files: data/train.jsonl}]": ({"dataset_name": "data/train.jsonl"}, ""),
 }
 
 
 @pytest.mark.parametrize("said", MISTAKES)
-def test_a_mistake_is_one_line_before_anything_is_launched(said, here, no_models, capfd):
+def test_a_mistake_is_one_line_before_anything_is_launched(said, here, no_hub, capfd):
     changed, words = MISTAKES[said]
     (here / "wrong.yaml").write_text("num_proceses: 8")
-    words = [settings(**changed)] if words is None else ["--config", settings(**changed), *words.split()]
-    assert main(["train", *words]) == 2
+    assert main(["train", "--config", settings(**changed), *words.split()]) == 2
+    assert_only(said.replace("{here}", str(here)), capfd.readouterr().err)
+
+
+OF_A_PROCESS = {  # what is said -> what changes the file
+    "reward_funcs: my_rewards has no 'digit': did you mean digits?": {"reward_funcs": "my_rewards.digit"},
+    "Available: ['default']": {"dataset_config": "main"},
+    "dataset_train_split='trian': dataset_name='data' has 'train'. Set": {"dataset_train_split": "trian"},
+    "dataset_test_split='test': dataset_name='data' has 'train'.": {"eval_strategy": "steps"},
+    "prompt_column='problem': dataset_name='data' has 'question', 'answer'.": {"prompt_column": "problem"},
+    "solution_column='solution': dataset_name='data' has": {"solution_marker": "####"},
+    "prompt_column='prompt': dataset_name='data' has 'question'": {
+        "prompt_column": None,
+        "dataset_streaming": True,
+        "system_prompt": "Add.",
+    },
+}
+
+
+def in_a_process(monkeypatch, *words):
+    """The script's `main` with the words of a command line; the status that it exits with."""
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        grpo.main()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("said", OF_A_PROCESS)
+def test_a_mistake_that_a_process_finds_is_one_line_too(said, here, no_hub, monkeypatch, capfd):
+    assert in_a_process(monkeypatch, "--config", settings(**OF_A_PROCESS[said])) == 2
     assert_only(said, capfd.readouterr().err)
 
 
@@ -299,7 +317,6 @@ FILES = {  # text -> what is said of it
     "": "--config x.yaml is empty. It takes lines such as",
     "- fp8_weights": "--config x.yaml is a list",
     "fp8_weights: [": "--config x.yaml is no YAML",
-    "# examples/grpo_addition.py: small": "is of another script: python examples/grpo_addition.py --config x.yaml",
 }
 
 
@@ -312,80 +329,35 @@ def test_a_file_that_cannot_be_meant_is_refused(text, here, capsys):
     assert "--config y.yaml: there is no such file: did you mean x.yaml?" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_or_cannot_be_served_is_named(here, monkeypatch, capsys):
-    monkeypatch.setitem(FAMILIES, "phi3", Family(refused="nobody knows how"))
-    path = settings(model_name_or_path="./model")
-    assert main(["train", "--config", path]) == 2
-    assert_only("model_name_or_path='./model': there is no such folder, seen from", capsys.readouterr().err)
-    Path("models/tiny").mkdir(parents=True)
-    assert main(["train", "--config", settings(model_name_or_path="models/tyny")]) == 2
-    assert_only("model_name_or_path='models/tyny': there is no such folder", said := capsys.readouterr().err)
-    assert said.endswith("did you mean models/tiny?\n")
-    settings(model_name_or_path="./model")
-    Path("model").mkdir()
-    Path("model/config.json").write_text('{"model_type": "phi3"}')
-    assert main(["train", "--config", path]) == 2
-    assert_only(
-        "'./model': models of type 'phi3' cannot be served by an engine that is synced and audited: nobody knows how",
-        capsys.readouterr().err,
-    )
-
-
-def test_a_dataset_that_cannot_be_read_is_named(here, no_models, capsys):
+def test_a_dataset_that_cannot_be_read_is_named(here, no_hub, monkeypatch, capsys):
     Path("data/train.jsonl").write_text('{"question": ')
-    assert main(["train", "--config", settings()]) == 2
+    assert in_a_process(monkeypatch, "--config", settings()) == 2
     assert "trl-fp8: dataset_name='data': " in (said := capsys.readouterr().err) and "JSON parse error" in said
-
-
-def test_a_dataset_that_the_hub_does_not_have_is_named(here, monkeypatch, capsys):
-    def load_dataset(path, **options):
-        raise DatasetNotFoundError(f"Dataset '{path}' doesn't exist on the Hub.") from RuntimeError("404 Client Error")
-
-    without_hub(monkeypatch)
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert main(["train", "--config", settings(dataset_name="openai/gsm9k")]) == 2
-    assert_only(
-        "dataset_name='openai/gsm9k': Dataset 'openai/gsm9k' doesn't exist on the Hub. Give", capsys.readouterr().err
-    )
 
 
 def test_math_verify_is_asked_for_only_where_answers_are_compared(monkeypatch):
     monkeypatch.setattr(rewards, "find_spec", lambda name: None)
-    rewards.check_rewards(["think_format_reward"], None)
+    script = make_parser().parse_args_and_config([])[0]
+    rewards.require_rewards(dataclasses.replace(script, reward_funcs=["think_format_reward"]))
     with pytest.raises(ValueError, match=r"accuracy_reward compares .*pip install 'trl-fp8\[recipes\]'"):
-        rewards.check_rewards(["accuracy_reward"], None)
+        rewards.require_rewards(dataclasses.replace(script, reward_funcs=["accuracy_reward"]))
 
 
-def test_a_process_says_in_one_line_what_only_it_can_find(here, no_models, monkeypatch, capsys):
-    """A function that a reward's module does not show in its source; the first rank says it for all."""
-    Path("other_rewards.py").write_text("from my_rewards import *")
-    words = ["train", "--config", settings(), "--reward_funcs", "other_rewards.digit"]
-    monkeypatch.setattr(sys, "argv", words)
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit, match="2"):
-            train.main()
-        said = "trl-fp8: reward_funcs: other_rewards has no 'digit': did you mean digits?\n"
-        assert capsys.readouterr().err.endswith(said) == (rank == "0")
-
-
-def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_models, monkeypatch, capsys):
+def test_what_the_trainer_refuses_is_one_line_of_one_process(here, no_hub, monkeypatch, capsys):
     refusal = "router_replay='rollout' : Qwen3ForCausalLM is not a mixture of experts."
     monkeypatch.setattr(FP8GRPOTrainer, "__init__", Mock(side_effect=ValueError(refusal)))
-    monkeypatch.setattr(sys, "argv", ["train", "--config", settings()])
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        with pytest.raises(SystemExit, match="2"):
-            train.main()
+        assert in_a_process(monkeypatch, "--config", settings()) == 2
         assert capsys.readouterr().err.endswith(f"trl-fp8: {refusal}\n") == (rank == "0")
 
 
-def test_the_command_ends_with_the_status_of_a_process(here, no_models, monkeypatch):
+def test_the_command_ends_with_the_status_of_a_process(here, no_hub, monkeypatch):
     """One process takes its place. Of several a 2 is a mistake that one of them has told; others keep their report."""
     became = []
     monkeypatch.setattr(os, "execvpe", lambda file, words, environment: became.append([file, *words[1:]]))
     assert main(["train", "--config", settings()]) == 0
-    assert became == [[sys.executable, "-m", train.__name__, "--config", "x.yaml"]]
+    assert became == [[sys.executable, "-m", SCRIPT, "--config", "x.yaml"]]
     for status in (2, 1):
         failed = ChildFailedError("train", {1: ProcessFailure(1, 9, status, "no file")})
         monkeypatch.setattr(accelerate.commands.launch, "launch_command", Mock(side_effect=failed))
@@ -396,43 +368,17 @@ def test_the_command_ends_with_the_status_of_a_process(here, no_models, monkeypa
                 main(["train", "--config", settings()])
 
 
-def test_a_checkpoint_that_would_not_fit_on_the_disk_is_told_before_models_load(here, no_models, monkeypatch, capsys):
-    config = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "num_hidden_layers": 1}
-    config |= {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
-    monkeypatch.setattr(PreTrainedConfig, "get_config_dict", lambda name, **options: (config, {}))
-    usage = shutil.disk_usage(here)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=5 * 2**20))
-    assert main(["train", "--config", settings()]) == 2
-    assert_only(
-        "output_dir='trainer_output': its disk has 5.0 MiB left, and a checkpoint takes 12.6 MiB",
-        capsys.readouterr().err,
-    )
-    launched(monkeypatch, "--config", settings(use_peft=True))
-
-
-def test_names_that_a_rewards_source_binds_are_found(here):
-    source = (
-        "if 1:\n    import a.b as one\n    two, three = 1, 2\nclass four:\n    x = 1\nasync def five():\n    y = 1"
-    )
-    Path("bound_rewards.py").write_text(source)
-    rewards.check_rewards([f"bound_rewards.{name}" for name in ("one", "two", "three", "four", "five")], None)
-    for name in ("x", "y", "a", "six"):
-        with pytest.raises(ValueError, match=f"bound_rewards has no '{name}'"):
-            rewards.check_rewards([f"bound_rewards.{name}"], None)
-    for source in ("from a import *", "def __getattr__(name): ...", "def (", "\xff"):
-        Path("bound_rewards.py").write_text(source, encoding="latin-1")
-        rewards.check_rewards(["bound_rewards.six"], None)
-
-
-def test_what_a_rewards_module_raises_is_seen(here):
+def test_what_a_rewards_module_raises_is_seen(here, monkeypatch):
+    monkeypatch.syspath_prepend(str(here))
     Path("broken_rewards.py").write_text("int('many')")
+    script = dataclasses.replace(make_parser().parse_args_and_config([])[0], reward_funcs=["broken_rewards.digits"])
     with pytest.raises(RuntimeError, match="broken_rewards cannot be imported") as raised:
-        rewards.reward_functions(["broken_rewards.digits"], 16, 4)
+        rewards.reward_functions(script, 16)
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_other_errors_keep_their_traceback(here, no_models, monkeypatch):
-    monkeypatch.setattr(train, "_processes", lambda *given: 1 / 0)
+def test_other_errors_keep_their_traceback(here, no_hub, monkeypatch):
+    monkeypatch.setattr(train, "require_task", lambda *configs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", "--config", settings()])
 
@@ -441,30 +387,38 @@ def test_other_errors_keep_their_traceback(here, no_models, monkeypatch):
 
 
 def test_rewards_are_those_asked_for():
-    accuracy, overlong, as_trl = rewards.reward_functions(
-        ["accuracy_reward", "soft_overlong_punishment", "get_soft_overlong_punishment"], 16, overlong_buffer=4
-    )
-    assert accuracy.__name__ == "accuracy_reward"
+    names = ["accuracy_reward", "soft_overlong_punishment", "get_soft_overlong_punishment"]
+    script = make_parser().parse_args_and_config([])[0]
+    script = dataclasses.replace(script, reward_funcs=names, overlong_buffer=4, reward_model_name_or_path="a/model")
+    model, accuracy, overlong, as_trl = rewards.reward_functions(script, 16)
+    assert model == "a/model" and accuracy.__name__ == "accuracy_reward"
     assert overlong(completion_ids=[[0] * 12, [0] * 14, [0] * 16]) == [0.0, -0.5, -1.0]
     assert as_trl(completion_ids=[[0] * 1024, [0] * 1280]) == [0.0, -1.0]
 
 
+def problem(row, script):
+    """What the script makes of a row."""
+    return grpo.as_problems(datasets.Dataset.from_list([row]), script)[0]
+
+
 def test_rows_stay_as_they_are_unless_a_flag_or_a_reward_says_otherwise():
     script, user = make_parser().parse_args_and_config([])[0], {"role": "user", "content": "1+1="}
-    assert as_problem({"prompt": "1+1=", "solution": "2"}, script) == {}
+    row = {"prompt": "1+1=", "solution": "2"}
+    assert problem(row, script) == row
     judged = dataclasses.replace(script, reward_funcs=["think_format_reward"])  # reads a completion's message
-    assert as_problem({"prompt": "1+1="}, judged) == {"prompt": [user]}
+    assert problem(row, judged) == row | {"prompt": [user]}
     columns = dataclasses.replace(script, prompt_column="problem", solution_column="answer")
-    assert as_problem({"problem": "1+1=", "answer": "2"}, columns) == {"prompt": [user], "solution": "2"}
-    told = as_problem({"prompt": [user], "solution": "2"}, dataclasses.replace(script, system_prompt="Add."))
+    row = {"problem": "1+1=", "answer": "2"}
+    assert problem(row, columns) == row | {"prompt": [user], "solution": "2"}
+    told = problem({"prompt": [user]}, dataclasses.replace(script, system_prompt="Add."))
     assert told == {"prompt": [{"role": "system", "content": "Add."}, user]}
 
 
 def test_answers_of_gsm8k_are_verified():
-    script, made, _, _ = make_parser().parse_args_and_config(["--config", str(GSM8K)])
+    script, args, _, _ = make_parser().parse_args_and_config(["--config", str(GSM8K)])
     row = {"question": "Natalia sold 48 clips, and then half of it. How many?", "answer": "48/2=24, 48+24=72\n#### 72"}
-    solution = as_problem(row, script)["solution"]
-    (reward,) = rewards.reward_functions(script.reward_funcs, made.max_completion_length, script.overlong_buffer)
+    solution = problem(row, script)["solution"]
+    (reward,) = rewards.reward_functions(script, args.max_completion_length)
     completions = [[{"content": text}] for text in ("It is \\boxed{72}.", "It is \\boxed{24}.", "\\boxed{72.0}")]
     assert reward(completions, solution=[solution] * 3) == [1.0, 0.0, 1.0]
 

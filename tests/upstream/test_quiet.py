@@ -38,7 +38,7 @@ def state():
     return list(warnings.filters), changed, logging.root.level, dict(os.environ), sys.stdout, sys.stderr
 
 before = state()
-import trl_fp8.commands.cli, trl_fp8.commands.train
+import trl_fp8.commands.cli, trl_fp8.commands.train, trl_fp8.scripts.grpo
 from trl_fp8.commands.cli import main
 from trl_fp8.upstream.quiet import quiet
 assert state() == before

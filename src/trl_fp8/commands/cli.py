@@ -8,12 +8,12 @@ from contextlib import redirect_stdout
 
 from trl_fp8 import __version__
 from trl_fp8.features import registrations
+from trl_fp8.run.interrupt import ended_by_ctrl_c
 from trl_fp8.upstream.quiet import quiet
 from trl_fp8.upstream.versions import require_versions
 
 from . import train
 from .fp8_checkpoints import COMMANDS
-from .interrupt import ended_by_ctrl_c
 
 
 def main(words: list[str] | None = None) -> int:

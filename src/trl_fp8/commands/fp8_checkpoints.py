@@ -24,8 +24,7 @@ def _export(options: Namespace) -> str:
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.policy.model import dequantizing_config
     from trl_fp8.recipe.recipe import recipe_for_model
-
-    from .model_config import model_config
+    from trl_fp8.run.locations import model_config
 
     model_config(options.model)
     stored = dequantizing_config(options.model)

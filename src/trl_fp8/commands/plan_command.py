@@ -21,10 +21,10 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import formats_for
 from trl_fp8.recipe.servable import require_same_positions, require_servable
+from trl_fp8.run.locations import model_config
+from trl_fp8.scripts.arguments import Arguments, make_parser
 from trl_fp8.upstream.vllm import engine_class
 
-from .arguments import Asked, make_parser
-from .model_config import model_config
 from .plan_text import CHOSEN, SAVING, as_json, as_text
 
 
@@ -97,11 +97,13 @@ def run(words: list[str]) -> str:
     _add_arguments(parser)
     # accelerate's name, and in a run config a key whose type is checked
     parser.by_name["num_processes"] = parser.add_argument("--num_processes", "--num-processes", type=int)
-    asked = parser.read(words, launches=False)
+    asked = parser.read(words)
     values = asked.values
     known = {name for name, *_ in FLAGS.values()}.union(CHOSEN, ("engine", "modules", "json"))
     if others := [word for name, word in asked.spelled.items() if name not in known]:
         raise ValueError(f"{others[0]} is no flag of a plan. Put it into a run config, and give that with --config.")
+    if asked.other_words:
+        raise ValueError(f"{asked.other_words[0]!r} belongs to no flag.")
     if not values.model_name_or_path:
         raise ValueError("no model: give its id or folder, or a --config that has model_name_or_path.")
     for name, (least, most) in LIMITS.items():
@@ -142,9 +144,9 @@ def run(words: list[str]) -> str:
     return f"{table}{text}{watch}"
 
 
-def _setup(asked: Asked, outline: Outline) -> Setup:
+def _setup(asked: Arguments, outline: Outline) -> Setup:
     """Return what to plan for. What neither a run config nor a word sets is as plans have it, not as TRL."""
-    values, is_alone = asked.values, asked.given is None
+    values, is_alone = asked.values, asked.run_config is None
 
     def stated(name: str) -> Any:
         """Return a value that a plan does not choose; beside a run config, all that nothing sets are TRL's."""
@@ -171,7 +173,7 @@ def _setup(asked: Asked, outline: Outline) -> Setup:
     if completions:
         changes["generation_batch_size"] = None  # the plan finds the steps that come to it
     vars(values).update(changes)
-    _, args, model, _ = asked.made(gpus)
+    _, args, model, _ = asked.configs(gpus)
     if args.vllm_mode != "colocate" or (asked.sets("use_vllm") and not args.use_vllm):
         name = "vllm_mode" if args.vllm_mode != "colocate" else "use_vllm"
         raise ValueError(f"{_shown(asked, name)}: a plan is of an engine that shares its GPUs with the trainer.")
@@ -188,11 +190,11 @@ def _setup(asked: Asked, outline: Outline) -> Setup:
         dtype=dtype,
         tensor_parallel_size=stated("vllm_tensor_parallel_size"),
         utilization=stated("vllm_gpu_memory_utilization"),
-        run_config=asked.given,
+        run_config=asked.run_config,
     )
 
 
-def _shown(asked: Asked, name: str) -> str:
+def _shown(asked: Arguments, name: str) -> str:
     """Return flag and value, for messages."""
     value = getattr(asked.values, name)
     return f"{asked.spelled[name]} {value}" if name in asked.spelled else f"{name}={value!r}"

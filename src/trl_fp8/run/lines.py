@@ -2,8 +2,9 @@
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from threading import Event, Thread
 
 from tqdm import tqdm
@@ -33,6 +34,12 @@ def slow_step(text: str, shown: bool = True) -> Iterator[None]:
         yield
     finally:
         done.set()
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str = ".") -> str:
+    """Return a question for an error about an unknown name, or `otherwise` if no known one is close."""
+    close = get_close_matches(name, list(known), n=1)
+    return f": did you mean {close[0]}?" if close else otherwise
 
 
 class Warnings(logging.Handler):

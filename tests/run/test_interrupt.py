@@ -8,7 +8,7 @@ import pytest
 
 BEGIN = """
 import os, signal, sys, time
-from trl_fp8.commands.interrupt import ended_by_ctrl_c
+from trl_fp8.run.interrupt import ended_by_ctrl_c
 
 def ctrl_c():
     os.kill(os.getpid(), signal.SIGINT)
@@ -70,7 +70,7 @@ TAKEN = """
         pass
 """
 LONG_AFTER = """
-    import trl_fp8.commands.interrupt as module
+    import trl_fp8.run.interrupt as module
     module.FOLLOWS = 0.0
     1 / 0
 """

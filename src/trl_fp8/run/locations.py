@@ -1,0 +1,92 @@
+"""Where a model or a dataset lies: in a folder, in the cache, or on the Hub, which is asked once.
+
+transformers and datasets try an unreachable Hub for a minute, and never suggest a folder.
+"""
+
+import json
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import datasets
+import httpx
+from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedConfig
+
+
+ADAPTERS = "adapter_config.json"  # PEFT's, in a folder of adapters
+
+
+def require_model(model: str, flag: str, revision: str | None = None) -> None:
+    """Raise an error that names `flag` if `model` is neither a folder with a model nor a repository on the Hub.
+
+    Raises:
+        ValueError: There is no such folder, or it holds no model, and the Hub has no such model.
+        OSError: The Hub is out of reach, and no such model is in its cache.
+    """
+    folder, named = Path(model), f"{flag}={model!r}"
+    if folder.is_file():
+        raise ValueError(f"{named} is a file. Give its folder, or the id of a model on the Hub.")
+    if not folder.is_dir():
+        return _require_repository(model, flag, "model", revision)
+    if (folder / "config.json").is_file():
+        return
+    if (folder / ADAPTERS).is_file():
+        base = json.loads((folder / ADAPTERS).read_text()).get("base_model_name_or_path")
+        raise ValueError(
+            f"{named} holds adapters of {base!r}, and no model. Give that model; or merge them into it first: "
+            "trainer.merge_and_export(folder) in the run, or PEFT's AutoPeftModelForCausalLM.from_pretrained("
+            f"{model!r}).merge_and_unload(), saved with its tokenizer."
+        )
+    inside = "has no config.json" if any(folder.iterdir()) else "is empty"
+    raise ValueError(f"{named} {inside}. Give the folder of a checkpoint, or the id of a model on the Hub.")
+
+
+def require_dataset(dataset: str, flag: str) -> None:
+    """Raise as `require_model` if `dataset` is no folder, no builder of `datasets`, and not on the Hub."""
+    if Path(dataset).is_file():
+        raise ValueError(
+            f"{flag}={dataset!r} is a file. Give its folder, or in the YAML file "
+            f"datasets: [{{path: json, data_files: {dataset}}}]."
+        )
+    is_builder = dataset.isidentifier() and find_spec(f"datasets.packaged_modules.{dataset}")
+    cache = Path(datasets.config.HF_DATASETS_CACHE, dataset.replace("/", "___"))
+    if not (Path(dataset).is_dir() or is_builder or cache.is_dir()):
+        _require_repository(dataset, flag, "dataset")
+
+
+def model_config(model: str, flag: str = "MODEL", revision: str | None = None) -> dict[str, Any]:
+    """Return what the config.json of a folder or repository holds. Raises as `require_model`, and for other JSON."""
+    require_model(model, flag, revision)
+    try:
+        return PreTrainedConfig.get_config_dict(model, revision=revision)[0]
+    except (TypeError, RecursionError) as error:  # transformers takes any JSON for a dictionary
+        raise ValueError(
+            f"{flag}={model!r}: its config.json is no JSON of a model ({error}). Download it again."
+        ) from error
+    except (OSError, ValueError) as error:
+        kind = OSError if isinstance(error, OSError) else ValueError
+        raise kind(f"{flag}={model!r}: {error}") from error
+
+
+def _require_repository(name: str, flag: str, kind: str, revision: str | None = None) -> None:
+    """Raise if the Hub has no `kind` of this name, which is no folder here. One request, unless it is in the cache."""
+    folder = Path(name)
+    beside = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
+    close = get_close_matches(folder.name, beside, n=1)
+    meant = f": did you mean {folder.parent / close[0]}?" if close else "."
+    missing = f"{flag}={name!r}: there is no such folder, seen from {Path.cwd()}"
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise ValueError(missing + meant)
+    try:
+        if kind == "model" and isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):
+            return
+        found = HfApi().repo_exists(name, repo_type=kind)
+    except HFValidationError as error:  # no id at all
+        raise ValueError(missing + meant) from error
+    except (httpx.HTTPError, OSError) as error:  # of which one is that of HF_HUB_OFFLINE
+        raise OSError(f"{missing}, and the Hub cannot be asked for a {kind} of this name ({error}){meant}") from error
+    if not found:
+        raise ValueError(f"{missing}, and no {kind} of this name on the Hub that your token may read{meant}")

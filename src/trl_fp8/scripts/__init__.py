@@ -1,0 +1,1 @@
+"""Scripts that accelerate starts on each process."""

@@ -1,0 +1,178 @@
+"""GRPO with FP8 rollouts, from a run config and flags: TRL's script with this package's config and trainer.
+
+    accelerate launch -m trl_fp8.scripts.grpo --config FILE [--FLAG VALUE ...]
+
+`trl-fp8 train` starts this. What the trainer checks is checked there; here are a dataset's columns and the rewards.
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from trl_fp8.run.interrupt import ended_by_ctrl_c
+from trl_fp8.upstream.quiet import quiet
+
+from .rewards import OF_MESSAGES, require_rewards, reward_functions
+
+
+def main() -> None:
+    """Train in this process. Exits with 2 after one line for a user's mistake, and with 130 after Ctrl-C."""
+    quiet()
+    trainers = []
+    with ended_by_ctrl_c(lambda: _stopped(trainers) if os.environ.get("RANK", "0") == "0" else ""):
+        from .arguments import make_parser  # imports torch, which `ended_by_ctrl_c` has to come before
+
+        try:
+            script, args, model, mixture = make_parser().read(sys.argv[1:]).configs()
+            require_task(script, model, mixture)
+            trainers.append(make_trainer(script, args, model, mixture))
+        except (ValueError, OSError) as error:
+            # Every rank finds it; a folder or a disk is each machine's own
+            is_first = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
+            sys.exit(refuse(error) if is_first else 2)
+        (trainer,) = trainers
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        trainer.save_model()
+        trainer.accelerator.print(f"Model saved to {args.output_dir}")
+        if args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script.dataset_name)
+
+
+def refuse(error: Exception) -> int:
+    """Write a user's mistake in one line. Return the exit status."""
+    sys.stderr.write(f"trl-fp8: {' '.join(str(error).split())}\n")
+    return 2
+
+
+def require_task(script: Any, model: Any, mixture: Any) -> None:
+    """Raise `ValueError` for a run without model, dataset or rewards, or for names of them that nothing has.
+
+    Neither loads a dataset nor imports the module of a reward.
+    """
+    from trl_fp8.run.locations import require_dataset, require_model
+
+    if not model.model_name_or_path:
+        raise ValueError(
+            "model_name_or_path is not set. Give a model, as in --model_name_or_path Qwen/Qwen3-4B, or a run config, "
+            "as in --config examples/configs/qwen3_4b_1xh200.yaml."
+        )
+    dataset = script.dataset_name
+    if bool(dataset) == bool(mixture.datasets):
+        which = f"dataset_name={dataset!r} and datasets are both set" if dataset else "dataset_name is not set"
+        raise ValueError(f"{which}. Give one of them, as in --dataset_name trl-lib/DeepMath-103K.")
+    require_rewards(script)
+    require_model(model.model_name_or_path, "model_name_or_path", model.model_revision)
+    if dataset:
+        require_dataset(dataset, "dataset_name")
+
+
+def make_trainer(script: Any, args: Any, model: Any, mixture: Any) -> Any:
+    """Return the trainer of a run. Starts the engine."""
+    from trl import get_peft_config, get_quantization_config
+
+    from trl_fp8.trainer import FP8GRPOTrainer
+
+    rewards = reward_functions(script, args.max_completion_length)
+    training, evaluation = load_problems(script, mixture, has_evaluation=args.eval_strategy != "no")
+    loading = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    if model.dtype is not None:
+        loading["dtype"] = model.dtype
+    args.model_init_kwargs = loading | (args.model_init_kwargs or {})
+    return FP8GRPOTrainer(
+        model=model.model_name_or_path,
+        reward_funcs=rewards,
+        args=args,
+        train_dataset=training,
+        eval_dataset=evaluation,
+        quantization_config=get_quantization_config(model),
+        peft_config=get_peft_config(model),
+    )
+
+
+def load_problems(script: Any, mixture: Any, has_evaluation: bool) -> list[Any]:
+    """Return the splits to train and to evaluate on, None for the second without evaluation.
+
+    Raises:
+        ValueError: There is no such dataset, configuration, split or column; the message says which there are.
+        OSError: The dataset is out of reach.
+    """
+    import datasets
+    from datasets.exceptions import DatasetBuildError, DatasetsError
+    from trl import get_dataset
+
+    loading = {"name": script.dataset_config, "streaming": script.dataset_streaming}
+    source = f"dataset_name={script.dataset_name!r}" if script.dataset_name else "the mixture of datasets"
+    try:
+        splits = get_dataset(mixture) if mixture.datasets else datasets.load_dataset(script.dataset_name, **loading)
+    except (ValueError, OSError, DatasetsError) as error:  # no such configuration, or not readable
+        kind = OSError if isinstance(error, ConnectionError) else ValueError
+        of_config = f" with dataset_config={script.dataset_config!r}" if script.dataset_config else ""
+        raise kind(
+            f"{source}{of_config}: {error.__cause__ if isinstance(error, DatasetBuildError) else error}"
+        ) from error
+    names = {"dataset_train_split": script.dataset_train_split}
+    if has_evaluation:
+        names["dataset_test_split"] = script.dataset_test_split
+    for flag, name in names.items():
+        _require(name, flag, source, splits)
+    problems = [as_problems(splits[name], script, source) for name in names.values()]
+    return problems if has_evaluation else [*problems, None]
+
+
+def as_problems(split: Any, script: Any, source: str = "the dataset") -> Any:
+    """Return a split with the columns that TRL and its rewards read; `ValueError` for a column that it lacks."""
+    prompt_column, solution_column = script.prompt_column or "prompt", script.solution_column or "solution"
+    makes_messages = script.system_prompt or set(OF_MESSAGES).intersection(script.reward_funcs or ())
+    makes_prompt = script.prompt_column or makes_messages
+    makes_solution = script.solution_column or script.solution_marker
+    columns = split.column_names or list(next(iter(split), {}))
+    if makes_prompt:
+        _require(prompt_column, "prompt_column", source, columns)
+    if makes_solution:
+        _require(solution_column, "solution_column", source, columns)
+
+    def as_problem(row: dict) -> dict:
+        problem = {}
+        if makes_prompt:
+            prompt = row[prompt_column]
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            system = [{"role": "system", "content": script.system_prompt}] if script.system_prompt else []
+            problem["prompt"] = [*system, *messages]
+        if makes_solution:
+            solution = row[solution_column]
+            if script.solution_marker:
+                solution = f"\\boxed{{{solution.rpartition(script.solution_marker)[2].strip()}}}"
+            problem["solution"] = solution
+        return problem
+
+    return split.map(as_problem) if makes_prompt or makes_solution else split
+
+
+def _require(name: str, flag: str, source: str, known: Iterable[str]) -> None:
+    if name not in known:
+        there = ", ".join(map(repr, known))
+        raise ValueError(f"{flag}={name!r}: {source} has {there}. Set {flag} to one of them.")
+
+
+def _stopped(trainers: list) -> str:
+    """Return where Ctrl-C stopped a run, and how to go on."""
+    if not trainers:
+        return "stopped before the first step"
+    from trl_fp8.run.checkpoints import LAST, checkpoint_to_resume
+
+    (trainer,) = trainers
+    args, at = trainer.args, f"stopped at step {trainer.state.global_step} of {trainer.state.max_steps}"
+    checkpoint = checkpoint_to_resume(args.output_dir, "auto")
+    if checkpoint is None:
+        return f"{at}; there is no checkpoint yet, so the same command starts from the beginning"
+    again = "" if str(args.resume_from_checkpoint).lower() in LAST else " and --resume_from_checkpoint auto"
+    return f"{at}; go on with the same command{again}, from {checkpoint}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The rewards of a run: TRL's by their names, anybody's by a dotted path."""
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from trl_fp8.run.lines import did_you_mean
+
+
+VERIFIED = ("accuracy_reward", "reasoning_accuracy_reward")  # they compare answers with math-verify
+OF_MESSAGES = (*VERIFIED, "think_format_reward")  # they read the content of a completion's message
+OVERLONG = "soft_overlong_punishment"
+NAMES = (*OF_MESSAGES, "get_soft_overlong_punishment", OVERLONG)
+
+
+def require_rewards(script: Any) -> None:
+    """Raise `ValueError` for rewards that nothing has. Imports no module of a reward."""
+    if not script.reward_funcs and not script.reward_model_name_or_path:
+        raise ValueError(f"reward_funcs is not set. Use some of {', '.join(NAMES)}, or a path as in my_module.reward.")
+    if str(Path.cwd()) not in sys.path:  # modules beside the user are found, as by `trl grpo`
+        sys.path.insert(0, str(Path.cwd()))
+    for path in map(str, script.reward_funcs or ()):
+        module = path.rpartition(".")[0]
+        if not module and path not in NAMES:
+            known = f". Use some of {', '.join(NAMES)}, or the path of a function, as in my_module.reward."
+            raise ValueError(f"reward_funcs: there is no {path!r}{did_you_mean(path, NAMES, known)}")
+        if module and not _is_installed(module):
+            raise ValueError(f"reward_funcs: {path!r}: no module {module!r} is installed, or in {Path.cwd()}.")
+        if path in VERIFIED and not _is_installed("math_verify"):
+            raise ValueError(
+                f"reward_funcs: {path} compares answers with math-verify, which is not installed: "
+                "pip install 'trl-fp8[recipes]'"
+            )
+
+
+def reward_functions(script: Any, max_completion_length: int) -> list[Callable | str]:
+    """Return the rewards of a run. `ValueError` if a module has no such function."""
+    from trl.rewards import get_soft_overlong_punishment
+
+    rewards = [script.reward_model_name_or_path] if script.reward_model_name_or_path else []
+    for path in map(str, script.reward_funcs or ()):
+        module, _, name = path.rpartition(".")
+        if path == OVERLONG:
+            rewards.append(get_soft_overlong_punishment(max_completion_length, script.overlong_buffer))
+        elif path == "get_soft_overlong_punishment":
+            rewards.append(get_soft_overlong_punishment(1280, 256))  # as `trl grpo` has it
+        else:
+            try:
+                functions = import_module(module or "trl.rewards")
+            except (ValueError, OSError) as error:  # of the module itself: its traceback is what helps
+                raise RuntimeError(f"reward_funcs: {module} cannot be imported.") from error
+            if name not in dir(functions):
+                raise ValueError(f"reward_funcs: {module} has no {name!r}{did_you_mean(name, dir(functions))}")
+            rewards.append(getattr(functions, name))
+    return rewards
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package around it
+        return False
