@@ -29,6 +29,7 @@ from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
 from .recipe.recipe import FP8Recipe
 from .run.batch import Batch, Rollouts
+from .run.checkpoints import checkpoint_to_resume, require_ranks
 from .run.facts import trainer_precision
 from .run.feature import Feature, inside
 from .run.folder_lock import lock_folder
@@ -37,13 +38,16 @@ from .run.launch import (
     checkpoint_bytes,
     launch_words,
     load_on_all_ranks,
+    require_columns,
     require_no_images,
     require_no_qlora,
     require_output,
+    require_path,
     require_rows,
     require_same_turns,
 )
 from .run.lines import slow_step
+from .run.locations import require_model
 from .run.metric import Metric
 from .run.progress import FP8ProgressCallback
 from .run.registration import Construction
@@ -52,7 +56,7 @@ from .run.syncs import Syncs
 from .sync.policy_checks import require_servable
 from .upstream.patches import substituted
 from .upstream.quiet import without_noise
-from .upstream.vllm import engine_class
+from .upstream.vllm import engine_class, require_engine_arguments
 
 
 AnyFeature = TypeVar("AnyFeature", bound=Feature)
@@ -91,6 +95,20 @@ class FP8Rollouts(Saving):
             )
         if args.own_engine:
             require_rows(given.get("train_dataset"))
+            rewards = given.get("reward_funcs") or ()
+            require_columns(
+                {name: given.get(name) for name in ("train_dataset", "eval_dataset")},
+                rewards if isinstance(rewards, list | tuple) else [rewards],
+                adds_columns=bool(given.get("rollout_func") or given.get("environment_factory")),
+            )
+            if isinstance(model, str):
+                require_model(model, "model", (args.model_init_kwargs or {}).get("revision"))
+            else:
+                require_path(model)
+            if args.vllm_engine_kwargs:
+                require_engine_arguments(args.vllm_engine_kwargs)
+            if checkpoint := checkpoint_to_resume(args.output_dir, args.resume_from_checkpoint):
+                require_ranks(checkpoint, args.world_size)
             require_output(args, 0, 0)  # transformers makes the folder, with an error that names no flag
         trls = sys.modules[self.trls().__module__]  # where it looks up its engine, and how a model is loaded
         making = Construction(args, {"model": model, **given}, trls.create_model_from_path)

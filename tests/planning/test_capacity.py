@@ -237,9 +237,9 @@ def test_a_command_line_wins_over_a_run_config(plan):
         ({"kv_cache_skip_layers": [99]}, "kv_cache_skip_layers names layers [99]"),
         ({"num_processes": 3, "vllm_tensor_parallel_size": 2}, "each engine runs on that many training processes"),
         ({"per_device_train_batch_size": 1, "num_generations": 16}, "must be divisible by num_generations (16)"),
-        ({"vllm_gpu_memory_utilization": "much"}, "vllm_gpu_memory_utilization='much' in the run config: it"),
-        ({"vllm_gpu_memory_utilization": 30}, "vllm_gpu_memory_utilization=30: give a number from 0.01 to 0.99."),
-        ({"num_processes": "two"}, "num_processes='two' in the run config: it has to be an integer"),
+        ({"vllm_gpu_memory_utilization": "much"}, "--vllm_gpu_memory_utilization: invalid float value: 'much'"),
+        ({"vllm_gpu_memory_utilization": 30}, "vllm_gpu_memory_utilization=30.0: give a number from 0.01 to 0.99."),
+        ({"num_processes": "two"}, "--gpus: invalid int value: 'two'"),
         ({"dtype": "float16"}, "dtype='float16': a plan counts float32, bfloat16. Give one of them."),
     ],
 )

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import DistributedType
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import TrainingArguments
 
-from trl_fp8.run.launch import checkpoint_bytes, launch_words, require_output
+from trl_fp8.run.launch import checkpoint_bytes, launch_words, require_columns, require_output
 
 
 GIB = 2**30
@@ -85,3 +86,31 @@ def test_adapters_alone_are_in_a_checkpoint_of_a_model_with_adapters():
 def test_a_launch_is_named_as_it_is_not_as_it_was_asked_for(kind, processes, plugins, words):
     state = SimpleNamespace(**({"deepspeed_plugin": None, "fsdp_plugin": None} | plugins))
     assert launch_words(SimpleNamespace(distributed_type=kind, num_processes=processes, state=state)) == words
+
+
+def exact(completions, solution, **kwargs):
+    return [0.0 for _ in completions]
+
+
+class Judged:
+    """A reward that is an object."""
+
+    def __call__(self, prompts, completions, answer, weight=1.0, *, log_metric, **kwargs):
+        return [0.0 for _ in completions]
+
+
+def test_columns_that_prompts_and_rewards_come_from_are_asked_for():
+    rows = Dataset.from_list([{"question": "1+1=", "answer": "2"}])
+    with pytest.raises(ValueError, match=r"^train_dataset has no column 'prompt', but 'question', 'answer'\. Rename"):
+        require_columns({"train_dataset": rows}, [], adds_columns=False)
+    rows = rows.rename_column("question", "prompt")
+    require_columns({"train_dataset": rows, "eval_dataset": None}, ["a/model", Judged(), nn.Linear(1, 1)], False)
+    streamed = {"train_dataset": rows, "eval_dataset": rows.to_iterable_dataset()}
+    require_columns(streamed, [exact], adds_columns=True)
+    with pytest.raises(
+        ValueError, match=r"no column 'solution', which the reward exact takes, but 'prompt', 'answer'"
+    ):
+        require_columns(streamed, [exact], adds_columns=False)
+    streamed["train_dataset"] = rows.rename_column("answer", "solution")
+    with pytest.raises(ValueError, match=r"^eval_dataset has no column 'solution'"):
+        require_columns(streamed, [exact], adds_columns=False)

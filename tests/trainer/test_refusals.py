@@ -181,3 +181,39 @@ def test_a_checkpoint_in_another_quantization_is_not_trained(tmp_path):
         ValueError, match=r"is quantized \(awq\): trained are checkpoints in high precision, block FP8"
     ):
         dequantizing_config(str(tmp_path))
+
+
+def started(tmp_path, model, train=None, **flags):
+    with training(model, arguments(tmp_path / "run", **flags), train=train or dataset()):
+        raise AssertionError("an engine was started")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ({"vllm_engine_kwargs": {"enforce_eger": True}}, r"sets \['enforce_eger'\], .* did you mean enforce_eager\?"),
+        ({"resume_from_checkpoint": "checkpoint-3"}, "resume_from_checkpoint='checkpoint-3': there is no such folder"),
+    ],
+)
+def test_a_name_that_nothing_has_is_refused_before_the_policy_is_loaded(
+    flags, text, checkpoint, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda *_, **__: pytest.fail("a model was made"))
+    with pytest.raises(ValueError, match=text):
+        started(tmp_path, checkpoint("qwen3"), **flags)
+
+
+def test_a_folder_that_is_not_there_is_refused_by_its_name(no_engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="^model='./qwen': there is no such folder, seen from"):
+        started(tmp_path, "./qwen")
+
+
+def test_a_dataset_without_prompts_is_refused(no_engine, checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="train_dataset has no column 'prompt', but 'question'"):
+        started(tmp_path, checkpoint("qwen3"), train=dataset().rename_column("prompt", "question"))
+
+
+def test_a_model_that_was_made_in_memory_is_refused(no_engine, tmp_path):
+    with pytest.raises(ValueError, match="is a Qwen3ForCausalLM that was loaded from nowhere .*save_pretrained"):
+        started(tmp_path, tiny_models.build("qwen3"))

@@ -278,6 +278,7 @@ def test_a_mistake_is_one_line_before_anything_is_launched(said, here, no_hub, c
 
 
 OF_A_PROCESS = {  # what is said -> what changes the file
+    "load_in_4bit=True: QLoRA is not supported. Set fp8_base=True instead": {"load_in_4bit": True, "use_peft": True},
     "reward_funcs: my_rewards has no 'digit': did you mean digits?": {"reward_funcs": "my_rewards.digit"},
     "Available: ['default']": {"dataset_config": "main"},
     "dataset_train_split='trian': dataset_name='data' has 'train'. Set": {"dataset_train_split": "trian"},

@@ -5,12 +5,14 @@ A run writes its first checkpoint after hours, perhaps: that it can is asked at 
 
 import os
 import shutil
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
+from inspect import Parameter, signature
 from math import prod
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedType
+from datasets import Dataset, IterableDataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import TrainingArguments
@@ -25,6 +27,9 @@ from trl_fp8.recipe.names import full_shape
 from .engine_flags import fsdp1_message
 
 
+NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+# What TRL 1.16 calls a reward with, beside the columns
+OF_REWARDS = "prompts completions completion_ids trainer_state log_extra log_metric environments".split()
 ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each trained weight, in its dtype
 
 
@@ -32,6 +37,48 @@ def require_rows(dataset: object) -> None:
     """Raise `ValueError` for a dataset without rows: training would end at once and say nothing."""
     if isinstance(dataset, Sized) and not len(dataset):
         raise ValueError("train_dataset is empty. Check the split and the filters that it went through.")
+
+
+def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[object], adds_columns: bool) -> None:
+    """Raise `ValueError` for a dataset that lacks the prompts, or a column that a reward takes.
+
+    Args:
+        datasets_by_argument: Argument of the trainer -> its dataset. Others than those of `datasets` pass.
+        rewards: As the trainer gets them. Models read no columns.
+        adds_columns: A rollout function or an environment may add what rewards take.
+    """
+    for argument, dataset in datasets_by_argument.items():
+        if not isinstance(dataset, Dataset | IterableDataset):
+            continue
+        columns = dataset.column_names or list(next(iter(dataset), {}))
+        there = ", ".join(map(repr, columns))
+        if "prompt" not in columns:
+            raise ValueError(
+                f"{argument} has no column 'prompt', but {there}. Rename the one with the problems: "
+                f"{argument}.rename_column({columns[0]!r}, 'prompt'); with trl-fp8 train set prompt_column."
+            )
+        for reward in () if adds_columns else filter(callable, rewards):
+            if isinstance(reward, nn.Module):
+                continue
+            parameters = signature(reward).parameters.values()
+            needed = [each.name for each in parameters if each.default is each.empty and each.kind in NAMED]
+            if lacking := [name for name in needed if name not in (*OF_REWARDS, *columns)]:
+                name = getattr(reward, "__name__", type(reward).__name__)
+                raise ValueError(
+                    f"{argument} has no column {lacking[0]!r}, which the reward {name} takes, but {there}. Rename the "
+                    f"one that is meant: {argument}.rename_column({columns[-1]!r}, {lacking[0]!r}); with trl-fp8 "
+                    "train set solution_column."
+                )
+
+
+def require_path(model: nn.Module) -> None:
+    """Raise `ValueError` for a model that was made in memory: vLLM reads its config and tokenizer from a path."""
+    if not model.config.name_or_path:
+        raise ValueError(
+            f"model is a {type(model).__name__} that was loaded from nowhere (its config has no name_or_path), and "
+            "the engine reads config and tokenizer from a folder. Save both with save_pretrained(folder), and give "
+            "model=folder."
+        )
 
 
 def require_no_images(dataset: object, name: str) -> None:

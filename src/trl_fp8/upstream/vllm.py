@@ -3,7 +3,10 @@
 `llm` is a `vllm.LLM` in this process (the executor `external_launcher`), with vLLM's first model runner.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import signature
 from itertools import pairwise
 
 import torch
@@ -118,3 +121,17 @@ def make_group_of_experts() -> None:
     backend = torch.distributed.get_backend(world.device_group)
     made = parallel_state.init_model_parallel_group(groups, world.local_rank, backend, group_name="ep")
     patch(parallel_state, "_EP", made)
+
+
+def require_engine_arguments(names: Iterable[str]) -> None:
+    """Raise `ValueError` for `vllm_engine_kwargs` with names that `vllm.LLM` does not take."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.llm import LLM
+
+    known = {*signature(LLM).parameters, *(field.name for field in fields(EngineArgs))}
+    if unknown := [name for name in names if name not in known]:
+        close = get_close_matches(unknown[0], sorted(known), n=1)
+        raise ValueError(
+            f"vllm_engine_kwargs sets {unknown}, but vllm.LLM takes no such argument"
+            f"{f': did you mean {close[0]}?' if close else '. Remove it.'}"
+        )
