@@ -104,7 +104,7 @@ def start(options: argparse.Namespace, folder: str):
     room = adapters_installed(recipe, ranks) if with_adapters else nullcontext()
     with platform.ready(recipe), part.starting(platform, recipe), room:
         device, backends = torch.device(platform.name), platform.linear_backends(recipe)
-        arguments |= pinned_gemm(backends, recipe, model, device, user, list, shared)
+        arguments |= pinned_gemm(backends, recipe, model, device, user, list, options.most, shared)
         llm = LLM(
             model=folder,
             distributed_executor_backend="external_launcher",

@@ -151,6 +151,8 @@ def look(capability: str, models: list[str], layers: int | None) -> list[dict]:
                 if model in FAMILIES and choice != PINNED:
                     continue
                 kernels = [None] if choice == OWN else candidates[model]
+                if choice == FOLLOWED:  # Gemm.check refuses what changes with the batch
+                    kernels = [name for name in kernels if name != "flashinfer_cutlass"]
                 for backend in kernels[:1] if model in FAMILIES else kernels:
                     found.append(Found(model, capability, choice, backend))
                     with _prepared(choice, policy):

@@ -131,6 +131,7 @@ def pretend(capability: tuple[int, int]) -> None:
     PretendedGPU.import_kernels()
     _complete_flash_attention()
     _complete_deep_gemm(capability)
+    _complete_flashinfer(capability)
 
 
 def _pretend_to_triton(capability: tuple[int, int]) -> None:
@@ -183,6 +184,21 @@ def _complete_deep_gemm(capability: tuple[int, int]) -> None:
 
     deep_gemm._lazy_init()
     deep_gemm._transform_sf_into_required_layout_impl, deep_gemm._fp8_gemm_nt_impl = transform, gemm
+
+
+def _complete_flashinfer(capability: tuple[int, int]) -> None:
+    """What FlashInfer's GEMM for small batches would check, without the module that it compiles first."""
+    import torch
+    from vllm.model_executor.kernels.linear.scaled_mm import flashinfer
+
+    def gemm(input, weight, weight_scale, out_dtype):
+        (rows, columns), count = input.shape, len(weight)
+        assert capability == (9, 0) and rows < 32 and input.dtype == out_dtype == torch.bfloat16
+        assert weight.shape == (count, columns) and weight.is_contiguous() and weight.dtype == torch.float8_e4m3fn
+        assert weight_scale.shape == (-(-count // 128), columns // 128) and weight_scale.dtype == torch.float32
+        return input.new_empty(rows, count)
+
+    flashinfer.flashinfer_fp8_blockscale_gemm = gemm
 
 
 def become_a_rank(folder: Path) -> None:

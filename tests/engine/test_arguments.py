@@ -1,6 +1,7 @@
 """What the engine is told, on CPU and on each generation of GPU; no engine is started."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -100,7 +101,8 @@ def test_fp8_latents_that_need_more_shared_memory_than_there_is_are_refused(plat
 def test_linears_are_left_to_what_is_measured():
     assert "linear_backend" not in arguments()
     assert arguments(user={"linear_backend": "triton"})["linear_backend"] == "triton"
-    assert HOPPER.linear_backends(RECIPE) == ("cutlass", "deep_gemm", "triton")
+    assert HOPPER.linear_backends(RECIPE) == ("cutlass", "deep_gemm", "flashinfer_cutlass", "triton")
+    assert replace(HOPPER, capability=(10, 0)).linear_backends(RECIPE) == ("cutlass", "deep_gemm", "triton")
     assert HOPPER.linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("cutlass",)
     assert Cpu().linear_backends(FP8Recipe(fp8_modules=("a",), format=TENSOR)) == ("auto",)
 

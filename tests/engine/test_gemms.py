@@ -9,11 +9,15 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from accelerate import PartialState
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 
 from testing import engines, tiny_models
 from trl_fp8.engine.vllm import gemms, nvcc
 from trl_fp8.engine.vllm.cpu.reference_linear import ReferenceFp8BlockKernel, register_cpu_kernel
-from trl_fp8.engine.vllm.gemms import DECIDES, Gemm, fastest, pinned_gemm
+from trl_fp8.engine.vllm.gemms import Gemm, fastest, pinned_gemm
+from trl_fp8.engine.vllm.numerics import SMALL_BATCH, kernel_scaling
+from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.formats import FORMATS
 from trl_fp8.recipe.from_model import outline_of
 from trl_fp8.recipe.recipe import FP8Recipe, recipe_for_model
@@ -21,6 +25,7 @@ from trl_fp8.upstream.vllm import engine_model
 
 
 SHAPES = {(512, 256): 2, (256, 128): 10}
+DECODING = 64  # rows that decide, where there is one number of them
 
 
 @dataclass
@@ -38,7 +43,7 @@ class Kernel:
 
     def seconds(self, shape, rows):
         self.called.append((rows, shape))
-        time = self.times[shape] if rows == DECIDES else 0.0
+        time = self.times[shape] if rows == DECODING else 0.0
         if isinstance(time, Exception):
             raise time
         return time
@@ -56,20 +61,57 @@ def kernels(**times):
 def test_the_fastest_over_all_layers_is_taken():
     """The second is faster at one shape, and slower where most layers are."""
     candidates = kernels(cutlass=(8e-6, 2e-6), triton=(1e-6, 4e-6))
-    assert fastest(candidates, SHAPES).name == "cutlass"
-    assert fastest(candidates, dict.fromkeys(SHAPES, 1)).name == "triton"
+    assert fastest(candidates, SHAPES, [DECODING]).name == "cutlass"
+    assert fastest(candidates, dict.fromkeys(SHAPES, 1), [DECODING]).name == "triton"
+
+
+@dataclass
+class ByRows(Kernel):
+    """A candidate whose calls take `times[rows]`."""
+
+    def seconds(self, shape, rows):
+        self.called.append(rows)
+        return self.times[rows]
+
+
+def test_each_number_of_rows_that_decides_counts_as_much():
+    """In seconds the one with less at 256 rows would win, at 64 rows alone the other two."""
+    times = {"swapped": (2, 9, 40), "large": (4, 9, 39), "middle": (4, 8, 60)}
+    candidates = [
+        ByRows(name, dict(zip((8, 64, 256), each, strict=True)) | {1: 1, 4096: 1}) for name, each in times.items()
+    ]
+    assert fastest(candidates, SHAPES, [8, 64, 256]).name == "swapped"
+    assert fastest(candidates, SHAPES, [64, 256]).name == "large"
+    assert fastest(candidates, SHAPES, [64]).name == "middle"
+
+
+@pytest.mark.parametrize(
+    ("user", "decides"),
+    [
+        (None, [8, 64, 256]),
+        ({"max_num_seqs": 64}, [8, 64]),
+        ({"max_num_seqs": 32}, [8, 32]),
+        ({"max_num_seqs": 4}, [4]),
+    ],
+)
+def test_no_more_rows_decide_than_an_engine_decodes(user, decides, monkeypatch):
+    seen = []
+    monkeypatch.setattr(gemms, "fastest", lambda candidates, shapes, rows, agree: seen.append(rows) or candidates[0])
+    policy = tiny_models.build("qwen3")
+    pinned_gemm(("cutlass",), recipe_for_model(policy), policy, torch.device("cpu"), user, list, 256)
+    assert seen == [decides]
 
 
 def test_one_candidate_is_not_timed():
     [only] = kernels(triton=(1e-6, 1e-6))
-    assert fastest([only], SHAPES) is only and only.called == []
+    assert fastest([only], SHAPES, [DECODING]) is only and only.called == []
 
 
 def test_what_fails_its_check_is_named_and_not_timed(caplog):
     first, second = kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = RuntimeError("3 of 9 outputs are wrong")
     with caplog.at_level(logging.INFO):
-        assert fastest([first, second], SHAPES) is second
+        assert fastest([first, second], SHAPES, [DECODING]) is second
     assert first.called == []
     [warned] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "linear_backend='cutlass' is not used: RuntimeError: 3 of 9 outputs are wrong" in warned
@@ -79,31 +121,31 @@ def test_what_is_not_for_the_device_is_no_warning(caplog):
     first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = ValueError("Currently, only Hopper and Blackwell GPUs are supported.")
     with caplog.at_level(logging.INFO):
-        assert fastest([first, second], SHAPES) is second
+        assert fastest([first, second], SHAPES, [DECODING]) is second
     assert {record.levelno for record in caplog.records} == {logging.INFO}
-    assert "linear_backend='deep_gemm' is not for this device: Currently, only Hopper" in caplog.text
+    assert "linear_backend='deep_gemm' is left out: Currently, only Hopper" in caplog.text
 
 
 def test_a_kernel_that_fails_while_it_is_timed_is_dropped(caplog):
     candidates = kernels(cutlass=(1e-6, RuntimeError("out of shared memory")), triton=(2e-6, 2e-6))
-    assert fastest(candidates, SHAPES).name == "triton"
+    assert fastest(candidates, SHAPES, [DECODING]).name == "triton"
     assert "'cutlass' is not used: RuntimeError: out of shared memory" in caplog.text
-    assert candidates[0].called == [(DECIDES, (512, 256)), (DECIDES, (256, 128))]
+    assert candidates[0].called == [(DECODING, (512, 256)), (DECODING, (256, 128))]
 
 
 def test_if_none_is_left_the_reason_of_each_is_said():
     first, second = kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken, second.broken = ValueError("not for this GPU"), TypeError("unexpected argument")
     with pytest.raises(RuntimeError, match=r"(?s)cutlass: not for this GPU\n  triton: TypeError: unexpected argument"):
-        fastest([first, second], SHAPES)
+        fastest([first, second], SHAPES, [DECODING])
 
 
 def test_the_budget_ends_what_is_for_the_log_and_not_what_decides(caplog):
     ticks = iter([0.0, *[0.5] * 3, *[9.0] * 99])
     candidates = kernels(cutlass=(3e-6, 3e-6), triton=(2e-6, 2e-6))
     with caplog.at_level(logging.INFO):
-        assert fastest(candidates, SHAPES, clock=lambda: next(ticks)).name == "triton"
-    assert candidates[0].called == [(DECIDES, (512, 256)), (DECIDES, (256, 128)), (1, (512, 256)), (1, (256, 128))]
+        assert fastest(candidates, SHAPES, [DECODING], clock=lambda: next(ticks)).name == "triton"
+    assert candidates[0].called == [(DECODING, (512, 256)), (DECODING, (256, 128)), (1, (512, 256)), (1, (256, 128))]
     assert candidates[1].called == candidates[0].called[:3]
     lines = [line.split() for line in caplog.text.splitlines()]
     assert ["2", "512", "256", "64", "3.0", "2.0"] in lines and ["10", "256", "128", "1", "0.0", "-"] in lines
@@ -124,14 +166,14 @@ def agreed(ranks):
                 others = [each[call] for each in said if len(each) > call]
                 return [max(column) for column in zip(*others, strict=True)]
 
-            chosen.append(fastest(candidates, SHAPES, agree).name)
+            chosen.append(fastest(candidates, SHAPES, [DECODING], agree).name)
     assert len({len(each) for each in said}) == 1, "ranks make another number of collectives: they would hang"
     return chosen
 
 
 def test_all_ranks_take_the_kernel_whose_slowest_rank_is_fastest():
     ranks = [kernels(cutlass=(1e-6, 1e-6), triton=(2e-6, 2e-6)), kernels(cutlass=(9e-6, 9e-6), triton=(2e-6, 2e-6))]
-    assert [fastest(each, SHAPES).name for each in ranks] == ["cutlass", "triton"]
+    assert [fastest(each, SHAPES, [DECODING]).name for each in ranks] == ["cutlass", "triton"]
     assert agreed(ranks) == ["triton", "triton"]
 
 
@@ -140,7 +182,7 @@ def test_what_one_rank_fails_none_takes():
     ranks[1][0].broken = RuntimeError("wrong")
     assert agreed(ranks) == ["triton", "triton"]
     with pytest.raises(RuntimeError, match="triton: failed on another rank"):
-        fastest(ranks[1], SHAPES, lambda values: [1.0] * len(values))
+        fastest(ranks[1], SHAPES, [DECODING], lambda values: [1.0] * len(values))
 
 
 @pytest.mark.parametrize("format_name", list(FORMATS))
@@ -202,9 +244,81 @@ def test_a_kernel_that_computes_something_else_is_found(broken, monkeypatch):
 def test_other_activation_scales_than_numerics_says_are_found(monkeypatch):
     register_cpu_kernel()
     scaling = gemms.kernel_scaling
-    monkeypatch.setattr(gemms, "kernel_scaling", lambda kernel: scaling(kernel)._replace(scale_format="pow2"))
+    monkeypatch.setattr(gemms, "kernel_scaling", lambda kernel, rows: scaling(kernel)._replace(scale_format="pow2"))
     with pytest.raises(RuntimeError, match="outputs are wrong"):
         reference().check()
+
+
+class PowersOfTwo(ReferenceFp8BlockKernel):
+    """Quantizes activations as DeepGEMM's kernel does."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.quant_fp8 = QuantFP8(static=False, group_shape=self.quant_fp8.group_shape, use_ue8m0=True)
+
+
+class Dynamic(Fp8BlockScaledDynamicMMLinearKernel):
+    """Takes one kernel for small batches and another for large ones, as vLLM's does on Hopper."""
+
+    base_type, fallback_type, small = ReferenceFp8BlockKernel, PowersOfTwo, SMALL_BATCH
+
+    def process_weights_after_loading(self, layer):
+        self.fallback.process_weights_after_loading(layer)
+
+    def apply_block_scaled_mm(self, *_, **__):
+        raise AssertionError
+
+    def apply_weights(self, layer, x):
+        return (self.base if len(x) < self.small else self.fallback).apply_weights(layer, x)
+
+
+Dynamic.__name__ = "FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
+
+
+@pytest.fixture
+def dynamic(monkeypatch):
+    """`Dynamic` in the place of the reference kernel."""
+    register_cpu_kernel()
+    start = gemms.init_fp8_linear_kernel
+    monkeypatch.setattr(gemms, "init_fp8_linear_kernel", lambda *args, **named: Dynamic(start(*args, **named).config))
+
+
+def test_a_kernel_that_changes_with_the_batch_is_checked_at_both_and_never_shared(dynamic, monkeypatch):
+    reference(alike=False).check()
+    with pytest.raises(ValueError, match="takes another kernel below 32 rows, .* 'deep_gemm' gives them"):
+        reference(alike=True).check()
+    for small in (0, 1000):  # it quantizes otherwise than numerics.py says
+        monkeypatch.setattr(Dynamic, "small", small)
+        with pytest.raises(RuntimeError, match="outputs are wrong"):
+            reference(alike=False).check()
+
+
+def test_a_kernel_that_changes_with_the_batch_quantizes_large_ones_as_deep_gemm(dynamic):
+    kernel, _ = reference(alike=False).made((256, 128))
+    assert kernel_scaling(kernel).scale_format == kernel_scaling(kernel, 32).scale_format == "pow2"
+    assert kernel_scaling(kernel, 31).scale_format == "fp32"
+
+
+def test_a_division_by_a_scale_and_a_product_with_its_reciprocal_pass_one_check(dynamic, monkeypatch):
+    """FlashInfer computes x * (448 / amax), vLLM x / (amax / 448): near a tie these are two codes."""
+    apply, off = ReferenceFp8BlockKernel.apply_weights, []
+
+    def multiplied(self, layer, x):
+        if type(self) is not ReferenceFp8BlockKernel:
+            return apply(self, layer, x)
+        groups = x.float().unflatten(-1, (-1, 128))
+        factors = 448 / groups.abs().amax(-1, keepdim=True) * off[-1]
+        return self.apply_block_scaled_mm(
+            (groups * factors).to(E4M3).flatten(-2), layer.weight, 1 / factors[..., 0], layer.weight_scale_inv
+        )
+
+    monkeypatch.setattr(ReferenceFp8BlockKernel, "apply_weights", multiplied)
+    for factor in (1.0, 1 + 2**-22, 1 - 2**-22):
+        off.append(factor)
+        reference(alike=False).check()
+    off.append(1 - 2**-5)
+    with pytest.raises(RuntimeError, match="outputs are wrong"):
+        reference(alike=False).check()
 
 
 def test_a_kernel_that_stores_scales_otherwise_is_found_before_an_engine_starts(monkeypatch):
@@ -224,7 +338,7 @@ def test_the_user_asks_for_one_of_them_or_for_something_else(monkeypatch):
     recipe = recipe_for_model(policy)
 
     def pinned(user, recipe=recipe):
-        return pinned_gemm(("cutlass", "triton"), recipe, policy, torch.device("cpu"), user, list)
+        return pinned_gemm(("cutlass", "triton"), recipe, policy, torch.device("cpu"), user, list, 256)
 
     assert pinned(None) == pinned({"seed": 1}) == pinned({"linear_backend": "triton"}) == {"linear_backend": "triton"}
     assert pinned({"linear_backend": "cutlass"}) == {"linear_backend": "cutlass"}
@@ -267,7 +381,7 @@ def test_a_host_without_nvcc_is_told_what_it_loses(found, monkeypatch, caplog):
     monkeypatch.setattr(nvcc.shutil, "which", lambda name, path=None: found)
     first, second = kernels(deep_gemm=(1e-6, 1e-6), triton=(2e-6, 2e-6))
     first.broken = RuntimeError("cannot compile")
-    assert fastest([first, second], SHAPES) is second
+    assert fastest([first, second], SHAPES, [DECODING]) is second
     [warned] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert "'deep_gemm' is not used: RuntimeError: cannot compile" in warned
     assert ("This host has no nvcc, so it loses DeepGEMM" in warned) is (found is None)

@@ -109,6 +109,7 @@ BLOCKS = FormatSpec(
         "ReferenceFp8BlockKernel",
         "CutlassFp8BlockScaledMMKernel",
         "DeepGemmFp8BlockScaledMMKernel",
+        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
         "TritonFp8BlockScaledMMKernel",
         "BlockWiseTorchFP8ScaledMMLinearKernel",
         "Fp8MoeBackend.TRITON",

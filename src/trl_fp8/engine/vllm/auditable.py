@@ -8,7 +8,6 @@ from collections import defaultdict
 
 import torch
 from torch import nn
-from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
@@ -20,7 +19,7 @@ from trl_fp8.recipe.names import HELD
 
 
 # vLLM's kernels that read weight and scales anew in each call, and compute each row by itself. No tensor shows that a
-# kernel has no copy of its own, or that it does not change with the batch: it was read in vLLM's source
+# kernel has no copy of its own: it was read in vLLM's source
 AUDITABLE_KERNELS = tuple(kernel for spec in FORMATS.values() for kernel in spec.kernels)
 
 
@@ -43,9 +42,6 @@ def require_auditable(model: nn.Module) -> None:
 def why_linear_unverifiable(kernel: object, layer: nn.Module) -> str | None:
     """What about a linear kernel, or about what its layer holds, keeps a sync from writing to it; None if nothing."""
     name = type(kernel).__name__
-    if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
-        parts = f"{kernel.base_type.__name__} or {kernel.fallback_type.__name__}"
-        return f"{name} takes {parts} by the number of rows, so that results depend on the batch"
     spec = format_stored(layer.weight_block_size)
     if spec is None:
         return f"{name} has blocks of {layer.weight_block_size}, which no format has"

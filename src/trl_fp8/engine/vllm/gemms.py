@@ -3,8 +3,9 @@
     check    a weight is quantized as for a sync and written to a layer as one holds it after its start; the kernel's
              product is compared with that of the same codes in FP64; for a trainer that shares the kernel also
              rows of a batch, bit for bit, with the same rows of a larger one
-    timing   the model's own shapes, as vLLM fuses and shards them: with 64 rows, which is what decoding a batch looks
-             like and decides; with 1 and 4096 rows for the log, while time is left
+    timing   the model's own shapes, as vLLM fuses and shards them: with 8, 64 and max_num_seqs rows, which is what
+             decoding looks like at the end of a rollout and at its start, and decides; with 1 and 4096 rows for the
+             log, while time is left
 
 All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
 """
@@ -24,6 +25,7 @@ from torchao.quantization import Float8Tensor
 from transformers import PretrainedConfig
 from vllm.config import CompilationConfig, CompilationMode, set_current_vllm_config
 from vllm.model_executor.kernels.linear import init_fp8_linear_kernel
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 from vllm.model_executor.layers.quantization.utils.quant_utils import (
     GroupShape,
     create_fp8_quant_key,
@@ -40,14 +42,14 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.recipe.recipe import FP8Recipe
 
 from .auditable import why_linear_unverifiable
-from .numerics import kernel_scaling
+from .numerics import SMALL_BATCH, kernel_scaling
 from .nvcc import find_nvcc
 
 
 logger = get_logger(__name__)
 
 Shape = tuple[int, int]  # of a weight, [N, K]
-DECIDES, FOR_THE_LOG = 64, (1, 4096)  # rows
+DECODED, FOR_THE_LOG = (8, 64), (1, 4096)  # rows; max_num_seqs decides, too
 SECONDS = 2.0  # beyond which nothing is timed for the log
 REPETITIONS = 5  # of which the median counts
 CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
@@ -77,15 +79,22 @@ class Gemm:
         generator = torch.Generator().manual_seed(0)
         weight, x = (_uneven(rows, CHECKED[1], generator).to(self.device) for rows in (CHECKED[0], CHECKED_ROWS[-1]))
         kernel, layer = self.made(CHECKED)
+        if self.alike and isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
+            raise ValueError(
+                f"it takes another kernel below {SMALL_BATCH} rows, and a trainer that shares it needs the same bits "
+                "in every batch. 'deep_gemm' gives them."
+            )
         kernel.process_weights_after_loading(layer)
         if reason := why_linear_unverifiable(kernel, layer):
             raise ValueError(reason)
         [codes] = quantize_fused([weight], self.spec, self.scale_format)
         layer.write(codes)
         w = dequantize_weight(codes, torch.float32).double()
+        # Near the values of codes, where a division by a scale and a product with its reciprocal give the same code
+        x = dequantize_weight(quantize_as_engine(x, self.spec, kernel_scaling(kernel, 1)), torch.bfloat16)
         for rows in CHECKED_ROWS:
             found = kernel.apply_weights(layer, x[:rows]).double()
-            quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel))
+            quantized = quantize_as_engine(x[:rows], self.spec, kernel_scaling(kernel, rows))
             a = dequantize_weight(quantized, torch.float32).double()
             expected, magnitudes = a @ w.T, a.abs() @ w.abs().T
             # A rounding to BF16 is off by 2^-9 at most. Tensor cores cut the products of 32 elements, and what they
@@ -124,7 +133,7 @@ class Gemm:
             activations = create_fp8_quant_key(static=False, group_shape=GroupShape(1, self.spec.activation_group))
         else:
             weights, activations = kFp8StaticTensorSym, kFp8DynamicTokenSym
-        if self.name == "deep_gemm":
+        if self.name in ("deep_gemm", "flashinfer_cutlass"):
             find_nvcc()
         # As much of an engine's configuration as kernels read; vLLM's own operator quantizes activations in both
         config = SimpleNamespace(
@@ -192,6 +201,7 @@ def pinned_gemm(
     device: torch.device,
     user: dict | None,
     agree: Agree,
+    max_num_seqs: int,
     alike: bool = False,
 ) -> dict[str, str]:
     """`linear_backend` for `LLM(...)`: the best of `backends`; what the user asks for is checked only.
@@ -205,7 +215,9 @@ def pinned_gemm(
         return {}
     config = policy.config.get_text_config()
     candidates = [Gemm(name, recipe.format, recipe.scale_format, device, config, alike) for name in names]
-    chosen = fastest(candidates, recipe.gemms(outline_of(policy)), agree)
+    most = (user or {}).get("max_num_seqs", max_num_seqs)
+    decides = [*(rows for rows in DECODED if rows < most), most]
+    chosen = fastest(candidates, recipe.gemms(outline_of(policy)), decides, agree)
     if device.type == "cuda":  # vLLM counts what is free
         torch.cuda.empty_cache()
     return {"linear_backend": chosen.name}
@@ -214,28 +226,33 @@ def pinned_gemm(
 def fastest(
     candidates: Sequence[Gemm],
     gemms: Mapping[Shape, int],
+    decides: Sequence[int],
     agree: Agree = list,
     clock: Callable[[], float] = perf_counter,
 ) -> Gemm:
-    """The candidate whose calls with 64 rows take the least time in all layers, among those that pass their check;
-    `RuntimeError` with the reason of each if none does.
+    """Return the candidate that is fastest in all layers, among those that pass their check; `RuntimeError` with the
+    reason of each if none does.
 
-    `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers that have it.
+    Each number of rows in `decides` counts as much as another: a candidate's time is divided by that of the fastest
+    with as many rows. `candidates` are the same on all ranks; `gemms`: shape of a weight -> number of layers.
     """
     reasons = {each.name: _tried(each, each.check)[1] for each in candidates}
     passed = _agreed(candidates, reasons, agree)
     if len(passed) == 1:
         return passed[0]
     begun, times = clock(), {}
-    for rows in (DECIDES, *FOR_THE_LOG):
+    for rows in dict.fromkeys((*decides, *FOR_THE_LOG)):
         for shape in gemms:
             for each in passed:
-                if reasons[each.name] is None and (rows == DECIDES or clock() - begun < SECONDS):
+                if reasons[each.name] is None and (rows in decides or clock() - begun < SECONDS):
                     measured = _tried(each, partial(each.seconds, shape, rows))
                     times[each.name, rows, shape], reasons[each.name] = measured
     passed = _agreed(passed, reasons, agree)
-    slowest = agree([sum(n * times[each.name, DECIDES, shape] for shape, n in gemms.items()) for each in passed])
-    chosen = passed[slowest.index(min(slowest))]
+    sums = [
+        sum(n * times[each.name, rows, shape] for shape, n in gemms.items()) for rows in decides for each in passed
+    ]
+    slowest = torch.tensor(agree(sums), dtype=torch.float64).view(len(decides), len(passed))
+    chosen = passed[int((slowest / slowest.amin(1, keepdim=True)).sum(0).argmin())]
     logger.info(f"FP8 linears run on {chosen.name!r}, microseconds of a call:\n{_table(passed, gemms, times)}")
     return chosen
 
@@ -258,7 +275,7 @@ def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | No
     try:
         return use(), None
     except ValueError as reason:
-        logger.info(f"linear_backend={candidate.name!r} is not for this device: {reason}")
+        logger.info(f"linear_backend={candidate.name!r} is left out: {reason}")
         return None, str(reason)
     except Exception as error:  # whatever a kernel dies of
         reason = f"{type(error).__name__}: {error}"
@@ -271,7 +288,7 @@ def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mappin
     """A line for each shape and number of rows; "-" where there was no time left."""
     lines = [["layers", "N", "K", "rows", *(each.name for each in candidates)]]
     for (n, k), layers in gemms.items():
-        for rows in sorted((DECIDES, *FOR_THE_LOG)):
+        for rows in sorted({rows for _, rows, _ in times} | {*FOR_THE_LOG}):
             found = [times.get((each.name, rows, (n, k))) for each in candidates]
             lines.append([layers, n, k, rows, *("-" if time is None else f"{1e6 * time:.1f}" for time in found)])
     return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)

@@ -145,6 +145,7 @@ class FP8VLLMGeneration(VLLMGeneration):
                 self.accelerator.device,
                 self.engine_kwargs,
                 self.largest,
+                self.max_num_seqs,
                 any(part.batch_invariant for part in self.parts),
             )
             upstream.inspect_engine_class(tuple(config.architectures or ()))

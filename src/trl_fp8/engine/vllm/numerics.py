@@ -3,12 +3,18 @@
 from collections import Counter
 
 from torch import nn
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledDynamicMMLinearKernel
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 
 from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
+
+
+SMALL_BATCH = (
+    32  # rows below which vLLM's dynamic kernel runs FlashInfer's (swapAB), and from which it runs DeepGEMM's
+)
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
@@ -52,8 +58,10 @@ def activation_scaling(model: nn.Module) -> ActivationScaling | None:
     return found.pop() if found else None
 
 
-def kernel_scaling(kernel: object) -> ActivationScaling:
-    """Return how a linear kernel of vLLM's quantizes activations."""
+def kernel_scaling(kernel: object, rows: int = SMALL_BATCH) -> ActivationScaling:
+    """Return how a linear kernel of vLLM's quantizes a batch of `rows` tokens."""
+    if isinstance(kernel, Fp8BlockScaledDynamicMMLinearKernel):
+        kernel = kernel.base if rows < SMALL_BATCH else kernel.fallback
     quant = kernel.quant_fp8
     native = quant._forward_method in (quant.forward_native, quant.forward_cpu)
     if quant.is_group_quant:

@@ -1,9 +1,8 @@
 """`Platform`: what vLLM is told wherever it runs, and what CPU and CUDA add to that.
 
 The engine starts from dummy weights with the recipe's `quantization_config` in the model's config: TRL syncs the whole
-policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice depends on the
-batch size (FlashInfer below 32 rows, DeepGEMM above) and takes some whose weights or scales could not be written in
-place. Those of linears are chosen by what they do on the device (gemms.py).
+policy before the first rollout. Kernels and attention backend are pinned, because vLLM's own choice takes some whose
+weights or scales could not be written in place. Those of linears are chosen by what they do on the device (gemms.py).
 """
 
 import hashlib

@@ -30,7 +30,8 @@ class Cuda(Platform):
 
     def linear_backends(self, recipe: FP8Recipe) -> tuple[str, ...]:
         only = recipe.format.linear_backend
-        return (only,) if only else ("cutlass", "deep_gemm", "triton")
+        swapped = ("flashinfer_cutlass",) if self.capability == (9, 0) else ()  # DeepGEMM, FlashInfer below 32 rows
+        return (only,) if only else ("cutlass", "deep_gemm", *swapped, "triton")
 
     def _kernels_ready(self) -> AbstractContextManager[None]:
         require_exact_kernels(torch.device("cuda", torch.cuda.current_device()))
