@@ -46,6 +46,7 @@ RECIPES = {  # file -> processes, prompts a generation, updates a generation
     "grpo_addition_moe": (1, 16, 1),
     "grpo_addition_lora": (1, 16, 1),
     "qwen3_8b_base_8xh100": (8, 32, 1),
+    "qwen3_8b_gsm8k_8xh100": (8, 32, 1),
     "llama3_1_8b_8xh100": (8, 32, 2),
     "qwen3_4b_1xh200": (1, 32, 1),
     "qwen3_30b_a3b_base_8xh200": (8, 32, 1),

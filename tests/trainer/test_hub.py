@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+from huggingface_hub import HfApi
 from safetensors.torch import load
 
 from testing.hub_stand_in import HubStandIn
 from testing.processes import alone
+from testing.runs import arguments, dataset, reward_digits
+from trl_fp8 import FP8GRPOTrainer
 
 
 SCRIPT = """
@@ -82,3 +86,13 @@ def test_push_to_hub_writes_the_high_precision_policy_and_push_fp8_to_hub_the_ot
     ):
         assert part in exported["README.md"].decode(), part
     assert hub.tokens == {"Bearer hf_secret"} and "hf_secret" not in done.stdout + done.stderr
+
+
+def test_a_hub_out_of_reach_is_an_error_that_names_the_flag(checkpoint, tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise httpx.ConnectError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(HfApi, "create_repo", unreachable)
+    refused = r"push_to_hub=True: the Hub did not answer \(.* not known\)\. Set push_to_hub=False, and call trainer\."
+    with pytest.raises(OSError, match=refused):
+        FP8GRPOTrainer(checkpoint("qwen3"), reward_digits, arguments(tmp_path, push_to_hub=True), dataset())

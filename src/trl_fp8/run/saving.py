@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
 from accelerate.logging import get_logger
 from accelerate.utils import broadcast_object_list, is_peft_model
 from huggingface_hub import CommitInfo
@@ -98,6 +99,15 @@ class Saving:
             finally:
                 for _ in parameters if replicas else ():  # every rank takes part in all gathers
                     pass
+
+    def init_hf_repo(self, *args, **kwargs) -> None:
+        """Name the flag if the Hub is out of reach. transformers makes the repository while a trainer is made."""
+        try:
+            super().init_hf_repo(*args, **kwargs)
+        except (OSError, httpx.HTTPError) as error:
+            reason = " ".join(str(error).split())
+            remedy = "Set push_to_hub=False, and call trainer.push_to_hub() after training"
+            raise OSError(f"push_to_hub=True: the Hub did not answer ({reason}). {remedy}.") from error
 
     def push_fp8_to_hub(
         self,
