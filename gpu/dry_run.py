@@ -405,12 +405,16 @@ def _call_a_layer(found: Found, config: "VllmConfig", engine: "nn.Module") -> No
 
 
 def _call_own_kernels() -> None:
-    """What a sync launches."""
+    """What a sync launches, with each number of warps that a device may be faster with."""
     import torch
 
     from trl_fp8.quantization.codec.kernel_check import results
+    from trl_fp8.quantization.kernels import block_kernels
+    from trl_fp8.upstream.patches import substituted
 
-    results(torch.empty(160, 320, dtype=torch.bfloat16))
+    for warps in block_kernels.WARPS:
+        with substituted(block_kernels, "block_warps", lambda *_, warps=warps: warps):
+            results(torch.empty(160, 320, dtype=torch.bfloat16))
 
 
 def _call_packed_attention(layer: "Attention") -> None:

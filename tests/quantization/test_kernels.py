@@ -14,7 +14,15 @@ from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_act
 from trl_fp8.quantization.codec.digest import digest
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.quantization.kernels import block_kernels as kernels
-from trl_fp8.quantization.kernels.block_kernels import ROWS, _dequantize, _quantize, dequantize_blocks, quantize_blocks
+from trl_fp8.quantization.kernels.block_kernels import (
+    ROWS,
+    WARPS,
+    _dequantize,
+    _quantize,
+    block_warps,
+    dequantize_blocks,
+    quantize_blocks,
+)
 
 
 SHAPES = {
@@ -186,6 +194,49 @@ def test_results_on_a_gpu_are_those_on_cpu():
     assert dequantize_differences([torch.float32, torch.bfloat16, torch.float16], lambda tensor: tensor.cuda()) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_warps_change_no_bit_on_a_gpu(dtype):
+    values = torch.randn(300, 516, generator=torch.Generator().manual_seed(0)).to("cuda", dtype)
+    found = []
+    for warps in WARPS:
+        sums = torch.zeros(2, dtype=torch.int64, device="cuda")
+        parts = quantize_blocks(values, True, "pow2", 1e-12, sums=sums, warps=warps)
+        found.append([part.view(torch.uint8) for part in (*parts, sums)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("faster", WARPS)
+def test_square_blocks_are_quantized_with_the_warps_that_a_device_is_faster_with(faster, monkeypatch):
+    """Timed once for each device and dtype. Groups in a row, and CPU, have one number of warps."""
+    timed, device = [], torch.device("cuda", 7)
+
+    def seconds(*of):
+        timed.append(of)
+        return 1.0 if of[-1] == faster else 2.0
+
+    block_warps.cache_clear()
+    monkeypatch.setattr(kernels, "_block_seconds", seconds)
+    for _ in range(2):
+        assert block_warps(device, torch.float32) == faster
+    assert timed == [(device, torch.float32, warps) for warps in WARPS]
+    assert block_warps(torch.device("cpu"), torch.float32) == WARPS[0] and len(timed) == len(WARPS)
+    block_warps.cache_clear()
+
+    launched = []
+
+    class Launched:
+        def __getitem__(self, grid):
+            return lambda *_, num_warps, **__: launched.append(num_warps)
+
+    monkeypatch.setattr(kernels, "_quantize", Launched())
+    monkeypatch.setattr(kernels, "block_warps", lambda *_: faster)
+    quantize_blocks(torch.ones(256, 256), True, "pow2", 1e-12)
+    quantize_blocks(torch.ones(256, 256), True, "pow2", 1e-12, warps=3)
+    quantize_blocks(torch.ones(256, 256), False, "pow2", 1e-12)
+    assert launched == [faster, 3, 4]
+
+
 @pytest.mark.parametrize(
     ("codes", "scale", "message"),
     [
@@ -213,10 +264,10 @@ def types_and_constants(dtype, square, pow2, columns, **options):
     return types, constants | {name: value for name, value in options.items() if name not in types}
 
 
-@pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])
+@pytest.mark.parametrize(("square", "warps"), [(True, 8), (True, 16), (False, 4)], ids=str)
 @pytest.mark.parametrize("pow2", [True, False], ids=["pow2", "fp32"])
-def test_hopper_divides_exactly_rounds_to_nearest_and_reads_16_bytes_at_a_time(ptx, square, pow2):
-    height, warps = (128, 8) if square else (ROWS, 4)
+def test_hopper_divides_exactly_rounds_to_nearest_and_reads_16_bytes_at_a_time(ptx, square, warps, pow2):
+    height = 128 if square else ROWS
     text = ptx(_quantize, *types_and_constants("bf16", square, pow2, "i32 16"), warps)
     per_thread = height * 128 // (32 * warps)  # elements
     assert len(re.findall(r"cvt\.rn\.satfinite\.e4m3x2\.f32", text)) == per_thread // 2
@@ -229,16 +280,16 @@ def test_hopper_divides_exactly_rounds_to_nearest_and_reads_16_bytes_at_a_time(p
 
 
 @pytest.mark.parametrize("columns", ["i32 16", "i32"], ids=["whole blocks", "ragged"])
-@pytest.mark.parametrize("arch", [89, 90, 100])
-def test_sums_cost_a_relaxed_addition_each_and_no_spills(compiled, columns, arch):
+@pytest.mark.parametrize(("arch", "warps"), [(89, 8), (90, 8), (90, 16), (100, 16)], ids=str)
+def test_sums_cost_a_relaxed_addition_each_and_no_spills(compiled, columns, arch, warps):
     types, constants = types_and_constants("fp32", True, False, columns, sums="*i64", BF16=True)
-    text, registers, spilled = compiled(_quantize, types, constants, 8, arch)
+    text, registers, spilled = compiled(_quantize, types, constants, warps, arch)
     added = re.findall(r"(?:atom|red)\.\S*global\S*|membar\S*|fence\S*", text)
     assert added == ["red.global.gpu.relaxed.add.u64"] * 2
     assert re.search(r"cvt\.rn\.bf16", text)
     assert spilled == 0
     if columns == "i32 16":
-        assert registers <= 128  # two blocks at once
+        assert registers <= 128  # of 65536: 16 warps at once, in two blocks or in one
 
 
 @pytest.mark.parametrize("square", [True, False], ids=["blocks", "groups"])

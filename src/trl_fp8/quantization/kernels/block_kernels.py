@@ -6,6 +6,8 @@ not depend on the order of programs.
 """
 
 import math
+from functools import cache
+from statistics import median
 
 import torch
 import triton
@@ -17,6 +19,7 @@ from trl_fp8.quantization.formats import BLOCK, E4M3_MAX, ScaleFormat
 
 E4M3 = torch.float8_e4m3fn
 ROWS = 32  # per program, for groups in a row. Transposed operands are contiguous along rows: 64 bytes of BF16
+WARPS = 8, 16  # per program, for square blocks: with more of them each thread needs fewer registers
 COLUMN_STEP = tl.constexpr(formats.COLUMN_STEP)
 
 
@@ -30,6 +33,7 @@ def quantize_blocks(
     into: tuple[torch.Tensor, torch.Tensor] | None = None,
     sums: torch.Tensor | None = None,
     first_rows: tuple[int, int] = (0, 0),
+    warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize in blocks of 128x128 (`square`) or 128 of a row, in one launch that does not wait for the device.
 
@@ -41,6 +45,7 @@ def quantize_blocks(
             to this int64 `[2]`.
         first_rows: Rows of codes and of scales, leading dims counted, that come before these in a larger tensor:
             `sums` of all its parts add up to its checksums.
+        warps: With `square`. None: the faster of `WARPS`; the first call on a GPU times them, and waits for it.
 
     Returns:
         Codes in the shape of `values` and fp32 scales `[..., n, k]` (`[..., k]`).
@@ -51,7 +56,8 @@ def quantize_blocks(
     matrices = values.reshape(_matrices(values.shape, square))
     count, rows, columns = matrices.shape
     assert sums is None or (square and columns % 4 == 0)
-    height, warps = (BLOCK, 8) if square else (ROWS, 4)
+    height = BLOCK if square else ROWS
+    warps = (warps or block_warps(values.device, values.dtype)) if square else 4
     blocks = triton.cdiv(columns, BLOCK)
     scale_shape = (*values.shape[:-2], triton.cdiv(rows, BLOCK), blocks) if square else (*values.shape[:-1], blocks)
     if into is not None:
@@ -73,6 +79,31 @@ def quantize_blocks(
             grid = triton.cdiv(rows, height), blocks, count
             _quantize[grid](*tensors, sums, *numbers, **constants, num_warps=warps)
     return codes, scale
+
+
+@cache
+def block_warps(device: torch.device, dtype: torch.dtype) -> int:
+    """Return which of `WARPS` quantizes square blocks of `dtype` faster. On a GPU both are timed, once."""
+    if device.type != "cuda":
+        return WARPS[0]
+    seconds = {warps: _block_seconds(device, dtype, warps) for warps in WARPS}
+    return min(seconds, key=seconds.get)
+
+
+def _block_seconds(device: torch.device, dtype: torch.dtype, warps: int) -> float:
+    """Return the time of a quantization as a sync calls it, of more values than a GPU's cache holds."""
+    values, sums = torch.ones(8192, 4096, dtype=dtype, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    options = {"round_to_bf16": True, "sums": sums, "warps": warps}
+    into, times = quantize_blocks(values, True, "pow2", 1.0, **options), []  # compiles
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.device(device):
+            start.record()
+            quantize_blocks(values, True, "pow2", 1.0, into=into, **options)
+            end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return median(times)
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
