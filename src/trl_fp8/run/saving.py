@@ -40,6 +40,7 @@ from .checkpoints import (
 )
 from .facts import run_facts
 from .folder_lock import lock_folder, unlock_folder
+from .full_disk import explained_full_disk
 
 
 logger = get_logger(__name__)
@@ -177,9 +178,15 @@ class Saving:
         if self.args.own_engine:
             lock_folder(folder, self.accelerator)
         try:
-            return super().train(checkpoint, *args, **kwargs)
+            with explained_full_disk(folder):
+                return super().train(checkpoint, *args, **kwargs)
         finally:
             unlock_folder(folder)
+
+    def save_model(self, *args, **kwargs) -> None:
+        """TRL's; a full disk is one sentence."""
+        with explained_full_disk(self.args.output_dir):
+            super().save_model(*args, **kwargs)
 
     def _save_checkpoint(self, model, trial) -> None:
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"

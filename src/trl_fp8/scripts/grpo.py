@@ -31,9 +31,14 @@ def main() -> None:
             # Every rank finds it; a folder or a disk is each machine's own
             is_first = isinstance(error, OSError) or os.environ.get("LOCAL_RANK", "0") == "0"
             sys.exit(refuse(error) if is_first else 2)
+        from trl_fp8.run.full_disk import FullDisk
+
         (trainer,) = trainers
-        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        trainer.save_model()
+        try:
+            trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            trainer.save_model()
+        except FullDisk as error:
+            sys.exit(refuse(error))
         trainer.accelerator.print(f"Model saved to {args.output_dir}")
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script.dataset_name)

@@ -1,0 +1,61 @@
+"""A disk that fills up while a run saves: a real one, of a few MiB, and the way on that the error tells."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from testing.fake_rollout_engine import FakeEngineTrainer
+from testing.runs import arguments, dataset, reward_digits
+from trl_fp8.run.full_disk import FullDisk, explained_full_disk
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A file system that holds one checkpoint and a part of a second one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=7m", "none", str(folder)]
+    if os.getuid() != 0 or subprocess.run(mounting, capture_output=True).returncode:
+        pytest.skip("only root can mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def trainer(model, folder, **flags):
+    flags = {"kv_cache_dtype": "auto", "save_strategy": "steps", "save_steps": 1, "max_steps": 3} | flags
+    return FakeEngineTrainer(model, reward_digits, arguments(folder, **flags), dataset())
+
+
+def test_a_run_that_finds_no_room_for_a_checkpoint_says_how_to_go_on(disk, checkpoint):
+    model = checkpoint("qwen3")
+    with pytest.raises(FullDisk) as raised:
+        trainer(model, disk / "run").train()
+    assert str(raised.value) == (
+        f"no room for checkpoint-2 in {disk / 'run'}: its disk is full. Make room; checkpoint-2 is incomplete and can "
+        "be deleted; then resume_from_checkpoint='auto' goes on from checkpoint-1."
+    )
+    shutil.rmtree(disk / "run" / "checkpoint-2")
+    resumed = trainer(model, disk / "run", save_strategy="no")
+    resumed.train(resume_from_checkpoint="auto")
+    assert resumed.state.global_step == 3
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
+    with pytest.raises(FullDisk, match="no room for what the run writes .*goes on from checkpoint-1"):
+        resumed.save_model()
+
+
+def test_other_errors_of_a_run_are_what_they_are(tmp_path):
+    for error in (RuntimeError("CUDA error"), OSError(2, "No such file"), ValueError("no room")):
+        with pytest.raises(type(error)) as raised, explained_full_disk(tmp_path):
+            raise error
+        assert raised.value is error
+
+
+def test_a_full_disk_behind_another_error_is_seen(tmp_path):
+    with pytest.raises(FullDisk, match="starts from the beginning, for there is no checkpoint"):
+        with explained_full_disk(tmp_path):
+            try:
+                raise OSError(28, "No space left on device")
+            except OSError as error:
+                raise RuntimeError("inline_container.cc: unexpected pos") from error
