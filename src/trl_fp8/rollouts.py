@@ -27,6 +27,7 @@ from .engine.protocol import RolloutEngine
 from .features import registrations
 from .planning.plan import Plan, plan_for_model
 from .policy.model import dequantizing_config, in_high_precision, is_reference, make_lists, require_countable_experts
+from .recipe.from_model import outline_of
 from .recipe.recipe import FP8Recipe
 from .run.batch import Batch, Rollouts
 from .run.checkpoints import checkpoint_to_resume, require_ranks
@@ -43,8 +44,10 @@ from .run.launch import (
     require_no_qlora,
     require_output,
     require_path,
+    require_room,
     require_rows,
     require_same_turns,
+    require_short_prompts,
 )
 from .run.lines import slow_step
 from .run.locations import require_model
@@ -72,6 +75,7 @@ class FP8Rollouts(Saving):
     recipe: FP8Recipe | None = None  # None if every FP8 flag is off
     plan: Plan | None = None  # its summary is printed at the start; None likewise
     features: tuple[Feature, ...] = ()  # what takes part in a step, in the order of their hooks
+    context: int = 0  # tokens of a sequence in the engine; 0: not known
     kept: dict[str, Any]  # by folder: what registrations keep until their features are made
 
     # What GRPO has and TRL's other trainers lack; GRPO's own values hide these
@@ -214,6 +218,13 @@ class FP8Rollouts(Saving):
         if (config := self.model.config).get_text_config() is config:
             require_no_images(self.train_dataset, config.name_or_path)
         require_same_turns(self.tools, args.vllm_tensor_parallel_size)
+        outline = outline_of(self.model)
+        self.context = args.vllm_max_model_length or int(outline.context * outline.stretch)
+        if not self.rollout_func and not self.environment_factories:  # they may make prompts of their own
+            for name in ("train_dataset", "eval_dataset"):
+                require_short_prompts(
+                    getattr(self, name), name, lambda prompts: self._tokenize_prompts(prompts)[0], self.context
+                )
         check_launch(self.accelerator, args.vllm_tensor_parallel_size)
         if args.save_strategy != "no" and self.accelerator.is_main_process:  # it writes the weights
             require_output(args, *checkpoint_bytes(self.model))
@@ -265,6 +276,7 @@ class FP8Rollouts(Saving):
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args, **kwargs) -> tuple:
         for feature in self.features:
             feature.before_turn(prompt_ids)
+        require_room(prompt_ids, self.context)
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _scored(self, model: Any, *inputs: Any) -> AbstractContextManager[None]:

@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import AdaptionPromptConfig, PrefixTuningConfig, PromptTuningConfig
 from transformers import dynamic_module_utils
 from vllm.model_executor.models import registry
 
 from testing import engines, other_models, tiny_models
+from testing.fake_rollout_engine import FakeEngineTrainer
 from testing.reference_experts import offered_fp8_experts
-from testing.runs import arguments, dataset, training
+from testing.runs import arguments, dataset, reward_digits, training
 from trl_fp8.engine.vllm import generation as fp8_generation
 from trl_fp8.engine.vllm.cpu.reference_experts import ReferenceUnquantizedExperts
 from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
@@ -217,3 +219,19 @@ def test_a_dataset_without_prompts_is_refused(no_engine, checkpoint, tmp_path):
 def test_a_model_that_was_made_in_memory_is_refused(no_engine, tmp_path):
     with pytest.raises(ValueError, match="is a Qwen3ForCausalLM that was loaded from nowhere .*save_pretrained"):
         started(tmp_path, tiny_models.build("qwen3"))
+
+
+@pytest.mark.parametrize("flags", [{}, {"vllm_max_model_length": None}], ids=["flag", "positions"])
+def test_a_prompt_that_fills_the_context_is_refused_before_the_engine_starts(flags, no_engine, checkpoint, tmp_path):
+    rows = [{"prompt": "1+1="}] * 40 + [{"prompt": "1" * 129}] + [{"prompt": "2+2="}] * 40
+    with pytest.raises(ValueError, match="^train_dataset has a prompt of 129 tokens, and the engine"):
+        started(tmp_path, checkpoint("qwen3"), train=Dataset.from_list(rows), **flags)
+
+
+def test_a_streamed_prompt_that_fills_the_context_is_named(checkpoint, tmp_path):
+    rows = Dataset.from_list([{"prompt": "1" * 64}] * 8).to_iterable_dataset()
+    args = arguments(tmp_path, kv_cache_dtype="auto")
+    trainer = FakeEngineTrainer(checkpoint("qwen3"), reward_digits, args, rows)
+    with pytest.raises(ValueError, match="^a turn begins with a prompt of 64 tokens, .* context holds 64 with the"):
+        trainer.train()
+    assert "generate" not in trainer.vllm_generation.calls

@@ -5,7 +5,8 @@ A run writes its first checkpoint after hours, perhaps: that it can is asked at 
 
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from heapq import nlargest
 from inspect import Parameter, signature
 from math import prod
 from typing import Any
@@ -30,6 +31,7 @@ from .engine_flags import fsdp1_message
 NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 # What TRL 1.16 calls a reward with, beside the columns
 OF_REWARDS = "prompts completions completion_ids trainer_state log_extra log_metric environments".split()
+TOKENIZED = 16  # of the prompts of a dataset, before a run
 ADAM = ("adamw_torch", "adamw_torch_fused")  # they keep two moments of each trained weight, in its dtype
 
 
@@ -69,6 +71,27 @@ def require_columns(datasets_by_argument: dict[str, object], rewards: Iterable[o
                     f"one that is meant: {argument}.rename_column({columns[-1]!r}, {lacking[0]!r}); with trl-fp8 "
                     "train set solution_column."
                 )
+
+
+def require_short_prompts(dataset: object, argument: str, tokenize: Callable[[list], list], context: int) -> None:
+    """Raise `ValueError` for prompts that leave no room in the engine's `context`.
+
+    Tokenized are the few with the most characters. A streamed dataset, and images, are left to the generation.
+    """
+    if not context or not isinstance(dataset, Dataset) or {"image", "images"}.intersection(dataset.column_names):
+        return
+    longest = nlargest(TOKENIZED, dataset["prompt"], key=lambda prompt: len(str(prompt)))
+    require_room(tokenize(longest), context, f"{argument} has")
+
+
+def require_room(prompt_ids: Sequence[Sequence[int]], context: int, what: str = "a turn begins with") -> None:
+    """Raise `ValueError` if the longest of these prompts leaves no room in the engine's `context`."""
+    tokens = max(map(len, prompt_ids), default=0)
+    if context and tokens >= context:
+        raise ValueError(
+            f"{what} a prompt of {tokens} tokens, and the engine's context holds {context} with the completion. Raise "
+            "vllm_max_model_length if the model has more positions, or filter long prompts out of the dataset."
+        )
 
 
 def require_path(model: nn.Module) -> None:
