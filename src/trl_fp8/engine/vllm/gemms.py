@@ -4,8 +4,7 @@
              product is compared with that of the same codes in FP64; for a trainer that shares the kernel also
              rows of a batch, bit for bit, with the same rows of a larger one
     timing   the model's own shapes, as vLLM fuses and shards them: with 8, 64 and max_num_seqs rows, which is what
-             decoding looks like at the end of a rollout and at its start, and decides; with 1 and 4096 rows for the
-             log, while time is left
+             decoding looks like at the end of a rollout and at its start
 
 All ranks of a job take the same kernel: what one fails, none takes, and the slowest rank's time counts.
 """
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,12 +47,10 @@ from .nvcc import find_nvcc
 logger = get_logger(__name__)
 
 Shape = tuple[int, int]  # of a weight, [N, K]
-DECODED, FOR_THE_LOG = (8, 64), (1, 4096)  # rows; max_num_seqs decides, too
-SECONDS = 2.0  # beyond which nothing is timed for the log
+DECODED = 8, 64  # rows; max_num_seqs decides, too
 REPETITIONS = 5  # of which the median counts
 CHECKED, CHECKED_ROWS = (256, 512), (3, 130)  # shape of the weight and rows in the check
 ALIKE_ROWS = (1, 7, 64, 130)  # of 300, where kernels change their tiles
-# DeepGEMM compiles each kernel as it is called
 WITHOUT_NVCC = (
     ". This host has no nvcc, so it loses DeepGEMM, often the fastest kernel on Hopper; another one runs FP8 linears. "
     "Run: pip install 'nvidia-cuda-nvcc==13.*' nvidia-cuda-cccl, or set CUDA_HOME to a toolkit with nvcc 13, or go on."
@@ -228,7 +224,6 @@ def fastest(
     gemms: Mapping[Shape, int],
     decides: Sequence[int],
     agree: Agree = list,
-    clock: Callable[[], float] = perf_counter,
 ) -> Gemm:
     """Return the candidate that is fastest in all layers, among those that pass their check; `RuntimeError` with the
     reason of each if none does.
@@ -240,11 +235,11 @@ def fastest(
     passed = _agreed(candidates, reasons, agree)
     if len(passed) == 1:
         return passed[0]
-    begun, times = clock(), {}
-    for rows in dict.fromkeys((*decides, *FOR_THE_LOG)):
+    times = {}
+    for rows in decides:
         for shape in gemms:
             for each in passed:
-                if reasons[each.name] is None and (rows in decides or clock() - begun < SECONDS):
+                if reasons[each.name] is None:
                     measured = _tried(each, partial(each.seconds, shape, rows))
                     times[each.name, rows, shape], reasons[each.name] = measured
     passed = _agreed(passed, reasons, agree)
@@ -285,12 +280,11 @@ def _tried(candidate: Gemm, use: Callable[[], float | None]) -> tuple[float | No
 
 
 def _table(candidates: Sequence[Gemm], gemms: Mapping[Shape, int], times: Mapping) -> str:
-    """A line for each shape and number of rows; "-" where there was no time left."""
+    """Return a line for each shape and number of rows."""
     lines = [["layers", "N", "K", "rows", *(each.name for each in candidates)]]
     for (n, k), layers in gemms.items():
-        for rows in sorted({rows for _, rows, _ in times} | {*FOR_THE_LOG}):
-            found = [times.get((each.name, rows, (n, k))) for each in candidates]
-            lines.append([layers, n, k, rows, *("-" if time is None else f"{1e6 * time:.1f}" for time in found)])
+        for rows in sorted({rows for _, rows, _ in times}):
+            lines.append([layers, n, k, rows, *(f"{1e6 * times[each.name, rows, (n, k)]:.1f}" for each in candidates)])
     return "\n".join("".join(f"{cell:>12}" for cell in line) for line in lines)
 
 

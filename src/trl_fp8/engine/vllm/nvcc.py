@@ -23,11 +23,9 @@ def find_nvcc() -> bool:
     homes = (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), TOOLKIT)
     if any(shutil.which("nvcc", path=folder) for folder in (None, *(f"{home}/bin" for home in homes if home))):
         return True
-    for folder in sys.path:
-        home = f"{folder}/nvidia/cu13"
-        if shutil.which("nvcc", path=f"{home}/bin"):
-            flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} {ANY_PAIR}".strip()
-            os.environ.update(CUDA_HOME=home, NVCC_APPEND_FLAGS=flags)
-            logger.info(f"DeepGEMM compiles with pip's nvcc: CUDA_HOME={home}, NVCC_APPEND_FLAGS={flags!r}")
-            return True
-    return False
+    pips = [f"{folder}/nvidia/cu13" for folder in sys.path if shutil.which("nvcc", path=f"{folder}/nvidia/cu13/bin")]
+    if pips:
+        flags = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} {ANY_PAIR}".strip()
+        os.environ.update(CUDA_HOME=pips[0], NVCC_APPEND_FLAGS=flags)
+        logger.info(f"DeepGEMM compiles with pip's nvcc: CUDA_HOME={pips[0]}, NVCC_APPEND_FLAGS={flags!r}")
+    return bool(pips)

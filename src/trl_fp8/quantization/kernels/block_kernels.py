@@ -6,12 +6,12 @@ not depend on the order of programs.
 """
 
 import math
-from functools import cache
-from statistics import median
+from functools import cache, partial
 
 import torch
 import triton
 import triton.language as tl
+from triton.testing import do_bench
 
 from trl_fp8.quantization import formats
 from trl_fp8.quantization.formats import BLOCK, E4M3_MAX, ScaleFormat
@@ -84,26 +84,13 @@ def quantize_blocks(
 @cache
 def block_warps(device: torch.device, dtype: torch.dtype) -> int:
     """Return which of `WARPS` quantizes square blocks of `dtype` faster. On a GPU both are timed, once."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return WARPS[0]
-    seconds = {warps: _block_seconds(device, dtype, warps) for warps in WARPS}
-    return min(seconds, key=seconds.get)
-
-
-def _block_seconds(device: torch.device, dtype: torch.dtype, warps: int) -> float:
-    """Return the time of a quantization as a sync calls it, of more values than a GPU's cache holds."""
-    values, sums = torch.ones(8192, 4096, dtype=dtype, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    options = {"round_to_bf16": True, "sums": sums, "warps": warps}
-    into, times = quantize_blocks(values, True, "pow2", 1.0, **options), []  # compiles
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.device(device):
-            start.record()
-            quantize_blocks(values, True, "pow2", 1.0, into=into, **options)
-            end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    return median(times)
+    values, sums = torch.ones(4096, 4096, dtype=dtype, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    call = partial(quantize_blocks, values, True, "pow2", 1.0, round_to_bf16=True, sums=sums)  # as a sync does
+    with torch.cuda.device_of(values):
+        times = {warps: do_bench(partial(call, warps=warps), 5, 20, return_mode="median") for warps in WARPS}
+    return min(times, key=times.get)
 
 
 def dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, square: bool, dtype: torch.dtype) -> torch.Tensor:
