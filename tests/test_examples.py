@@ -26,9 +26,11 @@ from transformers import AutoModelForCausalLM, TrainingArguments
 from trl import ModelConfig, TrlParser
 
 from testing import engines, published
+from testing.fake_rollout_engine import FakeEngineTrainer
 from testing.launches import launched, without_hub
 from testing.runs import arguments
 from trl_fp8 import FP8GRPOConfig, FP8GRPOTrainer
+from trl_fp8.scripts import grpo
 from trl_fp8.scripts.arguments import make_parser
 
 
@@ -261,6 +263,34 @@ def test_the_recipes_command_is_launched_with_it(name, monkeypatch):
     assert args.module and args.training_script == "trl_fp8.scripts.grpo" and args.training_script_args == words[2:]
     processes = int(args.nproc_per_node) if args.multi_gpu or args.use_fsdp else 1
     assert processes == RECIPES[name][0] == int(name.rpartition("_")[2][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("qwen3_4b_1xh200", "qwen3"), ("qwen3_8b_base_8xh100", "qwen3"), ("llama3_1_8b_8xh100", "llama")],
+)
+def test_a_recipe_trains_a_tiny_model_of_its_family(name, family, checkpoint, tmp_path, monkeypatch):
+    """By the script. Recipes whose features need vLLM's engine are left out."""
+    without_hub(monkeypatch)
+    monkeypatch.setattr("trl_fp8.trainer.FP8GRPOTrainer", FakeEngineTrainer)
+    small = {
+        "model_name_or_path": checkpoint(family, max_position_embeddings=512),
+        "output_dir": tmp_path,
+        "kv_cache_dtype": "auto",
+        "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "num_generations": 8,
+        "steps_per_generation": 1,
+        "max_completion_length": 4,
+        "vllm_max_model_length": 512,
+        "chat_template_kwargs": "{}",
+        "max_steps": 2,
+        "report_to": "none",
+    }
+    words = [word for flag, value in small.items() for word in (f"--{flag}", str(value))]
+    trainer = grpo.make_trainer(*make_parser().read(["--config", str(recipe(name)), *words]).configs())
+    trainer.train()
+    assert trainer.state.global_step == 2 and trainer.state.log_history[0]["rewards/accuracy_reward/mean"] == 0.0
 
 
 def test_more_machines_keep_the_batch(world_size, monkeypatch):

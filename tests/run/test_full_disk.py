@@ -11,12 +11,12 @@ from testing.runs import arguments, dataset, reward_digits
 from trl_fp8.run.full_disk import FullDisk, explained_full_disk
 
 
-@pytest.fixture
-def disk(tmp_path):
+@pytest.fixture(params=["6m", "7m"], ids=["weights", "optimizer"])  # what of the second checkpoint finds no room
+def disk(request, tmp_path):
     """A file system that holds one checkpoint and a part of a second one."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounting = ["mount", "-t", "tmpfs", "-o", "size=7m", "none", str(folder)]
+    mounting = ["mount", "-t", "tmpfs", "-o", f"size={request.param}", "none", str(folder)]
     if os.getuid() != 0 or subprocess.run(mounting, capture_output=True).returncode:
         pytest.skip("only root can mount a small file system")
     yield folder

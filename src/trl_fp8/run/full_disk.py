@@ -12,7 +12,7 @@ from .checkpoints import checkpoints
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-LEAST = 2**20  # bytes; PyTorch and safetensors raise errors of their own, after they wrote what found room
+LEAST = 2**20  # bytes; PyTorch's writer raises an error without a number, after it wrote what found room
 
 
 class FullDisk(OSError):
@@ -43,6 +43,8 @@ def _has_full_disk(error: BaseException | None, folder: str | Path) -> bool:
     """Return whether an error or one that led to it says so, or the disk has no room left."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in FULL:
+            return True
+        if isinstance(error, SafetensorError) and any(f"(os error {number})" in str(error) for number in FULL):
             return True
         error = error.__cause__ or error.__context__
     disk = shutil.disk_usage(folder)

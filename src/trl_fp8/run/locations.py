@@ -86,7 +86,7 @@ def _require_repository(name: str, flag: str, kind: str, revision: str | None = 
         found = HfApi().repo_exists(name, repo_type=kind)
     except HFValidationError as error:  # no id at all
         raise ValueError(missing + meant) from error
-    except (httpx.HTTPError, OSError) as error:  # of which one is that of HF_HUB_OFFLINE
-        raise OSError(f"{missing}, and the Hub cannot be asked for a {kind} of this name ({error}){meant}") from error
+    except (httpx.HTTPError, OSError) as error:
+        raise OSError(f"{missing}, and the Hub cannot be asked for a {kind} of this name ({error}){meant}") from None
     if not found:
         raise ValueError(f"{missing}, and no {kind} of this name on the Hub that your token may read{meant}")
