@@ -200,7 +200,7 @@ def test_what_is_no_model_is_said_in_a_line(content, said, tmp_path, capsys):
         (["--gpu-memory", "-80"], "--gpu-memory -80.0: give a number from 1 to 4,096"),
         (["--gpus", "-1"], "--gpus -1: give a number from 1 to 1,048,576"),
         (["--lora", "0"], "--lora 0: give"),
-        (["--context", "50000"], "max_position_embeddings=40960: vLLM serves no longer sequences. Set vllm"),
+        (["--context", "50000"], "max_position_embeddings=40960: engine and policy do not turn q and k of longer"),
         (["--config", "missing.yaml"], "--config missing.yaml: there is no such file"),
         (["--gpus", "two"], "--gpus: invalid int value: 'two'"),
         (["--gpu-memory", "much"], "--gpu-memory: invalid float value: 'much'"),
@@ -216,11 +216,17 @@ def test_a_flag_of_no_use_is_named_with_its_value_and_a_fix(words, said, tmp_pat
 
 
 def test_a_context_that_the_config_stretches_to_is_planned(tmp_path, capsys):
-    """As the trainer takes it: YaRN scales the angles of positions beyond 40,960."""
+    """As vLLM takes it: YaRN serves the positions that the config itself promises, and no more."""
     stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40960}
-    model = folder_of("Qwen/Qwen3-8B", tmp_path, rope_scaling=stretched)
-    found = plan_of(capsys, model, "--context", "100000", "--gpu-memory", "2000")
-    assert found["flags"]["vllm_max_model_length"] == 100_000
+    for positions, exit_code in ((163_840, 0), (40_960, 2)):
+        options = {"rope_scaling": stretched, "max_position_embeddings": positions}
+        model = folder_of("Qwen/Qwen3-8B", tmp_path / str(positions), **options)
+        assert main(["plan", model, "--context", "100000", "--gpu-memory", "2000", "--json"]) == exit_code
+        out, err = capsys.readouterr()
+        if exit_code:
+            assert "vllm_max_model_length=100000, but the config of" in err
+        else:
+            assert json.loads(out)["flags"]["vllm_max_model_length"] == 100_000
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):

@@ -24,6 +24,9 @@ def groups_for(trl_config: type) -> tuple[type[FlagGroup], ...]:
     return WeightFlags, EngineFlags, *filter(None, of_features)
 
 
+_HIDDEN = "<HUB_TOKEN>"  # what transformers' `to_dict` has in the place of `hub_token`
+
+
 @dataclass
 class FP8Config:
     """Base of every FP8 config, before its groups of flags and TRL's config."""
@@ -36,7 +39,7 @@ class FP8Config:
         size, steps = self.generation_batch_size, self.steps_per_generation
         if steps is not None:
             self.generation_batch_size = None
-        if self.hub_token == "<HUB_TOKEN>":
+        if self.hub_token == _HIDDEN:
             self.hub_token = None
         super().__post_init__()
         if steps is not None and size not in (None, self.generation_batch_size):

@@ -57,7 +57,7 @@ def test_rollouts_of_another_number_of_processes_are_refused(run):
     """Each file knows how many there are: a machine may hold those of its own processes alone."""
     folder = run / "checkpoint-9"
     require_ranks(folder, 3)
-    save_rollouts(folder, SimpleNamespace(num_processes=2, process_index=1), 5, [])
+    save_rollouts(folder, SimpleNamespace(num_processes=2, process_index=1), 5, [], {})
     require_ranks(folder, 2)
     with pytest.raises(ValueError, match="generation of 2 processes.*among 3. Launch 2 processes"):
         require_ranks(folder, 3)

@@ -127,15 +127,15 @@ def test_a_batch_keeps_the_scales_of_its_rollouts_through_a_later_sync(checkpoin
         per_device_eval_batch_size=4,
     )
     with training(checkpoint("qwen3"), args, eval_dataset=dataset(4)) as trainer:
-        compute_loss = trainer.compute_loss
+        kv_cache = trainer.feature(KVCache)
+        begin_loss = kv_cache.begin_loss
 
-        def record(model, inputs, *rest, **kwargs):
-            loss = compute_loss(model, inputs, *rest, **kwargs)
+        def record(inputs):
+            begin_loss(inputs)
             synced = trainer.vllm_generation.last_sync.carried[KV_SCALES].values
-            seen.append((model.training, trainer.feature(KVCache).hook.scales_L3.clone(), synced))
-            return loss
+            seen.append((trainer.model.training, kv_cache.hook.scales_L3.clone(), synced))
 
-        trainer.compute_loss = record
+        kv_cache.begin_loss = record
         trainer.train()
         assert trainer.feature(KVCache).hook.scales_L3 is None
     (_, first, first_synced), (_, second, second_synced) = (row for row in seen if row[0])
