@@ -1,5 +1,6 @@
 """Checkpoints of every family of the matrix, and of adapters, read into a model that was initialized otherwise."""
 
+import os
 import re
 
 import pytest
@@ -86,6 +87,15 @@ def test_a_trained_parameter_that_the_checkpoint_lacks_is_named(name, tmp_path):
         parameter.requires_grad_(False)
     if name == "model.norm.weight":  # what is frozen is what the model was started from
         load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_the_environment_is_what_it_was_before(setting, tmp_path, monkeypatch):
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    monkeypatch.delenv(name, raising=False) if setting is None else monkeypatch.setenv(name, setting)
+    _, live = stored_and_live("qwen3", tmp_path)
+    load_weights(live, tmp_path)
+    assert os.environ.get(name) == setting
 
 
 def test_weights_of_another_shape_are_named(tmp_path):

@@ -58,12 +58,17 @@ def load_weights(model: PreTrainedModel, folder: str | Path) -> None:
 
     options = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
     conversions = getattr(model, "_weight_conversions", None)  # save_pretrained undoes them
-    reading, os.environ[_NO_READING_AHEAD] = os.environ.get(_NO_READING_AHEAD, ""), "1"
+    setting = os.environ.get(_NO_READING_AHEAD)
+    os.environ[_NO_READING_AHEAD] = "1"
     try:
         with substituted(core_model_loading, "set_param_for_module", copy):
             info, _ = model._load_pretrained_model(model, None, weight_files(folder), options)
     finally:
-        model._weight_conversions, os.environ[_NO_READING_AHEAD] = conversions, reading
+        model._weight_conversions = conversions
+        if setting is None:
+            del os.environ[_NO_READING_AHEAD]
+        else:
+            os.environ[_NO_READING_AHEAD] = setting
     failures = "".join(f" {name}: {reason}" for name, reason in info.conversion_errors.items())
     missing = [name for name, tensor in model.named_parameters() if tensor.requires_grad and id(tensor) not in loaded]
     require_no(missing, f"{folder} lacks", f"It holds another model, or is not complete.{failures}")

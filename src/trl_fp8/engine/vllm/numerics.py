@@ -12,9 +12,8 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 
 
-SMALL_BATCH = (
-    32  # rows below which vLLM's dynamic kernel runs FlashInfer's (swapAB), and from which it runs DeepGEMM's
-)
+# Rows below which vLLM's dynamic kernel runs FlashInfer's (swapAB), and from which it runs DeepGEMM's
+SMALL_BATCH = 32
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
