@@ -255,6 +255,16 @@ def test_a_policy_that_outlives_its_trainer_holds_no_engine(checkpoint, tmp_path
     assert engine() is None
 
 
+def test_an_engine_ends_with_its_trainer_in_one_run_of_the_garbage_collector(checkpoint, tmp_path):
+    """A second one may never come, as in a process that freezes what is alive, and its port stays taken until then."""
+    with training(checkpoint("qwen3"), arguments(tmp_path, max_steps=1, **FULL)) as trainer:
+        trainer.train()
+        engine = weakref.ref(engine_model(trainer.vllm_generation.llm))
+    del trainer
+    gc.collect()
+    assert engine() is None
+
+
 def test_a_loss_outside_of_a_training_step_ends_with_it_or_before_the_next_generation(checkpoint, tmp_path):
     args = arguments(tmp_path, max_steps=1, top_k=8, **FULL)
     with training(checkpoint("qwen3"), args) as trainer:

@@ -82,8 +82,10 @@ class Following(Feature):
         )
         self.forward = OneForward(trainer.model, trainer.recipe, kernels, backward, hook_of(trainer.model))
         self.forward.switch(on=False)
-        # A policy that outlives its trainer computes by itself, and holds no engine
-        weakref.finalize(trainer, self.forward.remove)
+        # A policy that outlives its trainer computes by itself, and holds no engine. The finalizer must not hold the
+        # forward itself, or the engine would outlive the trainer until a second run of the garbage collector
+        finalizer = weakref.finalize(trainer, remove_if_alive, weakref.ref(self.forward))
+        finalizer.atexit = False
         if trainer.args.beta:
             self.followed_reference = FollowedReference(trainer, self.forward, self.in_engine)
 
@@ -203,6 +205,12 @@ class Following(Feature):
             f"When both compute one of the rollouts, all {comparison.layers} linear layers agree: what differs is the "
             "output head, or what the engine does for few tokens at a time, when it decodes."
         )
+
+
+def remove_if_alive(forward: weakref.ref[OneForward]) -> None:
+    """Turn the modules of a policy that is still in use back into what they were."""
+    if (alive := forward()) is not None:
+        alive.remove()
 
 
 def worst_rollout(batch: Batch) -> list[int]:
