@@ -1,6 +1,6 @@
-"""On PYTHONPATH of every process under `make test ISA=avx2`: torch says that the CPU has no AVX-512, by
-which vLLM picks the extension that it loads. What torch and oneDNN use themselves is set by their own
-environment variables in the Makefile.
+"""On PYTHONPATH of every process under `make test ISA=avx2`: torch says that the CPU has neither AVX-512 nor
+AMX, by which vLLM picks the extension that it loads and its kernels. What torch and oneDNN use themselves is
+set by their own environment variables in the Makefile.
 """
 
 import importlib.util
@@ -20,7 +20,8 @@ class WithoutAVX512(MetaPathFinder):
 
         def execute_and_change(module):
             execute(module)
-            module._is_avx512_supported = module._is_avx512_bf16_supported = lambda: False
+            for feature in ("avx512", "avx512_bf16", "amx_tile", "amx_fp16"):
+                setattr(module, f"_is_{feature}_supported", lambda: False)
 
         spec.loader.exec_module = execute_and_change
         return spec
