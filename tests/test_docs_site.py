@@ -40,13 +40,28 @@ def site(tmp_path_factory):
     return folder
 
 
+def redirected() -> dict[str, str]:
+    """Return the pages that moved, with the page that each leads to now."""
+    config = (ROOT / "mkdocs.yml").read_text()
+    return dict(re.findall(r"(?m)^        (\w+\.md): (\S+)$", config.partition("redirect_maps:")[2]))
+
+
 def test_every_page_is_in_the_navigation_and_loads_nothing_from_elsewhere(site):
-    pages = {path.name for path in site.glob("*.html")} - {"404.html"}
+    moved = {page.replace(".md", ".html") for page in redirected()}
+    pages = {path.name for path in site.glob("*.html")} - {"404.html"} - moved
     assert pages == {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")}
     for page in pages:
         text = (site / page).read_text()
         assert not re.search(r'<(?:script|img|link rel="stylesheet")[^>]+(?:src|href)="https?:', text), page
         assert str(ROOT) not in text
+
+
+def test_old_addresses_lead_to_the_pages_that_took_their_place(site):
+    for old, new in redirected().items():
+        assert not (ROOT / "docs" / old).exists(), f"{old} is a page, and redirected"
+        page, _, heading = new.replace(".md", ".html").partition("#")
+        assert f'href="{page}' in (site / old.replace(".md", ".html")).read_text(), old
+        assert not heading or f'id="{heading}"' in (site / page).read_text(), new
 
 
 def test_what_the_package_exports_is_on_the_api_page(site):
