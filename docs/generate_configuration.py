@@ -54,7 +54,7 @@ The defaults are FP8 linears, an FP8 KV cache and token-level truncation at 2. C
 | the model is Qwen2 or Qwen2.5, or a warning names outliers in k | `kv_cache_skip_layers="auto"` ([why](kv_cache.md#outliers-in-k)) |
 | it is a mixture of experts | `router_replay="rollout"` ([mixture of experts](moe.md)) |
 | one layer is sensitive | `fp8_ignored_modules=["model.layers.0.mlp.down_proj"]` |
-| the mismatch is to go, not to be corrected | `fp8_forward="one_forward"` ([one forward](one_forward.md)) |
+| the mismatch is to go, not to be corrected | `fp8_forward="one_forward"` ([one forward](how_it_works.md#one-forward)) |
 | you want to know which part does it | `kv_cache_dtype="auto"`, `fp8_weights=False`, one at a time |
 | you need BF16 rollouts to compare with | `kv_cache_dtype="auto"`, `fp8_weights=False`, `use_vllm=True`, `rollout_correction="fp8_token_tis"` |
 | you want TRL's trainer, bit for bit ([test](../tests/trainer/test_trainer.py)) | `kv_cache_dtype="auto"`, `fp8_weights=False`: nothing of TRL's is refused then |

@@ -101,7 +101,7 @@ def texts(folder):
 
 def test_the_table_of_depth_is_that_of_the_measurement():
     measured = json.loads((ROOT / "benchmarks" / "results" / "depth_cpu.json").read_text())
-    lines = (ROOT / "docs" / "numerics.md").read_text().splitlines()
+    lines = (ROOT / "docs" / "how_it_works.md").read_text().splitlines()
     assert [line for line in lines if re.match(r"\| (random|trained) \| \d", line)] == list(depth(measured))[2:]
 
 

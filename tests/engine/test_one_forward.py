@@ -137,7 +137,7 @@ def test_each_family_that_can_follow_is_tested_here_and_others_are_refused():
 @pytest.mark.parametrize("architecture, options", [("qwen3", {}), ("qwen3_moe", {"num_experts": 8})])
 def test_depth_leaves_nothing_while_the_batch_shrinks_to_one_row(architecture, options, started):
     """24 layers, completions of 2 to 24 tokens. With sums in FP32 the engine's decode parts from its own prefill in a
-    few layers (docs/numerics.md).
+    few layers (docs/how_it_works.md).
     """
     lengths = 2, 5, 9, 14, 24
     prompts = [[4 + (11 * row + 7 * p) % 50 for p in range(6 + 3 * row)] for row in range(len(lengths))]

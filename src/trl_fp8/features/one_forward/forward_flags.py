@@ -33,7 +33,7 @@ class ForwardFlags(FlagGroup):
         "Whether the trainer's forward is its own ('off') or the engine's ('one_forward'): each module of the policy "
         "calls the engine's kernel on the engine's tensors, KV cache included, so that trainer and rollouts do not "
         "differ. On CPU they do not, at any depth that was measured; on a GPU nothing has been measured "
-        "(docs/one_forward.md). Master weights and checkpoints stay as they are.",
+        "(docs/how_it_works.md). Master weights and checkpoints stay as they are.",
     )
     fp8_forward_check: str = flag(
         "error",
