@@ -1,7 +1,7 @@
 """What vLLM's CUDA build would run for this project, found out on a machine without a GPU. Nothing executes.
 
     pip install -e ".[cuda]"                    # Linux, x86-64; needs `cc`
-    python -m gpu.dry_run                       # prints the tables of docs/gpu_kernels.md; minutes, 2 GB of memory
+    python -m gpu.dry_run                       # prints the tables of gpu/NOTES.md; minutes, 2 GB of memory
     python -m gpu.dry_run --capabilities 9.0 --layers 2 --json found.json
 
 For each compute capability, in a process of its own that takes itself for such a GPU (pretended_gpu.py), and for each

@@ -59,9 +59,11 @@ def test_every_page_is_in_the_navigation_and_loads_nothing_from_elsewhere(site):
 def test_old_addresses_lead_to_the_pages_that_took_their_place(site):
     for old, new in redirected().items():
         assert not (ROOT / "docs" / old).exists(), f"{old} is a page, and redirected"
-        page, _, heading = new.replace(".md", ".html").partition("#")
-        assert f'href="{page}' in (site / old.replace(".md", ".html")).read_text(), old
+        address = new if "://" in new else new.replace(".md", ".html")
+        assert f'href="{address}"' in (site / old.replace(".md", ".html")).read_text(), old
+        page, _, heading = address.partition("#")
         assert not heading or f'id="{heading}"' in (site / page).read_text(), new
+        assert "://" not in new or (ROOT / new.partition("/main/")[2]).is_file(), new
 
 
 def test_what_the_package_exports_is_on_the_api_page(site):

@@ -49,7 +49,7 @@ def test_other_families_stand_in_a_table_of_their_own():
 
 
 def test_the_page_shows_every_gpu_shape_and_flow():
-    page = (ROOT / "docs" / "gpu_kernels.md").read_text()
+    page = (ROOT / "gpu" / "NOTES.md").read_text()
     for (major, minor), model, flow in product(pretended_gpu.GPUS, dry_run.SHAPES, ("off", "on")):
         assert f"\n| {model} | {major}.{minor} | {flow} | " in page
 

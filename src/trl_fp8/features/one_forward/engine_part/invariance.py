@@ -3,7 +3,7 @@
 `engine.vllm.separate_kernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row
 the same bits whatever rows are beside it. On CPU the reference kernels do so. On CUDA the norms of norms.py, the one
 attention kernel of flash_attention.py and vLLM's switch do: with the switch unquantized linears, the output head,
-routers and experts run Triton kernels, whose tiles tiles.py keeps the same for every batch (docs/gpu_kernels.md).
+routers and experts run Triton kernels, whose tiles tiles.py keeps the same for every batch (gpu/NOTES.md).
 """
 
 import os
