@@ -50,7 +50,7 @@ The defaults are FP8 linears, an FP8 KV cache and token-level truncation at 2. C
 | the trainer runs out of memory | TRL's `vllm_gpu_memory_utilization` lower; `vllm_enable_sleep_mode=True` |
 | a new model: look before you correct | `rollout_correction="monitor"` for a few steps |
 | memory is short, and adapters are enough | `fp8_base=True`: trainer and engine share an FP8 base ([LoRA](lora.md)) |
-| completions are long (8K tokens and more) | `rollout_correction="fp8_geometric_token_tis"` ([which one to use](rollout_correction.md#which-one-to-use)) |
+| completions are long (8K tokens and more) | the default; try `rollout_correction="fp8_geometric_token_tis"` with a look at what it drops ([which one to use](rollout_correction.md#which-one-to-use)) |
 | the model is Qwen2 or Qwen2.5, or a warning names outliers in k | `kv_cache_skip_layers="auto"` ([why](kv_cache.md#outliers-in-k)) |
 | it is a mixture of experts | `router_replay="rollout"` ([mixture of experts](moe.md)) |
 | one layer is sensitive | `fp8_ignored_modules=["model.layers.0.mlp.down_proj"]` |

@@ -56,5 +56,5 @@ def test_the_rules_as_text_and_the_table_of_presets():
         Rejection("token_veto", minimum=1e-4),
         Rejection("token_ratio", 0.5, 2.0),
     ]
-    table = PAGE[PAGE.index("## Presets") : PAGE.index("## What to watch")]
+    table = PAGE[PAGE.index("## Presets") : PAGE.index("## In a training loop")]
     assert set(re.findall(r"(?m)^\| `(\w+)` \|", table)) == PRESETS.keys()
