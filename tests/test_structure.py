@@ -78,6 +78,7 @@ WRITTEN_FROM_OUTSIDE = {
     ("features/*", "trainer.recipe"): "the run's, which two features resolve before the engine starts",
     ("features/kv_cache/engine_scales.py", "layers*_scale_float')"): "vLLM's CPU kernels read scales as floats",
     ("features/kv_cache/kv_cache.py", "self.trainer._batch_environments"): "TRL's tokenization takes no argument",
+    ("features/one_forward/*", "finalizer.atexit"): "weakref.finalize takes no argument for it",
     ("features/one_forward/followed_reference.py", "self._part.seal"): "a record of a delivery",
     ("features/router_replay/replay.py", "router.*"): "routers become replayed ones in place",
     ("features/shared_base/engine_adapters.py", "module.quant_method"): "vLLM's layer calls it, and takes no other",
