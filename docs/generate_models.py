@@ -28,7 +28,7 @@ TAIL = """
   it compares rows and says nothing of trained models. Latent attention (DeepSeek, GLM 4.7 Flash) on a GPU reads prompts [otherwise](kv_cache.md).
 - **`fp8_forward="one_forward"`**: *exact* if the same mismatch is below {exact:g}, the rounding of two log-softmaxes; otherwise why not.
 
-What is refused, and why, is in [Limitations](limitations.md#models). A model type that is nowhere on these pages is compared with vLLM's class name by
+What is refused, and why, is in [Troubleshooting](troubleshooting.md#models). A model type that is nowhere on these pages is compared with vLLM's class name by
 name before anything is trained, and works or is refused by then; one that vLLM does not know gets one line, and what to do instead.
 """  # noqa: E501
 

@@ -76,7 +76,7 @@ def test_pages_are_right_in_a_browser(site):
     handler = partial(QuietHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, chromium(LAPTOP) as browser:
         Thread(target=server.serve_forever, daemon=True).start()
-        for page in ("index", "quickstart", "comparison", "configuration", "api", "troubleshooting", "limitations"):
+        for page in ("index", "quickstart", "comparison", "configuration", "api", "troubleshooting"):
             look_at(browser, f"http://127.0.0.1:{server.server_port}/{page}.html")
             assert browser.find_element("css selector", "h1").text
         server.shutdown()

@@ -28,7 +28,7 @@ from trl_fp8.recipe.recipe import FP8Recipe, recipe_for
 from .families import Family
 
 
-# What vLLM's class and transformers' compute otherwise of a family, in each layer (docs/limitations.md)
+# What vLLM's class and transformers' compute otherwise of a family, in each layer (docs/troubleshooting.md)
 KNOWN = {
     "gemma2": {"soft cap of scores"},
     "vaultgemma": {"soft cap of scores"},
