@@ -92,7 +92,7 @@ def test_documents_quote_what_a_plan_says(capsys, monkeypatch, tmp_path):
 
 def test_memory_without_4_bits_is_what_a_plan_says(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    page = (ROOT / "docs" / "qlora.md").read_text()
+    page = (ROOT / "docs" / "lora.md").read_text()
     rows = re.findall(r"(?m)^\| (\S+/\S+) \| (\d+) GiB \| (.+?) \| (.+?) \|$", page)
     assert len(rows) == 8
     for name, gib, *stated in rows:
