@@ -61,7 +61,7 @@ def main() -> None:
 def started(options: argparse.Namespace) -> Iterator:
     """A synced engine and a BF16 policy of one layer."""
     from testing import engines
-    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+    from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 
     config = shapes.config(options.size)
     config.num_hidden_layers, config.layer_types, config.vocab_size = 1, config.layer_types[:1], 512

@@ -6,7 +6,7 @@ exact     this project's Triton kernels against torch's operations, bit for bit
 check     each of vLLM's kernels for FP8 linears: its product against FP64, and the same bits in every batch
 seconds   a call of each that passes, for every shape of the model, as a GPU runs it from a graph with an empty cache
 tiles     a product with an unquantized weight under batch invariance, in vLLM's tile and in this project's
-          (features/one_forward/engine_part/tiles.py): an adapter's A, a router, output heads
+          (features/one_forward/engine_invariance.py): an adapter's A, a router, output heads
 
 Prints a row after each. What fails is a row with "error", what is not for the device one with "left_out". On CPU the
 engine's reference kernel takes the place of all.
@@ -70,7 +70,7 @@ def of_tiles(shape: tuple[int, int], count: int, device: torch.device) -> dict:
     """Seconds of a product with an unquantized weight: torch's, which may go by the batch, and in both tiles (GPU)."""
     from vllm.model_executor.determinism import batch_invariant, batch_invariant_configs
 
-    from trl_fp8.features.one_forward.engine_part.tiles import linear_tile
+    from trl_fp8.features.one_forward.engine_invariance import linear_tile
     from trl_fp8.upstream.patches import substituted
 
     weight, x = (torch.randn(*size, device=device, dtype=torch.bfloat16) for size in (shape, (count, shape[1])))

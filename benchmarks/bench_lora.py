@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from testing import engines, record, tiny_models
 from trl_fp8.engine.vllm.numerics import attention_layers
 from trl_fp8.engine.vllm.part import EnginePart
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import SharedBase
 from trl_fp8.features.shared_base.stored_base import load_without_base

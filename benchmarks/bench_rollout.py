@@ -81,7 +81,7 @@ def start(options: argparse.Namespace, folder: str):
     from trl_fp8.engine.vllm.gemms import pinned_gemm
     from trl_fp8.engine.vllm.part import EnginePart
     from trl_fp8.engine.vllm.platforms import platform_of
-    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+    from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
     from trl_fp8.features.shared_base.engine_adapters import adapters_installed
     from trl_fp8.planning.plan import plan_for_model
     from trl_fp8.recipe.from_model import outline_of

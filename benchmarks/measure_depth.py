@@ -125,7 +125,7 @@ def in_a_process(cell: str) -> dict | None:
 def measured(options: argparse.Namespace) -> dict:
     """The row of the cell that is asked for."""
     from testing import engines
-    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+    from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 
     weights, layers, policy = options.cell.split()
     known = {"random": RandomPolicy, "trained": TrainedPolicy}

@@ -87,7 +87,7 @@ OWN_CHOICE = {"linear_backend": "auto", "moe_backend": "auto", "attention_backen
 NO_STREAM = "getting stream native handle"  # what CuTe DSL's kernels ask of a device
 SEQUENCES, LENGTH = 64, 4096  # max_num_seqs, max_model_len
 BATCHES = {"prompts": (4, 256), "a few tokens": (2, 1), "decoding": (SEQUENCES, 1)}  # sequences, tokens of each
-# What a trainer that shares the engine's kernels calls, too (one_forward/engine_part/invariance.py), and others
+# What a trainer that shares the engine's kernels calls, too (one_forward/engine_invariance.py), and others
 SHARED = "triton::_rms_norm_kernel", "triton::matmul_kernel_persistent", "_C::rotary_embedding"
 NOT_SHARED = "_C::rms_norm", "_C::fused_add_rms_norm", "_vllm_fa3_C::get_scheduler_metadata"
 FLASH, UNQUANTIZED = "_vllm_fa3_C::fwd", "triton::matmul_kernel_persistent"
@@ -166,7 +166,7 @@ def _prepared(choice: str, policy: "PreTrainedModel") -> AbstractContextManager[
     import torch
 
     from trl_fp8.engine.vllm.platforms import platform_of
-    from trl_fp8.features.one_forward.engine_part.invariance import invariant_on_cuda
+    from trl_fp8.features.one_forward.engine_invariance import invariant_on_cuda
 
     shared = choice == FOLLOWED and platform_of(torch.device("cuda")).flash_attention == 3
     return invariant_on_cuda() if shared else nullcontext()
@@ -241,7 +241,7 @@ def _look_at(found: Found, policy: "PreTrainedModel") -> None:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from trl_fp8.features.one_forward.engine_part.invariance import CUDA, require_invariant_routers
+    from trl_fp8.features.one_forward.engine_invariance import CUDA, require_invariant_routers
     from trl_fp8.upstream.vllm import forget_choices
 
     recipe = recipe_of(policy)
@@ -280,7 +280,7 @@ def _configured(found: Found, policy: "PreTrainedModel", recipe) -> "VllmConfig"
     from vllm.engine.arg_utils import EngineArgs
 
     from trl_fp8.engine.vllm.platforms import platform_of
-    from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+    from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 
     ours = platform_of(torch.device("cuda")).arguments(
         recipe,
@@ -420,8 +420,8 @@ def _call_packed_attention(layer: "Attention") -> None:
     """Three sequences, forward and backward."""
     import torch
 
-    from trl_fp8.features.one_forward.engine_part.flash_attention import PackedAttention
-    from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients
+    from trl_fp8.features.one_forward.engine_flash_attention import PackedAttention
+    from trl_fp8.features.one_forward.followed_attention import flash_gradients
 
     attend, starts = PackedAttention(layer), torch.empty(4, dtype=torch.int32)
     query, *of_key = (

@@ -15,8 +15,8 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from trl_fp8.engine.vllm.platforms import platform_of
-from trl_fp8.features.one_forward.engine_part.invariance import CUDA
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_invariance import CUDA
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.quantization.codec.e4m3 import E4M3
 from trl_fp8.recipe.recipe import FP8Recipe
 
@@ -52,7 +52,7 @@ class PagedAttention:
     def __init__(
         self, config: VllmConfig, head_size: int, fp8: bool, window: int | None, softcap: float | None, scales: Tensor
     ):
-        from trl_fp8.features.one_forward.engine_part.flash_attention import InvariantFlashAttention
+        from trl_fp8.features.one_forward.engine_flash_attention import InvariantFlashAttention
 
         self.config, self.heads, self.groups = config, 8, 2
         cache = replace(config.cache_config, cache_dtype="fp8" if fp8 else "auto")

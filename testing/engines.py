@@ -27,7 +27,7 @@ from trl_fp8.engine.vllm.part import EnginePart
 from trl_fp8.engine.vllm.platforms import platform_of
 from trl_fp8.export.export import published
 from trl_fp8.features.kv_cache.engine_scales import EngineScales, write_kv_scales
-from trl_fp8.features.one_forward.engine_part.kernels_part import KernelsPart
+from trl_fp8.features.one_forward.engine_kernels import KernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.features.shared_base.held_base import HeldBase, SharedBase
 from trl_fp8.quantization.codec.kv_scales import QKV, KVScales

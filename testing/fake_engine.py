@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
 
-from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
 from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.model import transformers_model

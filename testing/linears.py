@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from trl_fp8.features.one_forward.backward import BackwardPrecision
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear, FusedCall, tokens_of
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision, FollowedLinear, FusedCall, tokens_of
 from trl_fp8.policy.swapped import swap
 
 from .fake_engine import FakeLinear

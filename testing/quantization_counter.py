@@ -1,6 +1,6 @@
 """Counts how often a trainer with one forward quantizes a weight."""
 
-from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
 
 
 class QuantizationCounter:

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from testing import engines, published, vision
 from testing.runs import arguments, column, recorded, training
 from trl_fp8.features.one_forward.same_model import SameModel
-from trl_fp8.features.one_forward.witness.findings import Findings
+from trl_fp8.features.one_forward.values import Findings
 from trl_fp8.planning.plan import plan_for
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_weight
 from trl_fp8.quantization.codec.kv_scales import KV_SCALES

@@ -17,7 +17,7 @@ from trl_fp8.engine.vllm import platform
 from trl_fp8.engine.vllm.cpu_platform import Cpu
 from trl_fp8.engine.vllm.layout import engine_layout
 from trl_fp8.engine.vllm.platforms import Cuda, platform_of
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.features.shared_base.engine_base import BasePart
 from trl_fp8.quantization.formats import TENSOR
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -8,7 +8,7 @@ import torch
 from testing import engines
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, follow, sampled, scored
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.features.router_replay.engine_routes import RouteLog
 from trl_fp8.features.router_replay.replay import RouterReplay, RouteTally
 from trl_fp8.recipe.names import NOWHERE

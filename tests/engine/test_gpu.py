@@ -17,7 +17,7 @@ from testing import engines, tiny_models
 from testing.rollouts import agreement, sample
 from trl_fp8.engine.vllm.gemms import Gemm
 from trl_fp8.engine.vllm.numerics import attention_layers
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.features.router_replay.engine_routes import RouteLog
 from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.upstream.vllm import engine_model

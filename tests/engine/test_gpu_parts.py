@@ -13,8 +13,8 @@ from vllm.distributed.parallel_state import destroy_distributed_environment, des
 from testing import engines, tiny_models
 from testing.processes import free_port
 from trl_fp8.engine.vllm.gemms import Gemm
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
-from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients, in_flash_attention, plain_gradients
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
+from trl_fp8.features.one_forward.followed_attention import flash_gradients, in_flash_attention, plain_gradients
 from trl_fp8.quantization.formats import BLOCKS
 from trl_fp8.upstream.vllm import engine_config, engine_model
 
@@ -226,7 +226,7 @@ def test_attention_of_decode_is_that_of_prefill(config, head_size, fp8, window, 
 @CACHE
 @ATTENTION
 def test_attention_of_the_trainer_is_that_of_prefill(config, head_size, fp8, window, softcap):
-    from trl_fp8.features.one_forward.engine_part.flash_attention import PackedAttention
+    from trl_fp8.features.one_forward.engine_flash_attention import PackedAttention
 
     paged, qkv, table, scales = sequences(config, head_size, fp8, window, softcap)
     whole = paged(*qkv, list(LENGTHS), list(LENGTHS), table)

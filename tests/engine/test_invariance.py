@@ -18,8 +18,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from testing import engines
 from trl_fp8.engine.vllm import cpu_platform
 from trl_fp8.engine.vllm.platforms import platform_of
-from trl_fp8.features.one_forward.engine_part import invariance
-from trl_fp8.features.one_forward.engine_part.invariance import (
+from trl_fp8.features.one_forward import engine_invariance as invariance
+from trl_fp8.features.one_forward.engine_invariance import (
     CUDA,
     ROUTER_KERNELS,
     SWITCH,
@@ -27,7 +27,7 @@ from trl_fp8.features.one_forward.engine_part.invariance import (
     invariant_on_cuda,
     require_invariant_routers,
 )
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart, invariance_of
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart, invariance_of
 from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import engine_config, forget_choices
 
@@ -147,7 +147,7 @@ def test_a_user_who_moves_a_rounding_point_is_told(checkpoint, monkeypatch):
 def hopper(monkeypatch):
     """Of CUDA what a CPU build of vLLM has not is left out: FlashAttention, kernels in Triton."""
     attention = SimpleNamespace(invariant_attention=nullcontext)
-    monkeypatch.setitem(sys.modules, "trl_fp8.features.one_forward.engine_part.flash_attention", attention)
+    monkeypatch.setitem(sys.modules, "trl_fp8.features.one_forward.engine_flash_attention", attention)
     monkeypatch.setattr(invariance, "pin_tiles", lambda: None)
     monkeypatch.setattr(invariance, "register_cuda_norms", lambda: None)
     yield invariant_on_cuda()

@@ -14,11 +14,11 @@ from testing.quantization_counter import QuantizationCounter
 from testing.reference_experts import reference_fp8_experts
 from testing.rollouts import PROMPTS, calibrated, calls_of, differences, follow, left_out, sampled, scored, witnessed
 from trl_fp8.engine.vllm.numerics import activation_scaling
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
-from trl_fp8.features.one_forward.followable import require_followable
-from trl_fp8.features.one_forward.modules.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
-from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
+from trl_fp8.features.one_forward.between import FollowedEmbedding, FollowedNorm, FollowedParallelLayer
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
+from trl_fp8.features.one_forward.followed_experts import FollowedExperts, FollowedRouter
+from trl_fp8.features.one_forward.followed_linear import FollowedLinear
+from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.quantization.codec.blockwise import quantize_activation
 from trl_fp8.quantization.formats import ACTIVATION_AMAX_FLOOR, FLOORED_SCALE_AMAX, ActivationScaling
 from trl_fp8.recipe.families import types_with

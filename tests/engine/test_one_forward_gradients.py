@@ -10,16 +10,16 @@ from testing import engines
 from testing.fp8_oracle import e4m3
 from testing.rollouts import PROMPTS, calibrated, follow
 from testing.straight_through import Recorder, gradients, valued, visiting
-from trl_fp8.features.one_forward.followed_head import followed_head
-from trl_fp8.features.one_forward.modules import followed_linear as linear
-from trl_fp8.features.one_forward.modules import packed_attention as packed
-from trl_fp8.features.one_forward.modules.between import (
+from trl_fp8.features.one_forward import followed_attention as packed
+from trl_fp8.features.one_forward import followed_linear as linear
+from trl_fp8.features.one_forward.between import (
     FollowedEmbedding,
     FollowedMLP,
     FollowedNorm,
     FollowedScaledEmbedding,
     RotaryCall,
 )
+from trl_fp8.features.one_forward.followed_head import followed_head
 from trl_fp8.policy.own_gradient import with_value
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation
 from trl_fp8.upstream.patches import substituted

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trl_fp8.features.one_forward.engine_part.pages import pages_of
+from trl_fp8.features.one_forward.followed_attention import pages_of
 
 
 @pytest.mark.parametrize("lengths", [(5, 1, 23, 12), (16,), (1,), (16, 32, 1), (3,) * 40, (0, 7, 0, 16, 0)], ids=str)

@@ -9,7 +9,7 @@ from vllm import SamplingParams
 from testing import engines, other_models, tiny_models
 from trl_fp8.engine.vllm.cpu.reference_attention import attend_packed
 from trl_fp8.engine.vllm.numerics import attention_layers
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 from trl_fp8.quantization.codec.e4m3 import cache_codes
 from trl_fp8.upstream.vllm import engine_model
 

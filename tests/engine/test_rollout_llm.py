@@ -19,7 +19,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from testing import engines
 from trl_fp8.engine.vllm.rollout_llm import RolloutLLM
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
 
 
 class IdleScheduler(Scheduler):

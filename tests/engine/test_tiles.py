@@ -9,7 +9,7 @@ from vllm.model_executor.determinism import batch_invariant, batch_invariant_con
 from vllm.model_executor.layers.fused_moe import fused_moe
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-from trl_fp8.features.one_forward.engine_part import tiles
+from trl_fp8.features.one_forward import engine_invariance as tiles
 
 
 ROWS = (1, 16, 64, 65, 300, 4096)

@@ -5,8 +5,8 @@ import torch
 
 from testing import engines
 from testing.rollouts import calibrated, follow, witnessed
-from trl_fp8.features.one_forward.engine_part.kernels_part import SharedKernelsPart
-from trl_fp8.features.one_forward.witness.witness import Witness
+from trl_fp8.features.one_forward.engine_kernels import SharedKernelsPart
+from trl_fp8.features.one_forward.witness import Witness
 from trl_fp8.upstream.vllm import engine_model
 
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from testing import other_models
 from trl_fp8.features.kv_cache.observation import QKVObservation
-from trl_fp8.features.one_forward.followable import require_followable
+from trl_fp8.features.one_forward.one_forward import require_followable
 from trl_fp8.features.shared_base.adaptable import require_adaptable
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.quantization.codec.e4m3 import E4M3

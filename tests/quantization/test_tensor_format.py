@@ -6,7 +6,7 @@ import torch
 
 from testing import tiny_models
 from testing.linears import gradients, inputs, pair
-from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 from trl_fp8.quantization.codec.weights import dead_scale, quantize_as_engine, quantize_fused, stored_scale
 from trl_fp8.quantization.formats import FLOORED_SCALE_AMAX, FORMATS, TENSOR, ActivationScaling, format_named

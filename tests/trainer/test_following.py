@@ -16,8 +16,8 @@ from testing.fake_engine import followed
 from testing.runs import arguments, column, dataset, recorded, training
 from trl_fp8.engine.protocol import EngineNumerics
 from trl_fp8.features.kv_cache.kv_cache import KVCache
+from trl_fp8.features.one_forward.followed_linear import FollowedLinear
 from trl_fp8.features.one_forward.following import Following
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
 from trl_fp8.features.truncated_sampling.truncation import Truncation
 from trl_fp8.quantization.formats import TENSOR, ActivationScaling
 from trl_fp8.recipe.recipe import FP8Recipe

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from vllm import LLM
 
 from testing.runs import arguments, training
-from trl_fp8.features.one_forward.engine_part.vllm_kernels import VLLMKernels
+from trl_fp8.features.one_forward.engine_kernels import VLLMKernels
 from trl_fp8.features.one_forward.following import Following
 from trl_fp8.run.batch import Batch
 from trl_fp8.run.log_ratio import log_ratio

@@ -8,9 +8,9 @@ from transformers import AutoModelForCausalLM
 
 from testing.quantization_counter import QuantizationCounter
 from testing.runs import arguments, column, training
-from trl_fp8.features.one_forward.followable import require_sums
+from trl_fp8.features.one_forward.followed_linear import FollowedLinear
 from trl_fp8.features.one_forward.following import Following
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedLinear
+from trl_fp8.features.one_forward.one_forward import require_sums
 
 
 FULL = {"fp8_forward": "one_forward"}

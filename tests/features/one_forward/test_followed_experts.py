@@ -8,8 +8,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 from testing.tiny_models import build
-from trl_fp8.features.one_forward.followable import require_followable_experts
-from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
+from trl_fp8.features.one_forward.followed_experts import FollowedExperts, FollowedRouter
+from trl_fp8.features.one_forward.one_forward import require_followable_experts
 from trl_fp8.features.router_replay.replay import RouterReplay
 from trl_fp8.policy.swapped import swap
 from trl_fp8.recipe.names import NOWHERE

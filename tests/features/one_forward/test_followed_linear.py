@@ -13,9 +13,8 @@ import torch
 
 from testing.fp8_oracle import gamma, rounded
 from testing.linears import gradients, inputs, pair
-from trl_fp8.features.one_forward.backward import BackwardPrecision
-from trl_fp8.features.one_forward.modules import followed_linear as module
-from trl_fp8.features.one_forward.modules.followed_linear import FusedCall
+from trl_fp8.features.one_forward import followed_linear as module
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision, FusedCall
 
 
 # (leading dims, K, N, bias)

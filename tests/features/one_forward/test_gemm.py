@@ -9,8 +9,8 @@ from torch.nn.functional import ScalingType, scaled_mm
 
 from testing.fp8_oracle import gamma
 from testing.linears import gradients, inputs, pair
-from trl_fp8.features.one_forward import backward as fp8_gemm
-from trl_fp8.features.one_forward.backward import BackwardPrecision
+from trl_fp8.features.one_forward import followed_linear as fp8_gemm
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 

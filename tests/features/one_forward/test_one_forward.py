@@ -10,9 +10,8 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import FakeEngine, followed
-from trl_fp8.features.one_forward.backward import BackwardPrecision
-from trl_fp8.features.one_forward.followable import require_followable
-from trl_fp8.features.one_forward.one_forward import OneForward
+from trl_fp8.features.one_forward.followed_linear import BackwardPrecision
+from trl_fp8.features.one_forward.one_forward import OneForward, require_followable
 from trl_fp8.policy.hook import hook_of
 from trl_fp8.policy.swapped import release
 from trl_fp8.recipe.recipe import recipe_for_model

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from trl_fp8.features.one_forward.modules import packed_attention as module
-from trl_fp8.features.one_forward.modules.packed_attention import flash_gradients, packed_attention, plain_gradients
+from trl_fp8.features.one_forward import followed_attention as module
+from trl_fp8.features.one_forward.followed_attention import flash_gradients, packed_attention, plain_gradients
 from trl_fp8.quantization.codec.e4m3 import E4M3
 
 

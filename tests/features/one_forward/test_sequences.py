@@ -2,7 +2,7 @@
 
 import torch
 
-from trl_fp8.features.one_forward.modules.followed_attention import Sequences
+from trl_fp8.features.one_forward.followed_attention import Sequences
 
 
 REAL = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 0, 0]], dtype=torch.bool)

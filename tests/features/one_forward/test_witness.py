@@ -8,10 +8,9 @@ from torch import nn
 
 from testing import tiny_models
 from testing.fake_engine import followed
-from trl_fp8.features.one_forward.witness import bounds
-from trl_fp8.features.one_forward.witness.findings import Findings
-from trl_fp8.features.one_forward.witness.structure import compare_angles, compare_window
-from trl_fp8.features.one_forward.witness.witness import Witness
+from trl_fp8.features.one_forward import values
+from trl_fp8.features.one_forward.values import Findings
+from trl_fp8.features.one_forward.witness import Witness, compare_angles, compare_window
 from trl_fp8.quantization.codec.blockwise import dequantize_weight, quantize_activation, quantize_weight
 
 
@@ -208,15 +207,15 @@ class TestBounds:
             dequantize_weight(q, torch.float64) for q in (quantize_activation(x, "pow2"), quantize_weight(weight))
         ]
         found, own = codes[0] @ codes[1].T, x.double() @ weight.double().T
-        ratio = bounds.excess(found.bfloat16(), own, bounds.linear_bound(x, weight, own, bounds.U8))
+        ratio = values.excess_of(found.bfloat16(), own, values.linear_bound(x, weight, own, values.U8))
         assert 0.1 < ratio < 0.5
         other = x.double() @ weight.double().roll(1, 0).T
-        assert bounds.excess(other, own, bounds.linear_bound(x, weight, own, bounds.U8)) > 2
+        assert values.excess_of(other, own, values.linear_bound(x, weight, own, values.U8)) > 2
 
     def test_an_output_that_is_no_number_is_beyond_any(self):
         own = torch.ones(2, 3)
-        assert bounds.excess(own * torch.nan, own, own) == float("inf")
-        assert bounds.excess(own * torch.nan, own, own[:, 0]) == float("inf")
+        assert values.excess_of(own * torch.nan, own, own) == float("inf")
+        assert values.excess_of(own * torch.nan, own, own[:, 0]) == float("inf")
 
 
 def test_findings_keep_what_differs_first_and_the_worst_agreement():

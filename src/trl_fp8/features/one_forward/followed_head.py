@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from trl.kernels import ChunkedLogProbFunction
 
-from trl_fp8.features.one_forward.modules.followed_linear import tokens_of
 from trl_fp8.policy.head import TOKENS
 
+from .followed_linear import tokens_of
 from .one_forward import OneForward
 
 

@@ -23,9 +23,8 @@ from trl_fp8.recipe.messages import listed
 from trl_fp8.sync.audit import ReduceMax
 from trl_fp8.sync.delivery import InPlaceDelivery, Part
 
-from .followable import require_followable
 from .followed_head import followed_head
-from .one_forward import OneForward
+from .one_forward import OneForward, require_followable
 
 
 Parameters = Callable[[], Sequence[torch.Tensor]]

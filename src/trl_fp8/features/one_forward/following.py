@@ -1,19 +1,22 @@
-"""The policy computes what the engine computes (`fp8_forward="one_forward"`), and it is checked that it does.
+"""The feature that lets the policy follow the engine (`fp8_forward="one_forward"`), and checks that it does.
 
 engine started     the policy's modules get the engine's calls
 scoring, loss      the policy follows; after an optimizer step without a sync the weights are sent to the engine first
-first rollouts     compared: a difference beyond what the platform guarantees is an error that names the first layer.
-                   With an FP8 base again once B of an adapter is not zero, because zeros show no missing adapter
+first rollouts     trainer and rollout log-probs are compared. A difference beyond what the platform guarantees is an
+                   error that names the first layer. With an FP8 base they are compared again once B of an adapter
+                   is not zero, because a missing adapter does not show while B is zero
 """
 
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
 from accelerate.logging import get_logger
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from trl_fp8.engine.kernels import EngineKernels
@@ -25,15 +28,14 @@ from trl_fp8.run.batch import Batch, Rollouts
 from trl_fp8.run.feature import Feature, as_rollouts_saw
 from trl_fp8.run.metric import quotient
 
-from .backward import BackwardPrecision, require_backend
-from .comparison import Comparison
-from .followable import require_followable
 from .followed_head import engine_logits, followed_head
+from .followed_linear import BackwardPrecision, FollowedLinear, require_backend
 from .followed_reference import FollowedReference
-from .one_forward import OneForward
+from .one_forward import OneForward, require_followable
 
 
 logger = get_logger(__name__)
+Place = tuple[str, str]  # checkpoint name of a layer, and which of its ends
 
 
 class Following(Feature):
@@ -52,7 +54,7 @@ class Following(Feature):
         require_backend(args.fp8_gemm_backend, capability)
 
     def engine_part(self):
-        from .engine_part.kernels_part import SharedKernelsPart  # needs vllm
+        from .engine_kernels import SharedKernelsPart  # needs vllm
 
         self.in_engine = SharedKernelsPart()
         return self.in_engine
@@ -219,3 +221,56 @@ def worst_rollout(batch: Batch) -> list[int]:
     given = batch.tensors
     parts = [given[f"{part}_ids"][row][given[f"{part}_mask"][row].bool()] for part in ("prompt", "completion")]
     return torch.cat(parts)[:-1].tolist()
+
+
+class Comparison:
+    """Used as `with engine(): ...` and `with policy(): ...`, each around one forward of the same sequence."""
+
+    def __init__(self, forward: OneForward):
+        followed = [module for module in forward.modules.values() if isinstance(module, FollowedLinear)]
+        self._kernels = forward.kernels
+        self._linears: dict[str, FollowedLinear] = {linear.name: linear for linear in followed}
+        self._engine: dict[Place, list[Tensor]] = defaultdict(list)  # checksums `[T]` of each of its calls
+        self._policy: dict[Place, Tensor] = {}
+
+    def engine(self) -> AbstractContextManager[None]:
+        """Watch what the engine computes in the block."""
+        return self._kernels.watching(self._note_engine)
+
+    @contextmanager
+    def policy(self) -> Iterator[None]:
+        """Watch what the policy computes in the block."""
+        with ExitStack() as handles:
+            for name, linear in self._linears.items():
+                handles.enter_context(linear.register_forward_hook(partial(self._note_policy, name)))
+            yield
+
+    @property
+    def layers(self) -> int:
+        """Number of layers that ran on both sides. 0: the engine is compiled, and calls none of them."""
+        return len({name for name, _ in self._engine} & {name for name, _ in self._policy})
+
+    def first_difference(self) -> str | None:
+        """Return a noun phrase for the first difference; None if nothing differs."""
+        for place, mine in self._policy.items():
+            if place in self._engine:
+                theirs = torch.cat(self._engine[place])[: len(mine)]
+                if differing := (mine != theirs).nonzero().flatten().tolist():
+                    name, end = place
+                    return f"the {end} of {name}, from token {differing[0] + 1} of {len(mine)} on"
+        return None
+
+    def _note_engine(self, layers: tuple[str, ...], x: Tensor, y: Tensor) -> None:
+        for linear in (self._linears[layer] for layer in layers):
+            self._engine[linear.name, "input"].append(checksums(x))
+            self._engine[linear.name, "output"].append(checksums(y[..., linear.columns]))
+
+    def _note_policy(self, name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        self._policy[name, "input"], self._policy[name, "output"] = checksums(args[0]), checksums(y)
+
+
+def checksums(rows: Tensor) -> Tensor:
+    """int64 `[T]` of `[..., N]` in BF16. Columns are multiplied by odd keys, so that any one other element shows."""
+    bits = rows.detach().to(torch.bfloat16).flatten(0, -2).contiguous().view(torch.int16)
+    keys = 2 * torch.arange(bits.shape[-1], device=bits.device) + 1
+    return (bits.long() * keys).sum(-1)

@@ -1,27 +1,34 @@
-"""Flags of one forward: whether the trainer computes as the engine does, and how it computes gradients then."""
+"""Flags of one forward: whether the trainer computes as the engine does, its gradients, and its memory in a plan.
+
+The backward computes each MLP's act(gate) * up once more, in FP32 (policy/own_gradient.py): seven tensors
+`[tokens, intermediate]` at once, eight where gate and up are one linear. For experts it takes the weights of a layer
+in BF16, and makes their gradients in BF16 before they become FP32. A reference keeps its weights a second time, in the
+form in which the engine holds the policy's: codes, scales and BF16.
+"""
 
 import logging
 import os
+from collections import defaultdict
 from dataclasses import dataclass
+from math import prod
 
-from trl_fp8.planning.trainer_memory import Setup
+from trl_fp8.planning.trainer_memory import BYTES, Setup, engine_adapters
 from trl_fp8.quantization.formats import format_named
 from trl_fp8.recipe.families import family_of, types_with
 from trl_fp8.recipe.outline import Outline
 from trl_fp8.recipe.recipe import FP8Recipe
 from trl_fp8.run.flag import FlagGroup, flag
 
-from .forward_memory import recomputed_bytes, reference_bytes
-
 
 logger = logging.getLogger(__name__)
-
 KNOWN = {
     "fp8_forward": ("off", "one_forward"),
     "fp8_forward_check": ("error", "warn"),
     "fp8_backward": ("bf16", "fp8"),
     "fp8_gemm_backend": ("fake_quant", "scaled_mm"),
 }
+# Bytes that the backward has of an MLP at once, per token and element of its width: 7 and 8 FP32 tensors
+RECOMPUTED = {"gate_proj": 28, "gate_up_proj": 32}
 
 
 @dataclass
@@ -158,3 +165,31 @@ def require_followed(outline: Outline) -> None:
             f"fp8_forward='one_forward' with a {outline.class_name}: text models are known, and not what images do to "
             "masks and positions. Set fp8_forward='off'."
         )
+
+
+def recomputed_bytes(outline: Outline, setup: Setup) -> float:
+    """Return the bytes that a backward needs for an MLP, or for the experts of a layer if that is more."""
+    widths, experts = [0], defaultdict(int)
+    for name, (rows, _) in outline.linears.items():
+        kind = name.rpartition(".")[2]
+        if kind in RECOMPUTED:  # a fused one has the rows of both
+            widths.append(RECOMPUTED[kind] * (rows // 2 if kind == "gate_up_proj" else rows))
+    for name, shape in outline.parameters.items():
+        for module in outline.experts:
+            if name.startswith(f"{module}."):
+                experts[module] += prod(shape)
+    copy = 2 if BYTES[setup.dtype] == 4 else 0
+    gradients = 0 if setup.lora_rank else 2 + copy * 2  # in BF16, and as the weights are
+    tokens = setup.args.per_device_train_batch_size * setup.tokens
+    return max(tokens * max(widths), (copy + gradients) * max(experts.values(), default=0))
+
+
+def reference_bytes(outline: Outline, setup: Setup, recipe: FP8Recipe) -> int:
+    """Return the bytes of a reference as an engine holds it: what its kernels read, and the policy trains."""
+    if setup.args.base_in_engine:
+        return 2 * engine_adapters(outline, setup.lora_rank)
+    read = dict(outline.parameters)
+    if "lm_head.weight" in read:  # else the head reads the embedding
+        del read[next(name for name in read if name.endswith("embed_tokens.weight"))]
+    codes = sum(recipe.format.weight_bytes(shape) for name, shape in read.items() if name in recipe.fp8_tensors)
+    return codes + 2 * sum(prod(shape) for name, shape in read.items() if name not in recipe.fp8_tensors)

@@ -1,6 +1,6 @@
 """After the first sync, before anything is sampled: does the engine compute the model that the policy is?
 
-The policy runs one short sequence, and its modules are compared with the engine's (witness/). With one forward a
+The policy runs one short sequence, and its modules are compared with the engine's (witness.py). With one forward a
 difference is an error, unless fp8_forward_check='warn': gradients would be those of one model and values those of
 another, without a mismatch. Without one forward a difference is a warning, because `mismatch/*` shows it, too.
 """
@@ -12,7 +12,6 @@ from accelerate.logging import get_logger
 
 from trl_fp8.engine.kernels import EngineKernels
 from trl_fp8.engine.protocol import EngineNumerics
-from trl_fp8.features.one_forward.witness.witness import Witness
 from trl_fp8.policy.head import scored_by
 from trl_fp8.policy.hook import hooked
 from trl_fp8.recipe.messages import listed
@@ -22,6 +21,7 @@ from trl_fp8.sync.audit import all_reduce_max
 from .followed_head import engine_logits, followed_head
 from .following import Following
 from .one_forward import OneForward
+from .witness import Witness
 
 
 logger = get_logger(__name__)
@@ -42,7 +42,7 @@ class SameModel(Feature):
     def engine_part(self):
         if self.trainer.feature(Following):  # which has its own
             return None
-        from .engine_part.kernels_part import KernelsPart  # needs vllm
+        from .engine_kernels import KernelsPart  # needs vllm
 
         return KernelsPart()
 

@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from trl_fp8.features.one_forward.backward import gemm_dtype
 from trl_fp8.policy.own_gradient import holding, own_gradient, with_value
 from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.recipe.names import TRANSFORMERS
 from trl_fp8.upstream.patches import substituted
 
-from .followed_linear import StraightThrough, tokens_of
+from .followed_linear import StraightThrough, gemm_dtype, tokens_of
 
 
 BIASES = tuple(f"{name}_bias" for name in TRANSFORMERS.fused)

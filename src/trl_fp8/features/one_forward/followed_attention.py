@@ -1,4 +1,4 @@
-"""Attention whose forward is an engine's kernel, over sequences packed one after another; its backward is here.
+"""Attention of a policy that follows an engine: the engine's kernel over packed sequences, and its backward.
 
     forward    output, lse = engine(q, k, v)                     lse: log-sum-exp of each query's scores
     backward   s = scaling * q k^T,  p = exp(s - lse)            q, k, v as the kernel rounded them
@@ -13,20 +13,93 @@ An FP8 kernel also rounds p before it adds up its output, and FlashAttention's b
 output, as output * do. Its error is the same for all keys of a query, so it would not average out. Where q, k, v were
 rounded, the GPU therefore computes output and lse again in BF16 for the backward.
 
-Shape letters: N tokens of all sequences, R sequences, L tokens of the longest, H query heads, G key heads, M = H / G,
-D head size, C queries of a chunk, S keys.
+Sequences come in three forms: padded rows, as transformers has them; packed one after another (`Sequences`), as
+kernels want them; and in pages (`Pages`), as a paged KV cache holds them.
+
+Shape letters: B rows, T tokens of a padded row, N tokens of all sequences, R sequences, L tokens of the longest, H
+query heads, G key heads, M = H / G, D head size, C queries of a chunk, S keys.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from trl_fp8.engine.kernels import EngineKernels
 
+
+SINKS = "s_aux"  # transformers' keyword for attention sinks
 SCORES = 2**25  # of one chunk, in FP32 128 MiB
-
 Kernel = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a padded batch, one after another, as kernels for packed sequences want them."""
+
+    shape: tuple[int, int]  # B, T
+    starts: Tensor  # first token of each sequence, and the end; int32 `[R + 1]`
+    longest: int  # a bound of their lengths
+    rows_N: Tensor | None  # the real tokens among B * T; None: all of them, padding is a sequence, too
+
+    @classmethod
+    def of(cls, real_BT: Tensor | None, rows: int, length: int, device: torch.device) -> "Sequences":
+        """`real_BT` says which tokens are no padding, on either side of a row; None: all.
+
+        To pack tokens the host has to know their number. On a GPU it does not wait for that: there nothing is packed,
+        and the padding on either side of a row, maybe of no token at all, is a sequence by itself.
+        """
+        first_B = torch.arange(0, rows * length, length, device=device)
+        if real_BT is None:
+            starts, rows_N = first_B, None
+        elif device.type == "cpu":
+            lengths_B = real_BT.sum(-1)
+            starts, rows_N = lengths_B.cumsum(0) - lengths_B, real_BT.flatten().nonzero()[:, 0]
+        else:
+            before_B = first_B + real_BT.int().argmax(-1)
+            starts, rows_N = torch.stack([first_B, before_B, before_B + real_BT.sum(-1)], -1).flatten(), None
+        end = rows * length if rows_N is None else len(rows_N)
+        return cls((rows, length), torch.cat([starts, starts.new_full((1,), end)]).int(), length, rows_N)
+
+    def packed(self, states_BHTD: Tensor) -> Tensor:
+        """`[N, H, D]` of `[B, H, T, D]`."""
+        flat = states_BHTD.transpose(1, 2).flatten(0, 1)
+        return flat if self.rows_N is None else flat[self.rows_N]
+
+    def padded(self, states_NHD: Tensor) -> Tensor:
+        """`[B, T, H, D]` of `[N, H, D]`, padding zero."""
+        if self.rows_N is not None:
+            rows, length = self.shape
+            states_NHD = states_NHD.new_zeros(rows * length, *states_NHD.shape[1:]).index_copy(
+                0, self.rows_N, states_NHD
+            )
+        return states_NHD.unflatten(0, self.shape)
+
+
+class FollowedAttention:
+    """Mixed into `OneForward`; see `policy.hook.Replacement`. No mask of transformers' is read, because the kernel
+    knows which tokens a query sees.
+    """
+
+    kernels: EngineKernels
+
+    def before_forward(self, real_BT: Tensor | None, shape: tuple[int, int], device: torch.device) -> Sequences:
+        return Sequences.of(real_BT, *shape, device)
+
+    def attend(
+        self, layer: int, states: tuple[Tensor, ...], batch: Sequences, scales: Tensor | None, options: dict
+    ) -> Tensor:
+        engine = self.kernels.attention(layer)
+
+        def kernel(*packed: Tensor) -> tuple:
+            return engine(*packed, batch.starts, batch.longest, scales)
+
+        packed = (batch.packed(tensor.to(torch.bfloat16)) for tensor in states)
+        mask = engine.scaling, engine.window, engine.softcap
+        return batch.padded(packed_attention(kernel, *packed, batch.starts, batch.longest, *mask, options.get(SINKS)))
 
 
 def packed_attention(
@@ -178,3 +251,32 @@ def _rows_when_padded(starts: Tensor, longest: int, tokens: int) -> Tensor:
     each = torch.arange(len(starts) - 1, device=starts.device)
     sequence_N = torch.repeat_interleave(each, starts.diff(), output_size=tokens)
     return torch.arange(tokens, device=starts.device) - starts[sequence_N] + sequence_N * longest
+
+
+class Pages(NamedTuple):
+    """Places of tokens in a paged KV cache.
+
+    Attributes:
+        slots: Tokens of a page.
+        count: A bound of the pages that are used: the host waits for no length.
+        slots_N: Each token's slot, counted over all pages, int64.
+        table: Each sequence's pages, int32 `[R, pages of the longest]`; after its last one any that exist.
+    """
+
+    slots: int
+    count: int
+    slots_N: Tensor
+    table: Tensor
+
+
+def pages_of(starts: Tensor, longest: int, tokens: int, slots: int) -> Pages:
+    """Pages for sequences that begin at the first R of `starts` `[R + 1]` and have `tokens` in all."""
+    lengths = starts.diff().long()
+    used = (lengths + slots - 1) // slots
+    first_R, count = used.cumsum(0) - used, tokens // slots + len(lengths)
+    each = torch.arange(len(lengths), device=starts.device)
+    sequence_N = torch.repeat_interleave(each, lengths, output_size=tokens)
+    position_N = torch.arange(tokens, device=starts.device) - starts.long()[sequence_N]
+    table = first_R[:, None] + torch.arange(-(-longest // slots), device=starts.device)
+    table = table.clamp_max_(count - 1).to(torch.int32)
+    return Pages(slots, count, first_R[sequence_N] * slots + position_N, table)

@@ -1,9 +1,19 @@
-"""Each module of a policy that follows an engine, on one input: its own forward, and what the engine makes of it.
+"""Each module of a policy that follows an engine, on one input: its own forward, and what the engine computes.
 
 A comparison gets the module, `own`, which is the forward that transformers wrote for it, the arguments of a call, and
-the engine's output. While it runs, the policy does not follow.
+the engine's output. While it runs, the policy does not follow. Both outputs may differ by what rounding explains. BF16
+keeps 8 significant bits and e4m3 keeps 4. Rounding to nearest moves a value by half a step at most:
 
-Shape letters: T tokens, K in-features, N out-features, E experts, V vocabulary.
+    |round(v) - v|  <=  u |v|        u = 2^-8 (BF16), 2^-4 (e4m3)
+
+Below 2^-6 of its scale e4m3 has steps of 2^-9 of that scale. A scale is at most 2 amax / 448 (it may be rounded up to
+a power of two), so that half a step is less than 2^-17 amax, which is u times 2^-13 amax.
+
+A module that rounds each number a few times has a bound for each of its outputs. A matrix product adds up thousands of
+roundings with independent signs, so that their squares add up. The sum of their absolute values would be a bound that
+any output passes. FP32 sums round at 2^-24, which is below all of these bounds.
+
+Shape letters: T tokens, K in-features, N out-features, E experts, V vocabulary, D draws.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,26 +23,63 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
-from trl_fp8.features.one_forward.modules.between import (
-    FollowedEmbedding,
-    FollowedFusedMLP,
-    FollowedMLP,
-    FollowedNorm,
-    FollowedParallelLayer,
-)
-from trl_fp8.features.one_forward.modules.followed_experts import FollowedExperts, FollowedRouter
-from trl_fp8.features.one_forward.modules.followed_linear import FollowedAdapter, FollowedLinear, tokens_of
-from trl_fp8.features.one_forward.one_forward import OneForward
 from trl_fp8.policy.own_gradient import holding
 from trl_fp8.policy.swapped import HoldsCodes
 from trl_fp8.quantization.codec.blockwise import dequantize_weight
 
-from .bounds import U8, U16, activation_bound, experts_bound, linear_bound
-from .findings import Findings
+from .between import FollowedEmbedding, FollowedFusedMLP, FollowedMLP, FollowedNorm, FollowedParallelLayer
+from .followed_experts import FollowedExperts, FollowedRouter
+from .followed_linear import FollowedAdapter, FollowedLinear, tokens_of
+from .one_forward import OneForward
 
 
+U8, U16 = 2.0**-4, 2.0**-8
+SMALL = 2.0**-13  # of the largest value: a value of this size or less is rounded like one of this size
+ROWS = 1024  # of a weight that are squared at a time
 TINY = 2.0**-20  # mean square of rows that show a norm's eps
 DRAWS = 4  # of directions in which the input of experts is moved
+
+
+class Findings:
+    """In the order in which they are made.
+
+    Attributes:
+        differences: Module -> the quantity that differs and what both sides have. The first one of a module is kept,
+            because later ones may follow from it.
+        excesses: Kind of module -> the largest error over its bound.
+        compared: Number of comparisons.
+    """
+
+    def __init__(self):
+        self.differences: dict[str, str] = {}
+        self.excesses: dict[str, float] = {}
+        self.compared = 0
+
+    def lines(self) -> list[str]:
+        return [f"{module}: {quantity}" for module, quantity in self.differences.items()]
+
+    def values(
+        self, kind: str, module: str, found: Tensor, own: Tensor, bound: Tensor, quantity: str = "output"
+    ) -> bool:
+        """Compare two outputs; `bound`: see `excess_of`. False if rounding does not explain the error."""
+        excess = excess_of(found, own, bound)
+        self.excesses[kind] = max(excess, self.excesses.get(kind, 0.0))
+        relative = ((found.double() - own.double()).norm() / own.double().norm().clamp_min(1e-30)).item()
+        apart = f"error {relative:.2g} of its size, {excess:.1f} times what rounding explains"
+        return self.require(excess <= 1, module, f"{quantity} ({apart})")
+
+    def same(self, module: str, quantity: str, own: float | None, engine: float | None) -> bool:
+        """Compare two numbers up to the rounding of FP32; None or 0 where there is none."""
+        close = abs((own or 0) - (engine or 0)) <= 1e-6 * abs(own or 0)
+        words = ("none" if not value else f"{value:.6g}" for value in (own, engine))
+        return self.require(close, module, "{} (the policy's {}, the engine's {})".format(quantity, *words))
+
+    def require(self, same: bool, module: str, quantity: str) -> bool:
+        """Note whether something is the same on both sides."""
+        self.compared += 1
+        if not same:
+            self.differences.setdefault(module, quantity)
+        return same
 
 
 class Values:
@@ -195,3 +242,52 @@ def _in_bf16(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     rounded = {name: p.to(torch.bfloat16).float() for name, p in module.named_parameters(recurse=False)}
     with holding(module, rounded):
         yield rounded
+
+
+def linear_bound(x_TK: Tensor, weight_NK: Tensor, own_TN: Tensor, unit: float) -> Tensor:
+    """`[T]`: root of the summed squares of a token's errors, of `y = x @ W.T` with both operands rounded by `unit`.
+
+        |x w - round(x) round(w)|  <=  2 u |x w|          of each of K products
+        bound^2  =  sum_NK (2 u x w)^2 + (2 u16 |y|)^2    the second: outputs and partial sums are BF16
+
+    The first term takes the largest error of each product, whose mean square is a ninth of it. Rounding therefore
+    stays below the bound, and the error of another weight, which is as large as y, does not.
+    """
+    x_TK, whole = x_TK.double().abs(), weight_NK.detach()
+    x_TK = (x_TK + SMALL * x_TK.amax(-1, keepdim=True)).square()
+    largest = SMALL * max(whole.max().item(), -whole.min().item())
+    columns_K = torch.zeros(whole.shape[1], dtype=torch.float64, device=whole.device)
+    for rows in whole.split(ROWS):  # no copy of the weight
+        columns_K += (rows.abs().double() + largest).square().sum(0)
+    return (4 * unit**2 * (x_TK @ columns_K) + (2 * U16 * own_TN.double().norm(dim=-1)).square()).sqrt()
+
+
+def experts_bound(responses_DTK: Tensor, own_TK: Tensor) -> Tensor:
+    """`[T]`, likewise, of experts: two products with a function between them.
+
+    `responses_DTK` says by how much the output changes where each input moves by `u`, up or down by chance, D times.
+    Four operands are rounded: input, both weights, and what is between them. Each has an effect like the input's, and
+    the squares of four independent effects add up to the square of twice one.
+    """
+    response_T = responses_DTK.double().square().sum(-1).mean(0).sqrt()
+    return 2 * response_T + 2 * U16 * own_TK.double().norm(dim=-1)
+
+
+def activation_bound(own: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the bound of each output of act(gate) * up, where act and the product are rounded to BF16. Far below 0 a
+    GELU is a difference of FP32 numbers that nearly cancel.
+    """
+    return 3 * U16 * own.abs() + 2.0**-20 * (gate * up).abs()
+
+
+def excess_of(found: Tensor, own: Tensor, bound: Tensor) -> float:
+    """An error over its bound; infinite if an output is no number.
+
+    A bound of each element gives the largest ratio, a bound `[T]` of each token's norm the root mean square of ratios.
+    """
+    error, bound = found.double() - own.double(), bound.double().clamp_min(1e-30)
+    if bound.dim() < error.dim():
+        ratio = (error.norm(dim=-1) / bound).square().mean().sqrt()
+    else:
+        ratio = (error.abs() / bound).max()
+    return ratio.nan_to_num(nan=float("inf")).item()

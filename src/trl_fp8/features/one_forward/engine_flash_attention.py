@@ -18,7 +18,7 @@ below; `hopper/` of vLLM's fork of flash-attention says when each is chosen. The
 
 So the operator that writes the engine's cache also writes the trainer's packed sequences into pages, one after
 another, and the engine's own layer rounds q. On Ada and Blackwell vLLM attends with a Triton kernel that keeps no
-log-sum-exp; `invariance.require_cuda_kernels` refuses them.
+log-sum-exp; `engine_invariance.require_cuda_kernels` refuses them.
 
 Shape letters: N tokens of all sequences, R sequences, H query heads, G key heads, D head size, P pages of S slots.
 """
@@ -43,7 +43,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from trl_fp8.quantization.codec.e4m3 import E4M3
 
-from .pages import pages_of
+from .followed_attention import pages_of
 
 
 QUERIES = 256  # more rows than any tile has

@@ -1,18 +1,20 @@
-"""`EngineKernels` of a vLLM engine: each call runs the engine's own module, its kernel, on its tensors.
+"""The kernels of a vLLM engine, as a policy calls them, and the `EnginePart` that provides them.
 
-Modules are found by the tensors that a sync writes to them (`Layout`), and so by the policy's own names.
+Each call runs the engine's own module, its kernel, on its tensors. Modules are found by the tensors that a sync writes
+to them (`Layout`), and so by the policy's own names.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial, wraps
 
 import torch
 from torch import Tensor, nn
 from torchao.quantization import Float8Tensor
+from transformers import PretrainedConfig
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import layernorm
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -20,16 +22,29 @@ from vllm.model_executor.models import commandr
 from vllm.model_executor.models.interfaces import supports_multimodal
 
 from trl_fp8.engine.kernels import Rotary
+from trl_fp8.engine.vllm.generation import FP8VLLMGeneration
 from trl_fp8.engine.vllm.layout import held_codes
 from trl_fp8.engine.vllm.numerics import attention_layers
+from trl_fp8.engine.vllm.part import EnginePart
+from trl_fp8.engine.vllm.platform import Platform
+from trl_fp8.quantization.codec.e4m3 import cache_round_trip
 from trl_fp8.quantization.formats import FormatSpec
 from trl_fp8.recipe.recipe import FP8Recipe
+from trl_fp8.sync.delivery import Part
 from trl_fp8.sync.pieces import Layout, Piece
+from trl_fp8.upstream import vllm as upstream
 from trl_fp8.upstream.vllm import choose_experts
+
+from .engine_invariance import CUDA, Invariance, invariant_on_cuda, require_cuda_kernels, require_invariant_routers
+from .followed_reference import ReferenceWeights
 
 
 HEAD = "lm_head"
 NORMS = layernorm.RMSNorm, layernorm.GemmaRMSNorm, commandr.LayerNorm
+# Largest mean |log-prob difference| of a trainer that calls the same kernels. On CPU reductions in FP64 have one
+# result, whatever the batch, and both sides compute log-softmax in FP32. The bound of CUDA is a third of what BF16
+# rollouts leave at 2 layers, and has not been measured
+MISMATCH_BOUNDS = {"cpu": 1e-5, "cuda": 1e-3}
 
 
 def without_gradients(call: Callable) -> Callable:
@@ -200,3 +215,85 @@ class VLLMKernels:
             f"fp8_forward='one_forward': for {name} of a policy of type {self._recipe.model_type!r} the engine has "
             f"{what}, which the trainer cannot call. Set fp8_forward='off'."
         )
+
+
+class CPUAttention:
+    """One layer's, see `engine.kernels.Attention`."""
+
+    def __init__(self, layer: Attention):
+        # Not imported on CUDA: it registers a CPU engine's kernels
+        from trl_fp8.engine.vllm.cpu.reference_attention import attend_packed
+
+        self._attend = attend_packed
+        impl, self._fp8 = layer.impl, layer.kv_cache_dtype.startswith("fp8")
+        self.scaling, self.window, self.softcap = impl.scale, impl.sliding_window, impl.logits_soft_cap
+        self._sinks = impl.sinks
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scales: Tensor | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+        if self._fp8 != (scales is not None):
+            raise RuntimeError(f"KV scales are {scales} for a layer whose cache is {'' if self._fp8 else 'not '}FP8.")
+        if scales is not None:  # the CPU engine rounds no query
+            key, value = cache_round_trip(key, scales[1]), cache_round_trip(value, scales[2])
+        mask = self.scaling, self.window, self.softcap, self._sinks
+        output, lse_HN = self._attend(query, key, value, starts, *mask)
+        return output, lse_HN, (query, key, value)
+
+
+class KernelsPart(EnginePart):
+    """`kernels` can be called as soon as the engine is there."""
+
+    def ready(self, generation: FP8VLLMGeneration) -> None:
+        if generation.platform.name == "cuda":
+            from .engine_flash_attention import PackedAttention as attention  # vLLM's CPU build has no FlashAttention
+        else:
+            attention = CPUAttention
+        engine = generation.engine
+        # The engine has made room for so many tokens at once
+        tokens = upstream.engine_config(generation.llm).scheduler_config.max_num_batched_tokens
+        self.kernels = VLLMKernels(engine.model, engine.layout, generation.recipe, attention, tokens)
+
+
+class SharedKernelsPart(KernelsPart):
+    """A trainer computes with them, so the engine runs kernels that it can share, and those alone."""
+
+    batch_invariant = True
+    mismatch_bound: float  # of `MISMATCH_BOUNDS`, from `started` on
+
+    def arguments(self, platform: Platform, recipe: FP8Recipe, config: PretrainedConfig, user: dict) -> dict:
+        if platform.name == "cuda":
+            require_cuda_kernels(config.get_text_config(), platform.capability, platform.flash_attention)
+        return invariance_of(platform).arguments()
+
+    def starting(self, platform: Platform, recipe: FP8Recipe) -> AbstractContextManager:
+        return invariant_on_cuda() if platform.name == "cuda" else nullcontext()
+
+    def started(self, generation: FP8VLLMGeneration) -> None:
+        self.mismatch_bound = MISMATCH_BOUNDS[generation.platform.name]
+        invariance_of(generation.platform).require(upstream.engine_config(generation.llm))
+        require_invariant_routers(upstream.engine_model(generation.llm))
+        generation.llm.share_weights()
+
+    def reference_weights(self, generation: FP8VLLMGeneration, model: nn.Module) -> ReferenceWeights:
+        """Of the reference `model`: a copy of the policy, or the policy itself, which has its adapters disabled, or
+        those of the reference active, whenever these weights are held.
+        """
+        weights, layout = generation.weights, generation.engine.layout
+        frozen = {name for part in generation.delivery.frozen for name in part.layout.names}
+        pieces = layout.pieces.values()
+        read = {p.name for p in pieces if isinstance(p.parameter, nn.Parameter) and self.kernels.reads(p)}
+        part = layout.part(read - frozen)
+        names = frozenset(part.names)
+        part = Part(part, partial(weights.reference, model, names), at_once=weights.at_once(model))
+        parameters = partial(weights.parts_of_reference, model, names)
+        replicas = generation.replicas
+        return ReferenceWeights(generation.delivery, part, parameters, replicas and replicas.reduce_max)
+
+
+def invariance_of(platform: Platform) -> Invariance:
+    if platform.name == "cuda":
+        return CUDA
+    from trl_fp8.engine.vllm.cpu_platform import KERNELS
+
+    return Invariance(KERNELS)

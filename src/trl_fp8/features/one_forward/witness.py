@@ -4,11 +4,15 @@ A policy that calls its engine has the engine's values, and so no mismatch, what
 For example, vLLM's Llama turns half of a head's channels where transformers turns all of them. So before anything is
 sampled the policy runs one short sequence, and each module is compared with its own forward, as transformers wrote it:
 
-    structure.py   windows, scaling and soft caps of attention, rotary angles, eps, activations       exactly
-    values.py      outputs of all modules that call the engine, on the engine's inputs                within rounding
+    exactly            which keys a query sees, scaling and soft cap of scores; cos and sin of all angles, up to the
+                       last position that a run can reach; eps of norms; act(gate) * up by the engine's definition of
+                       it in plain torch. No module of the engine is called for these
+    within rounding    outputs of all modules that call the engine, on the engine's inputs (values.py)
 
-Values are compared of a policy that follows. Of others only structure is, for which no module of the engine is called.
-Each module is compared while it runs, because sharded weights are gathered then.
+Values are compared only for a policy that follows. A quantity that the engine lacks, or keeps in another place, is not
+compared. Each module is compared while it runs, because sharded weights are gathered then.
+
+Shape letters: P positions.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,19 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from trl_fp8.engine.kernels import EngineKernels
-from trl_fp8.features.one_forward.modules.between import RotaryCall
-from trl_fp8.features.one_forward.one_forward import OneForward, is_rotary
 from trl_fp8.policy.hook import AttentionHook
 from trl_fp8.recipe.from_model import of_adapter
 from trl_fp8.recipe.names import checkpoint_name
 
-from .bounds import U8, U16
-from .findings import Findings
-from .structure import compare_activation, compare_angles, compare_eps, compare_window
-from .values import Values
+from .between import RotaryCall
+from .one_forward import MLPS, OneForward, is_rotary
+from .values import U8, U16, Findings, Values, activation_bound
 
 
 POSITIONS = 256  # at which angles are compared
+EPS = "variance_epsilon", "eps"  # what transformers' norms call it
+GATES = torch.linspace(-6, 6, 241)[:, None]
 
 
 class Witness:
@@ -156,3 +159,55 @@ class WitnessedRotaryCall(RotaryCall):
         turned = self._turn(apply, query, key)
         self._compare(apply, self._turn.cos_sin, (query, key), turned)
         return turned
+
+
+def compare_window(findings: Findings, name: str, sees: Callable, window: int | None, last: int, device) -> None:
+    """`sees`: see `AttentionHook.watched`; `window`: tokens that the engine's queries see, None: all before them;
+    `last`: the last position of a run.
+    """
+    key, zero = torch.arange(last + 1, device=device), torch.zeros((), dtype=torch.long, device=device)
+    edges = () if window is None else (window - 1, window, window + 1)
+    for query in sorted({min(position, last) for position in (0, 1, last // 2, last, *edges)}):
+        own = sees(zero, zero, key[query], key).expand(key.shape)
+        engine = key <= query if window is None else (key <= query) & (key > query - window)
+        counts = f"a query at position {query} sees {int(own.sum())} keys, the engine's {int(engine.sum())}"
+        if not findings.require(torch.equal(own, engine), name, f"window of attention ({counts})"):
+            return
+
+
+def compare_angles(
+    findings: Findings, name: str, positions: Tensor, own: tuple[Tensor, ...], engine: tuple[Tensor, ...]
+) -> bool:
+    """cos and sin `[P, angles]`; transformers may have each angle twice, one half after the other or in turns."""
+    width, angles = own[0].shape[-1], engine[0].shape[-1]
+    turned = f"the policy turns {width} of a head, the engine {2 * angles}"
+    if not findings.require(width in (angles, 2 * angles), name, f"turned channels ({turned})"):
+        return False
+    forms = [slice(None)] if width == angles else [slice(angles), slice(None, None, 2)]
+    # The engine may hold cos and sin in BF16. An angle is its position times an FP32 number, and each side rounds that
+    # number and the product
+    bound = U16 * engine[0].abs().max().item() + 2.0**-22 * positions[:, None]
+    pairs = list(zip(own, engine, strict=True))
+    errors = [
+        torch.cat([(mine[:, form] - theirs.float()).abs() / bound for mine, theirs in pairs], -1) for form in forms
+    ]
+    error_P = min((error.amax(-1) for error in errors), key=lambda error: error.max().item())
+    wrong = positions[error_P > 1].tolist()
+    return findings.require(not wrong, name, f"rotary angles (from position {wrong[0] if wrong else None} on)")
+
+
+def compare_eps(findings: Findings, name: str, module: nn.Module, kernels: EngineKernels) -> None:
+    own = next((vars(module)[attribute] for attribute in EPS if attribute in vars(module)), None)
+    if own is not None and (engine := kernels.eps(name)) is not None:
+        findings.same(name, "eps", own, engine)
+
+
+def compare_activation(findings: Findings, name: str, module: nn.Module, kernels: EngineKernels) -> None:
+    for parts in MLPS.values():
+        if all(hasattr(module, part) for part in parts):
+            up = torch.ones_like(GATES)
+            own = getattr(module, parts[-1])(GATES)
+            found = kernels.definition(name, torch.cat([GATES, up], -1))
+            if found is not None:
+                bound = activation_bound(own, GATES, up)
+                findings.values("activation", name, found, own, bound, "activation, act(gate) * up")

@@ -1,0 +1,237 @@
+"""Settings of vLLM that let a trainer share an engine's kernels: no compiler fuses them, no batch changes a row.
+
+`engine.vllm.separate_kernels` keeps the compiler from fusing kernels. Batch invariance means that a kernel gives a row
+the same bits whatever rows are beside it. On CPU the reference kernels do so. On CUDA vLLM's switch does for most
+kernels (gpu/NOTES.md): unquantized linears, the output head, routers and experts then run Triton kernels. It
+leaves three things to this file and engine_flash_attention.py:
+
+Norms. vLLM's CUDA kernels give a row 1024 threads below 256 tokens and 256 threads from there on, which changes the
+order of the sum. With a residual vLLM runs yet another kernel. Its Triton kernel for batch invariance runs one program
+for each row, whatever the batch, and rounds x * rstd * weight once. Here that kernel computes both operations:
+
+    rms_norm(x)                     the kernel
+    fused_add_rms_norm(x, r)        s = x + r, rounded to BF16; the kernel on s          returns both
+
+A trainer adds the residual itself, in BF16, and calls the norm alone, which gives the same bits. This costs one more
+kernel, for the sum, than vLLM's own. torch.compile may merge it with the operation before it.
+
+Tiles of Triton kernels are chosen by a weight's shape, never by the number of rows. vLLM 0.31 chooses three otherwise:
+
+    unquantized linears    a table by shape of the weight and number of rows, for output heads such as Qwen3-1.7B's;
+                           128 x 128 x 64 for all others. Of a weight with few rows one program then reads all
+    experts                64 x 64 x 32 for everything, where FP8 tensor cores want steps of 128
+    FP8 linears            a table by shape and number of rows, for DeepSeek's shapes
+
+A tile with another number of rows uses another instruction of the tensor cores (m16n8k16, or a warp group's m64nNk16),
+and no manual says that two of these instructions add up in the same order. So no function here reads the number of
+rows. No tile is fast both for one row and for thousands; each tile below says which it is for. The functions replace
+vLLM's, which engine and trainer call, for good: an engine calls them for as long as it lives. Without batch invariance
+they return what vLLM's return.
+
+Attention: engine_flash_attention.py.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, wraps
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+from vllm import envs, ir
+from vllm.config import VllmConfig
+from vllm.model_executor.determinism import batch_invariant
+from vllm.model_executor.determinism.batch_invariant import rms_norm_batch_invariant
+from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+from vllm.model_executor.layers.quantization.utils import fp8_utils
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from trl_fp8.engine.vllm.environment import environment_kept
+from trl_fp8.engine.vllm.separate_kernels import SeparateKernels
+from trl_fp8.recipe.families import family_of
+from trl_fp8.recipe.messages import listed
+from trl_fp8.upstream.patches import patch, substituted
+from trl_fp8.upstream.vllm import forget_choices
+
+
+SWITCH = "VLLM_BATCH_INVARIANT"
+# A router's kernels for few tokens, and cuBLAS, which may split the sum
+ROUTER_KERNELS = "allow_ll_bf16_gemm", "allow_fp32_router_gemm", "allow_bf16x3_router_gemm", "allow_cublas_router_gemm"
+PROVIDER = "trl_fp8"
+OPERATOR = "trl_fp8_rms_norm"  # opaque to the compiler, which would otherwise fuse a norm with its neighbours
+# A weight `[N, K]` with at most so many rows is narrow: the A of an adapter, a router. In tiles of 128 columns at most
+# four programs would compute it, each over all of K, and 128 of 132 processors would wait
+NARROW = 512
+# One row of tiles for a batch of 16. A program that decodes waits for memory: five stages keep four loads under way,
+# and twice vLLM's step of K halves the number of waits. This takes 49 KiB of shared memory, in BF16 and in FP32
+NARROW_TILE = {"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 32, "num_warps": 4, "num_stages": 5}
+# vLLM's own choice for FP8 experts from 65 tokens on, with half of K's step for BF16. It is fast for prefills and the
+# trainer. A decode reads all weights of an expert for a few tokens, in whatever tiles
+EXPERTS_TILE = {"BLOCK_SIZE_M": 64, "BLOCK_SIZE_N": 128, "GROUP_SIZE_M": 32, "SPLIT_K": 1}
+EXPERTS_TILE |= {"num_warps": 4, "num_stages": 3}
+
+
+@dataclass(frozen=True)
+class Invariance:
+    """The settings of one platform.
+
+    Attributes:
+        kernels: The operations that are kernels of their own.
+        attention: The backend with one kernel for all batches; None: the only one of the platform.
+        switch: vLLM's switch for batch invariance has to be on.
+    """
+
+    kernels: SeparateKernels
+    attention: str | None = None
+    switch: bool = False
+
+    def arguments(self) -> dict[str, object]:
+        """For `vllm.LLM(...)`."""
+        return self.kernels.arguments() | ({"attention_backend": self.attention} if self.attention else {})
+
+    def require(self, config: VllmConfig) -> None:
+        """Raise `ValueError` naming the settings of a running engine that run other kernels."""
+        found = self.kernels.undone(config)
+        if self.attention and (backend := config.attention_config.backend) and backend.name != self.attention:
+            found.append(f"attention_backend={backend.name!r}")
+        if self.switch and not envs.VLLM_BATCH_INVARIANT:
+            found.append(f"{SWITCH}=0 in the environment")
+        if found:
+            raise ValueError(
+                "fp8_forward='one_forward' computes with the engine's kernels, bit for bit, but vllm_engine_kwargs "
+                f"lets the engine run others: {'; '.join(found)}. Nearly all of the mismatch would stay. Remove these "
+                "from vllm_engine_kwargs, or set fp8_forward='off'."
+            )
+
+
+# With its custom operation of RMS norms, vLLM's switch would go around the providers
+CUDA = Invariance(
+    SeparateKernels(
+        norms=PROVIDER,
+        custom_ops={"rms_norm": False, "rotary_embedding": True, "silu_and_mul": True, "quant_fp8": True},
+    ),
+    attention="FLASH_ATTN",
+    switch=True,
+)
+
+
+@contextmanager
+def invariant_on_cuda() -> Iterator[None]:
+    """Engines that are started inside the block run kernels that a trainer can share."""
+    from .engine_flash_attention import invariant_attention  # vLLM's CPU build has no FlashAttention
+
+    register_cuda_norms()
+    pin_tiles()
+    # The rest of vLLM's switch changes the whole process, the trainer too: NCCL gets one channel and one thread, and
+    # softmax, mean and bmm of torch are replaced. An engine on one rank communicates with nobody and calls none of
+    # these functions
+    # A user's own setting of the switch stays, and `Invariance.require` names it. vLLM switches ahead-of-time
+    # compilation off in the part of `init_batch_invariance` that is left out here
+    settings = {SWITCH: os.environ.get(SWITCH, "1"), "VLLM_USE_AOT_COMPILE": "0"}
+    with (
+        environment_kept(settings),
+        invariant_attention(),
+        substituted(batch_invariant, "init_batch_invariance", lambda: None),
+    ):
+        forget_choices()  # vLLM may have kept what the settings were
+        yield
+
+
+def require_cuda_kernels(config: PretrainedConfig, capability: tuple[int, int], flash_attention: int | None) -> None:
+    """Raise `ValueError` for a model, or a GPU, of which a trainer cannot share the kernels. `config`: of the text."""
+    compiled = family_of(config.model_type).compiled_on_cuda
+    if (getattr(config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        compiled = "rotary embedding (longrope) with what is around it"
+    if compiled:
+        raise ValueError(
+            f"fp8_forward='one_forward' with a policy of type {config.model_type!r} on cuda: vLLM compiles its "
+            f"{compiled}, so that the trainer cannot have the engine's bits. Set fp8_forward='off'."
+        )
+    if flash_attention != 3:
+        major, minor = capability
+        raise ValueError(
+            f"fp8_forward='one_forward' on a GPU of compute capability {major}.{minor}: vLLM attends with TRITON_ATTN "
+            "there, whose kernel keeps no log-sum-exp for the trainer's backward; GEMMs were not read. "
+            "On Hopper (9.0) FlashAttention 3 can be shared. Set fp8_forward='off'."
+        )
+
+
+def require_invariant_routers(model: nn.Module) -> None:
+    """Raise `ValueError` if a router of the engine takes its kernel by the number of tokens, whatever the switch."""
+    found = [
+        f"{name} ({', '.join(chosen)})"
+        for name, module in model.named_modules()
+        if isinstance(module, GateLinear)
+        and (chosen := [kernel.removeprefix("allow_") for kernel in ROUTER_KERNELS if getattr(module, kernel)])
+    ]
+    if found:
+        raise ValueError(
+            "fp8_forward='one_forward': routers of the engine take a kernel by the number of tokens: "
+            f"{listed(found, 4)}. A token could go to other experts in another batch. Set fp8_forward='off'."
+        )
+
+
+def register_cuda_norms() -> None:
+    """Register both with vLLM's tables of implementations. Idempotent."""
+    if PROVIDER in ir.ops.rms_norm.impls:
+        return
+    direct_register_custom_op(OPERATOR, _whole_rows, fake_impl=_like)
+    on_gpu = torch.version.cuda is not None
+    ir.ops.rms_norm.register_impl(PROVIDER, supported=on_gpu)(_rms_norm)
+    ir.ops.fused_add_rms_norm.register_impl(PROVIDER, supported=on_gpu)(_add_rms_norm)
+
+
+def _whole_rows(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    return rms_norm_batch_invariant(x, weight, epsilon)
+
+
+def _like(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    if variance_size is not None:
+        raise ValueError(
+            f"fp8_forward='one_forward': the engine normalizes by the variance of {variance_size} columns in this "
+            "model, which has no kernel that gives a row the same bits in every batch. Set fp8_forward='off'."
+        )
+    return getattr(torch.ops.vllm, OPERATOR)(x, weight, epsilon)
+
+
+def _add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    x_residual = x + x_residual
+    return _rms_norm(x_residual, weight, epsilon, variance_size), x_residual
+
+
+@cache  # once for a process
+def pin_tiles() -> None:
+    patch(batch_invariant, "_get_matmul_config", linear_tile)
+    patch(fused_moe, "get_default_config", _while_invariant(experts_tile, fused_moe.get_default_config))
+    of_fp8 = _while_invariant(lambda *shape: None, fp8_utils.get_w8a8_block_fp8_configs)
+    patch(fp8_utils, "get_w8a8_block_fp8_configs", of_fp8)
+
+
+def linear_tile(M: int, N: int, K: int, dtype: torch.dtype, default: dict[str, int]) -> dict[str, int]:
+    """For an unquantized weight `[N, K]`; `default` is vLLM's tile for the dtype. The compiler traces this."""
+    if N > NARROW:
+        return default
+    return default | NARROW_TILE | {"BLOCK_SIZE_K": 2 * default["BLOCK_SIZE_K"]}
+
+
+def experts_tile(
+    M: int, E: int, N: int, K: int, topk: int, dtype: str | None, block_shape: list[int] | None = None
+) -> dict[str, int]:
+    return EXPERTS_TILE | {"BLOCK_SIZE_K": 128 if dtype == "fp8_w8a8" else 64}
+
+
+def _while_invariant(pinned: Callable, otherwise: Callable) -> Callable:
+    @wraps(otherwise)
+    def choose(*args, **kwargs):
+        return (pinned if envs.VLLM_BATCH_INVARIANT else otherwise)(*args, **kwargs)
+
+    return choose

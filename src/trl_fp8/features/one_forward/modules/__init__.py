@@ -1,1 +1,0 @@
-"""The policy's modules that call the engine, with gradients of their own."""

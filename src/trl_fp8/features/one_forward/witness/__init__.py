@@ -1,1 +1,0 @@
-"""Comparison of the engine's model with the policy, module by module."""
