@@ -124,7 +124,7 @@ def main() -> None:
     results["rewards"] = curves
     isa = torch.backends.cpu.get_cpu_capability()
     if torch.cuda.is_available() or isa == "AVX2":
-        plot_rewards(curves, ROOT / "docs" / "images" / "learning_parity.png")
+        plot_rewards(curves, ROOT / "outputs" / "bench_demo" / "rewards.png")
         name = "demo"
     else:  # pretraining ends at another policy there, which the demo compares with its like
         name = f"demo_{isa.lower()}"
